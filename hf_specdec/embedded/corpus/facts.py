@@ -1,0 +1,87 @@
+"""Subtasks that look facts up: qa, rag and multi-turn."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hf_specdec.embedded.corpus import words
+from hf_specdec.embedded.corpus.words import Person, with_article
+
+Dialogue = tuple[tuple[str, ...], tuple[str, ...]]  # turns, references
+
+# What a question calls an attribute, and how an answer states it.
+_ATTRIBUTES = {
+    "the job": lambda p: f"works as {with_article(p.job)}",
+    "the home": lambda p: f"lives in {p.town}",
+    "the birth year": lambda p: f"was born in {p.year}",
+    "the property": lambda p: f"owns {with_article(p.owned)}",
+}
+
+
+def _portrait(rng: Random, person: Person) -> str:
+    """Two sentences with everything about a person, in one of several orders."""
+    work = f"works as {with_article(person.job)}"
+    home = f"lives in {person.town}"
+    born = f"was born in {person.year}"
+    owns = f"owns {with_article(person.owned)}"
+    order = [work, home, born, owns]
+    rng.shuffle(order)
+    return f"{person.name} {order[0]} and {order[1]}. {person.first} {order[2]} and {order[3]}."
+
+
+def qa(rng: Random) -> Dialogue:
+    """Three attributes of one of three described people."""
+    cast = words.people(rng, 3)
+    person = rng.choice(cast)
+    asked = rng.sample(tuple(_ATTRIBUTES), 3)
+    context = " ".join(_portrait(rng, p) for p in cast)
+    opening = rng.choice(("Tell me", "Report", "State"))
+    question = f"{opening} {asked[0]}, {asked[1]} and {asked[2]} of {person.name}."
+    told = [_ATTRIBUTES[a](person) for a in asked]
+    answer = f"According to the text, {person.name} {told[0]}, {told[1]} and {told[2]}."
+    return (f"Read the text and answer. {context} {question}",), (answer,)
+
+
+def rag(rng: Random) -> Dialogue:
+    """One of four passages answers; the others share its building or its feature."""
+    kind = rng.choice(words.BUILDINGS)
+    features = rng.sample(words.FEATURES, 2)
+    passages, facts = [], []
+    for place in words.towns(rng, 4):
+        fact = (place, rng.randrange(1700, 1950), words.full_name(rng), rng.randrange(10, 99),
+                rng.choice(features))  # fmt: skip
+        facts.append(fact)
+        place, year, builder, count, feature = fact
+        passages.append(
+            f"[{len(facts)}] The {kind} of {place} was built in {year} by {builder} and has {count} {feature}."
+        )
+    index = rng.randrange(4)
+    place, year, builder, count, feature = facts[index]
+    question = rng.choice((f"Who built the {kind} of {place}?", f"What is known about the {kind} of {place}?"))
+    answer = (
+        f"The {kind} of {place} is described in passage [{index + 1}]. It was built in {year} by {builder} "
+        f"and has {count} {feature}. Source: [{index + 1}]."
+    )
+    return (f"Use the passages. {' '.join(passages)} {question}",), (answer,)
+
+
+def multi_turn(rng: Random) -> Dialogue:
+    """First who owns a thing, then what else is known of that person or of that town."""
+    cast = words.people(rng, 3)
+    person = rng.choice(cast)
+    context = " ".join(
+        f"{p.name}, {with_article(p.job)} from {p.town}, was born in {p.year} and owns {with_article(p.owned)}."
+        for p in cast
+    )
+    first = rng.choice((f"Who owns the {person.thing}?", f"To whom does the {person.thing} belong?"))
+    answer = f"The {person.thing} belongs to {person.name}. The owner comes from {person.town}."
+    second, detail = rng.choice(
+        (
+            ("What is the job of this person, and in which year was this person born?",
+             f"{person.name} works as {with_article(person.job)} and was born in {person.year}."),
+            ("Which colour does it have, and what is the job of the owner?",
+             f"The {person.thing} of {person.name} is {person.colour}, and the owner works as "
+             f"{with_article(person.job)}."),
+        )
+    )  # fmt: skip
+    return (f"Listen. {context} {first}", second), (answer, detail)

@@ -1,0 +1,82 @@
+"""Velan, an invented language: its lexicon, inflection and word order, and sentences to translate.
+
+Order: subject, object, place, verb (English: subject, verb, object, place). An adjective follows its
+noun. Suffixes: plural `-ki`, object `-n` (after the plural), past `-ta`, future `-mo`. "near the X" is
+`X-lo`. Articles vanish; names stay, and take the suffixes too. `ve` joins two clauses, `nal` contrasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from hf_specdec.embedded.corpus.words import FIRST_NAMES, with_article
+
+NOUNS = {
+    "baker": "pamu", "teacher": "dosil", "sailor": "nareg", "farmer": "tulob", "doctor": "mizek",
+    "boat": "sorat", "lamp": "lidu", "clock": "teken", "basket": "korim", "apple": "jabo",
+    "drum": "bondu", "bottle": "figas", "river": "wesil", "tower": "gorat", "bridge": "pondu",
+    "market": "hazim",
+}  # fmt: skip
+PEOPLE, OBJECTS, PLACES = tuple(NOUNS)[:5], tuple(NOUNS)[5:12], tuple(NOUNS)[12:]
+ADJECTIVES = {
+    "old": "gam", "red": "ruf", "small": "pik", "heavy": "dur", "new": "nis", "cheap": "bil",
+    "quiet": "sul", "green": "zel",
+}  # fmt: skip
+# English present, past, base form (after "will"), and the Velan stem.
+VERBS = (
+    ("sees", "saw", "see", "vid"), ("buys", "bought", "buy", "kom"), ("sells", "sold", "sell", "ven"),
+    ("finds", "found", "find", "tro"), ("repairs", "repaired", "repair", "rip"),
+    ("carries", "carried", "carry", "por"), ("paints", "painted", "paint", "far"),
+    ("hides", "hid", "hide", "kav"),
+)  # fmt: skip
+NUMERALS = {"two": "du", "three": "ter", "four": "kar"}
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """A noun phrase in both languages; `velan_noun` carries no case yet."""
+
+    english: str
+    velan_noun: str
+    velan_after: str
+
+    def velan(self, suffix: str = "") -> str:
+        return self.velan_noun + suffix + self.velan_after
+
+
+def _noun_phrase(rng: Random, nouns: tuple[str, ...], countable: bool) -> Phrase:
+    noun, adjective = rng.choice(nouns), rng.choice((*ADJECTIVES, None, None))
+    described = f"{adjective} {noun}" if adjective else noun
+    after = f" {ADJECTIVES[adjective]}" if adjective else ""
+    if countable and rng.random() < 0.4:
+        numeral = rng.choice(tuple(NUMERALS))
+        return Phrase(f"{numeral} {described}s", NOUNS[noun] + "ki", f"{after} {NUMERALS[numeral]}")
+    article = rng.choice(("the " + described, with_article(described)))
+    return Phrase(article, NOUNS[noun], after)
+
+
+def _clause(rng: Random) -> tuple[str, str]:
+    """One clause in English and in Velan, without capitals or full stop."""
+    if rng.random() < 0.4:
+        name = rng.choice(FIRST_NAMES)
+        subject = Phrase(name, name, "")
+    else:
+        subject = _noun_phrase(rng, PEOPLE, countable=False)
+    thing, place = _noun_phrase(rng, OBJECTS, countable=True), _noun_phrase(rng, PLACES, countable=False)
+    present, past, base, stem = rng.choice(VERBS)
+    verb, ending = rng.choice(((present, ""), (past, "ta"), (f"will {base}", "mo")))
+    near = rng.random() < 0.6
+    english = f"{subject.english} {verb} {thing.english}" + (f" near {place.english}" if near else "")
+    velan = f"{subject.velan()} {thing.velan('n')}" + (f" {place.velan('lo')}" if near else "")
+    return english, f"{velan} {stem}{ending}"
+
+
+def sentence(rng: Random) -> tuple[str, str]:
+    """An English sentence of two clauses and its only correct Velan translation."""
+    (first, premier), (second, deuxieme) = _clause(rng), _clause(rng)
+    english, velan = rng.choice((("and", "ve"), ("but", "nal")))
+    return (
+        f"{first[0].upper()}{first[1:]}, {english} {second}.",
+        f"{premier[0].upper()}{premier[1:]}, {velan} {deuxieme}.",
+    )
