@@ -1,0 +1,1 @@
+"""Measuring decoding methods side by side: data, methods, metrics, measuring and reports, each on its own."""

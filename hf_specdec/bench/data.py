@@ -1,0 +1,175 @@
+"""Prompts: of an exact number of tokens for the benchmark, or as the user wrote them for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from transformers import PretrainedConfig
+
+from hf_specdec import embedded
+from hf_specdec.bench.loading import LoadedPair
+from hf_specdec.bench.settings import BenchError
+
+# Stands for the filler while a chat template is rendered around it; cut out again before tokenising.
+_MARKER = "\u2042filler\u2042"
+# Asks for an answer that is long enough to be timed.
+_CHAT_TASK = "\n\nTell in your own words, at length, what the text above says."
+_ENCODER_TASK = "summarize: "
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: `token_ids` are the model's main input (an encoder's, where there is one)."""
+
+    index: int
+    label: str
+    token_ids: tuple[int, ...]
+
+
+def benchmark_prompts(
+    pair: LoadedPair, lengths: Sequence[int], per_length: int, new_tokens: int
+) -> list[Prompt]:
+    """`per_length` prompts of exactly each of `lengths` tokens, the same ones at every length.
+
+    The embedded pairs get held-out examples whose reference answer has at least `new_tokens` tokens, so that
+    decoding is not over before it can be timed. Other models get text of the same corpus, cut by their own
+    tokenizer, inside their chat template where they have one. Raises `BenchError` for a length that can't be
+    had.
+    """
+    room = context_length(pair)
+    for length in lengths:
+        if room is not None and length + (0 if pair.encoder_decoder else new_tokens) > room:
+            raise BenchError(
+                f"--prompt_lengths: {length} tokens and --max_new_tokens {new_tokens} don't fit into the "
+                f"context of {room} tokens; give shorter prompts or fewer new tokens"
+            )
+    examples = _long_answers(pair, per_length, new_tokens)
+    prompts: list[Prompt] = []
+    for length in lengths:
+        for number, example in enumerate(examples):
+            if pair.target_name in embedded.names():
+                token_ids = _embedded_prompt(pair, example, length)
+            else:
+                token_ids = _filled_prompt(pair, length, offset=number)
+            prompts.append(Prompt(len(prompts), example.subtask, tuple(token_ids)))
+    return prompts
+
+
+def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> tuple[list[Prompt], list[str]]:
+    """The user's prompts, or without any one held-out example of each subtask; and notes on what was cut.
+
+    A prompt that does not fit into the context together with `new_tokens` is cut on the left.
+    """
+    if texts:
+        tokenised = [("--prompt", _user_prompt(pair, text)) for text in texts]
+    else:
+        examples = [embedded.examples(subtask, split="heldout", n=1)[0] for subtask in embedded.SUBTASKS]
+        tokenised = [(example.subtask, _built_in_prompt(pair, example)) for example in examples]
+    room = context_length(pair)
+    if room is not None and not pair.encoder_decoder:
+        room -= new_tokens
+        if room < 1:
+            raise BenchError(
+                f"--max_new_tokens: {new_tokens} leaves no room for a prompt in a context of "
+                f"{room + new_tokens} tokens; ask for fewer"
+            )
+    prompts, notes = [], []
+    for index, (label, token_ids) in enumerate(tokenised):
+        if room is not None and len(token_ids) > room:
+            notes.append(
+                f"prompt {index + 1} has {len(token_ids)} tokens: cut on the left to the {room} that fit"
+            )
+            token_ids = token_ids[-room:]
+        prompts.append(Prompt(index, label, tuple(token_ids)))
+    return prompts, notes
+
+
+def context_length(pair: LoadedPair) -> int | None:
+    """The most tokens that every model of the pair has positions for; None where positions are relative."""
+    lengths = [_positions(model.config) for model in pair.models]
+    known = [length for length in lengths if length is not None]
+    return min(known) if known else None
+
+
+def _positions(config: PretrainedConfig) -> int | None:
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _long_answers(pair: LoadedPair, count: int, new_tokens: int) -> list[embedded.Example]:
+    """Held-out examples from all subtasks in turn; those with long answers first."""
+    columns = [embedded.examples(subtask, split="heldout", n=8 * count) for subtask in embedded.SUBTASKS]
+    in_turn = [example for row in zip_longest(*columns) for example in row if example is not None]
+
+    def answer_tokens(example: embedded.Example) -> int:
+        return len(pair.tokenizer(example.references[0], add_special_tokens=False).input_ids)
+
+    # A stable sort: all that are long enough keep their turn, the others follow from the longest down.
+    return sorted(in_turn, key=lambda example: -min(answer_tokens(example), new_tokens))[:count]
+
+
+def _embedded_prompt(pair: LoadedPair, example: embedded.Example, length: int) -> list[int]:
+    try:
+        token_ids = embedded.prompt_ids(pair.tokenizer, example, length, encoder=pair.encoder_decoder)
+    except ValueError as error:
+        raise BenchError(
+            f"--prompt_lengths: {length} can't be had ({error}); give a longer length"
+        ) from error
+    return list(token_ids)
+
+
+def _filled_prompt(pair: LoadedPair, length: int, offset: int) -> list[int]:
+    """Exactly `length` tokens: corpus text inside the model's frame (special tokens, template, task)."""
+    head, tail = _frame(pair)
+    filler: list[int] = []
+    room = length - len(head) - len(tail)
+    if room < 1:
+        raise BenchError(
+            f"--prompt_lengths: {length} leaves no room for text beside the model's template of "
+            f"{len(head) + len(tail)} tokens; give a longer length"
+        )
+    number = offset * 100
+    while len(filler) < room:
+        subtask = embedded.SUBTASKS[number % len(embedded.SUBTASKS)]
+        example = embedded.examples(subtask, split="heldout", n=1, seed=number)[0]
+        text = " ".join([*example.turns, *example.references]) + "\n"
+        filler += pair.tokenizer(text, add_special_tokens=False).input_ids
+        number += 1
+    return head + filler[:room] + tail
+
+
+def _frame(pair: LoadedPair) -> tuple[list[int], list[int]]:
+    """The tokens before and after the filler."""
+    tokenizer = pair.tokenizer
+    if getattr(tokenizer, "chat_template", None):
+        chat = [{"role": "user", "content": _MARKER + _CHAT_TASK}]
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        before, after = text.split(_MARKER)
+        return (
+            tokenizer(before, add_special_tokens=False).input_ids,
+            tokenizer(after, add_special_tokens=False).input_ids,
+        )
+    word = tokenizer("a", add_special_tokens=False).input_ids
+    framed = tokenizer("a").input_ids
+    start = next((i for i in range(len(framed)) if framed[i : i + len(word)] == word), 0)
+    task = tokenizer(_ENCODER_TASK, add_special_tokens=False).input_ids if pair.encoder_decoder else []
+    return framed[:start] + task, framed[start + len(word) :]
+
+
+def _user_prompt(pair: LoadedPair, text: str) -> list[int]:
+    tokenizer = pair.tokenizer
+    if pair.target_name in embedded.names():
+        example = embedded.Example(subtask="multi-turn", turns=(text,), references=("",))
+        return list(embedded.prompt_ids(tokenizer, example, encoder=pair.encoder_decoder))
+    if getattr(tokenizer, "chat_template", None):
+        chat = [{"role": "user", "content": text}]
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+    return list(tokenizer(text).input_ids)
+
+
+def _built_in_prompt(pair: LoadedPair, example: embedded.Example) -> list[int]:
+    if pair.target_name in embedded.names():
+        return list(embedded.prompt_ids(pair.tokenizer, example, encoder=pair.encoder_decoder))
+    return _user_prompt(pair, example.turns[0])

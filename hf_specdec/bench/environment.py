@@ -1,0 +1,72 @@
+"""Where a run happened: versions, hardware, load, and the commit of the code."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("hf_specdec", "torch", "transformers", "tokenizers", "numpy")
+
+
+def describe() -> dict[str, Any]:
+    """The environment, JSON-serialisable; nothing in it names the machine or its user."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "load_average": load_average(),
+        "commit": _git("rev-parse", "HEAD"),
+        # None outside a checkout, where the version above has to do.
+        "dirty": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
+    }
+
+
+def load_average() -> float | None:
+    """Processes running or waiting, over the last minute; None where the system doesn't tell."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _git(*arguments: str) -> str | None:
+    """What git answers in this folder; None without git, or where git does not track this file."""
+    file = Path(__file__).resolve()
+    try:
+        # An installed copy may lie in an environment inside some other checkout, whose commit says nothing.
+        for command in (["ls-files", "--error-unmatch", file.name], arguments):
+            done = subprocess.run(
+                ["git", "-C", str(file.parent), *command],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

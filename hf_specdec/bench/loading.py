@@ -1,0 +1,152 @@
+"""Loads a target, its draft and their tokenizers; what is missing is said in one line, before heavy work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hf_specdec import embedded
+from hf_specdec.bench.pairs import default_draft, full_name
+from hf_specdec.bench.settings import BenchError, Settings
+
+DTYPES = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """A target with its tokenizer, and with assistance its draft; names are the full ones."""
+
+    target_name: str
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft_name: str | None = None
+    draft: PreTrainedModel | None = None
+    draft_tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def encoder_decoder(self) -> bool:
+        return bool(self.target.config.is_encoder_decoder)
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
+    def describe(self) -> dict[str, Any]:
+        """What the report says about the models, JSON-serialisable."""
+        described = {"target": _describe(self.target_name, self.target)}
+        if self.draft is not None and self.draft_name is not None:
+            described["draft"] = _describe(self.draft_name, self.draft)
+        return described
+
+
+def load_pair(settings: Settings) -> LoadedPair:
+    """Loads what `settings` name; raises `BenchError` where a model, a device or a draft can't be had.
+
+    Both configurations are read before any weights are, so that a wrong draft name costs no time.
+    """
+    device = _device("--device", settings.device)
+    draft_device = _device("--draft_device", settings.draft_device, default=device)
+    target_name = full_name(settings.model_name)
+    draft_name = _draft_name(settings) if settings.assisted_generation else None
+
+    config = _read("--model_name", target_name, AutoConfig)
+    if draft_name is not None:
+        draft_config = _read("--assistant_model", draft_name, AutoConfig)
+        if draft_config.is_encoder_decoder != config.is_encoder_decoder:
+            raise BenchError(
+                f"--assistant_model: of {draft_name!r} and the target {target_name!r} only one is an "
+                "encoder-decoder model; give a draft of the target's kind"
+            )
+    tokenizer = _read("--model_name", target_name, AutoTokenizer)
+    target = _load_model("--model_name", target_name, config, settings.dtype, device)
+    if draft_name is None:
+        return LoadedPair(target_name, target, tokenizer)
+    draft_dtype = settings.draft_dtype if settings.draft_dtype != "auto" else settings.dtype
+    draft = _load_model("--assistant_model", draft_name, config, draft_dtype, draft_device)
+    draft_tokenizer = _read("--assistant_model", draft_name, AutoTokenizer)
+    return LoadedPair(target_name, target, tokenizer, draft_name, draft, draft_tokenizer)
+
+
+def _draft_name(settings: Settings) -> str:
+    name = settings.assistant_model or default_draft(settings.model_name)
+    if name is None:
+        raise BenchError(
+            f"--assistant_model: not given, and no draft is known for the target {settings.model_name!r}; "
+            "name one with --assistant_model"
+        )
+    return full_name(name)
+
+
+def _device(argument: str, name: str | None, default: torch.device | None = None) -> torch.device:
+    if name is None:
+        fallback = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default if default is not None else fallback
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise BenchError(
+            f"{argument}: {name!r} can't be used here ({_first_line(error)}); "
+            "give a device that this machine has, such as cpu"
+        ) from error
+    return device
+
+
+def _read(argument: str, name: str, source: Any) -> Any:
+    """A configuration or tokenizer; `source` is the Auto class that reads it."""
+    location = embedded.model_path(name) if name in embedded.names() else name
+    try:
+        return source.from_pretrained(location)
+    # Libraries raise many kinds here (missing files, unknown architectures, damaged JSON); all mean one
+    # thing.
+    except Exception as error:
+        raise _unreachable(argument, name, error) from error
+
+
+def _load_model(argument: str, name: str, config: Any, dtype: str, device: torch.device) -> PreTrainedModel:
+    location = embedded.model_path(name) if name in embedded.names() else name
+    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        model = auto.from_pretrained(location, dtype=DTYPES[dtype])
+    except Exception as error:
+        raise _unreachable(argument, name, error) from error
+    return model.to(device).eval()
+
+
+def _unreachable(argument: str, name: str, error: Exception) -> BenchError:
+    return BenchError(
+        f"{argument}: {name!r} can't be loaded ({_first_line(error)}); give a local folder, a name that the "
+        "hub has and this machine can reach, or one of the embedded models: " + ", ".join(embedded.names())
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _describe(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    return {
+        "name": name,
+        "class": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attention": model.config._attn_implementation,
+    }

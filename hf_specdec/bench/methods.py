@@ -1,0 +1,190 @@
+"""The ways of decoding that are compared: how each is set up, asked for, and what its rounds were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any, cast
+
+from transformers import PreTrainedModel
+
+import hf_specdec
+from hf_specdec.bench.loading import LoadedPair
+from hf_specdec.bench.settings import BenchError, Settings
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round at batch size 1, the same for every method that drafts.
+
+    `overlap` is the sum over the positions reached of the overlap of both distributions (`hf_specdec.Round`);
+    it and the seconds are None where the method doesn't tell.
+    """
+
+    drafted: int
+    accepted: int
+    new_tokens: int
+    overlap: float | None
+    draft_steps: int
+    width: int
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of decoding.
+
+    `options` are added to generate()'s arguments. `surroundings(pair)` is entered around the call, outside
+    the clock; what it yields is handed to `read_rounds(output, puts, log)`, which returns None for a method
+    that doesn't draft.
+    """
+
+    name: str
+    title: str
+    options: dict[str, Any] = field(default_factory=dict)
+    surroundings: Callable[[LoadedPair], AbstractContextManager[Any]] = lambda pair: nullcontext()
+    read_rounds: Callable[[Any, Sequence[int], Any], list[RoundRecord] | None] = lambda output, puts, log: (
+        None
+    )
+
+
+def methods_for(settings: Settings, pair: LoadedPair) -> list[Method]:
+    """Plain decoding, and with assistance the chosen strategy and transformers' own assisted generation."""
+    methods = [plain()]
+    if settings.assisted_generation:
+        methods += [strategy(settings, pair), transformers_assisted(settings, pair)]
+    return methods
+
+
+def plain() -> Method:
+    """generate() without a draft."""
+    return Method("plain", "Plain decoding")
+
+
+def strategy(settings: Settings, pair: LoadedPair) -> Method:
+    """Our own decoding, the way a user asks for it."""
+    options: dict[str, Any] = {
+        "assistant_model": pair.draft,
+        "generation_strategy": settings.generation_strategy,
+        "num_assistant_tokens": lookahead(settings, pair),
+    }
+    title = "Speculative decoding"
+    if settings.generation_strategy == "bild":
+        options["fallback_threshold"] = settings.fallback_threshold
+        options["rollback_threshold"] = settings.rollback_threshold
+        title = f"BiLD (fallback {settings.fallback_threshold:g}, rollback {settings.rollback_threshold:g})"
+    return Method(
+        settings.generation_strategy,
+        title,
+        options,
+        surroundings=lambda loaded: hf_specdec.enable(loaded.target),
+        read_rounds=lambda output, puts, log: [_our_round(item) for item in output.speculation.rounds],
+    )
+
+
+def transformers_assisted(settings: Settings, pair: LoadedPair) -> Method:
+    """transformers' own assisted generation with the same lookahead, a constant schedule and no early stop.
+
+    Where vocabularies differ in size, transformers wants both tokenizers and decodes greedily through text;
+    in sampling it would cut the draft's head for good, and `BenchError` says so.
+    """
+    options: dict[str, Any] = {"assistant_model": pair.draft}
+    title = "transformers' assisted generation"
+    if pair.draft is not None and _vocabulary(pair.target) != _vocabulary(pair.draft):
+        if settings.sampling:
+            raise BenchError(
+                f"--do_sample: {pair.target_name!r} and {pair.draft_name!r} differ in vocabulary size, and "
+                "transformers' assisted generation would cut the draft's head to sample; decode greedily"
+            )
+        options |= {"tokenizer": pair.tokenizer, "assistant_tokenizer": pair.draft_tokenizer}
+        title += " (through both tokenizers: the vocabularies differ in size)"
+    tokens = lookahead(settings, pair)
+    return Method(
+        "assisted",
+        title,
+        options,
+        surroundings=lambda loaded: _constant_lookahead(loaded.draft, tokens),
+        read_rounds=lambda output, puts, log: _assisted_rounds(puts, log, greedy=not settings.sampling),
+    )
+
+
+def lookahead(settings: Settings, pair: LoadedPair) -> int:
+    """Draft tokens per round (gamma): as asked for, otherwise the default of the target's family."""
+    config = hf_specdec.SpeculationConfig(num_assistant_tokens=settings.num_assistant_tokens)
+    return cast(int, config.resolve(pair.target.config.model_type).num_assistant_tokens)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().vocab_size
+
+
+def _our_round(item: hf_specdec.Round) -> RoundRecord:
+    return RoundRecord(
+        drafted=item.drafted[0],
+        accepted=item.accepted[0],
+        new_tokens=item.new_tokens[0],
+        overlap=item.overlap[0],
+        draft_steps=item.draft_steps,
+        width=item.width,
+        draft_seconds=item.draft_seconds,
+        verify_seconds=item.verify_seconds,
+        seconds=item.seconds,
+    )
+
+
+@contextmanager
+def _constant_lookahead(draft: Any, tokens: int) -> Iterator[list[int]]:
+    """Sets the draft's generation_config for transformers' loop; yields a list of the lengths that it drafts.
+
+    transformers reads lookahead, schedule and confidence threshold from there only. It calls the draft's
+    generate() once a round, so counting there costs a microsecond a round. Both are put back.
+    """
+    saved, generate = draft.generation_config, draft.generate
+    drafted: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        output = generate(*args, **kwargs)
+        start = kwargs["decoder_input_ids"] if "decoder_input_ids" in kwargs else kwargs["input_ids"]
+        drafted.append(output.sequences.shape[1] - start.shape[1])
+        return output
+
+    config = copy.deepcopy(saved)
+    config.num_assistant_tokens = tokens
+    config.num_assistant_tokens_schedule = "constant"
+    config.assistant_confidence_threshold = 0.0
+    draft.generation_config = config
+    draft.generate = counted
+    try:
+        yield drafted
+    finally:
+        del draft.generate
+        draft.generation_config = saved
+
+
+def _assisted_rounds(puts: Sequence[int], drafted: Sequence[int], greedy: bool) -> list[RoundRecord]:
+    """transformers streams one round a put; the last token of each is the target's own, the others accepted.
+
+    With a single token left it does not ask the draft, so the list of drafts may be shorter. In greedy
+    decoding the overlap at a position is whether the target agrees; in sampling transformers doesn't tell.
+    """
+    return [
+        RoundRecord(
+            drafted=length,
+            accepted=new - 1,
+            new_tokens=new,
+            overlap=float(new - 1) if greedy else None,
+            draft_steps=length,
+            width=length + 1,
+        )
+        for new, length in zip_longest(puts, drafted[: len(puts)], fillvalue=0)
+    ]
+
+
+def as_dicts(rounds: Sequence[RoundRecord] | None) -> list[dict[str, Any]] | None:
+    """JSON-serialisable."""
+    return None if rounds is None else [asdict(item) for item in rounds]

@@ -1,0 +1,76 @@
+"""Targets with the drafts that are known to go with them, and the short names by which both may be called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_specdec import embedded
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafts, by full hub name (or embedded name); the first draft is the default."""
+
+    target: str
+    drafts: tuple[str, ...]
+
+
+_NEOX = "u-hyszk/japanese-gpt-neox-{}-xlsum-sft"
+
+KNOWN_PAIRS = (
+    Pair("target", ("draft", "draft-small", "draft-large")),
+    Pair("t5-target", ("t5-draft",)),
+    Pair("Qwen/Qwen1.5-7B-Chat", ("Qwen/Qwen1.5-0.5B-Chat",)),
+    Pair(
+        "facebook/opt-6.7b",
+        ("facebook/opt-125m", "facebook/opt-350m", "facebook/opt-1.3b", "facebook/opt-2.7b"),
+    ),
+    Pair("lmsys/vicuna-7b-v1.3", ("double7/vicuna-68m", "Jiayi-Pan/Tiny-Vicuna-1B")),
+    Pair("bigscience/bloom-7b1", ("bigscience/bloom-560m", "bigscience/bloom-1b7")),
+    Pair("meta-llama/Llama-2-7b-hf", ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",)),
+    Pair("google-t5/t5-base", ("google-t5/t5-small",)),
+    Pair(
+        _NEOX.format("409M"),
+        tuple(_NEOX.format(size) for size in ("47M", "6M", "13M", "29M", "72M", "115M", "165M", "247M")),
+    ),
+)
+
+# What people say where the hub's name carries a suffix.
+_NICKNAMES = {
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
+}
+
+
+def full_name(name: str) -> str:
+    """The folder, embedded name or hub name that `name` stands for.
+
+    A folder that holds a model wins, then the embedded models, then the table (the name without its
+    organisation, in any case); anything else is taken to be a hub name and returned as it is.
+    """
+    if (Path(name) / "config.json").is_file() or name in embedded.names():
+        return name
+    short = name.lower().removesuffix("/").rsplit("/", 1)[-1]
+    if "/" not in name:
+        if short in _NICKNAMES:
+            return _NICKNAMES[short]
+        for known in _hub_names():
+            if known.rsplit("/", 1)[-1].lower() == short:
+                return known
+    return name
+
+
+def default_draft(target: str) -> str | None:
+    """The draft that goes with a target under any of its names; None for a target that the table lacks."""
+    name = full_name(target)
+    for pair in KNOWN_PAIRS:
+        # A folder or a mirror of a known model keeps its draft: only the last part of the name is compared.
+        if pair.target.rsplit("/", 1)[-1].lower() == name.rstrip("/").rsplit("/", 1)[-1].lower():
+            return pair.drafts[0]
+    return None
+
+
+def _hub_names() -> list[str]:
+    names = [name for pair in KNOWN_PAIRS for name in (pair.target, *pair.drafts)]
+    return [name for name in names if "/" in name]

@@ -1,0 +1,97 @@
+"""Times of bare forward passes on the same engine and shapes: what decoding could cost at best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec.bench.data import Prompt
+from hf_specdec.bench.loading import LoadedPair
+from hf_specdec.bench.measure import synchronize
+
+
+class RawForwards:
+    """Raw forward times, by prompt length; `sample` adds to them, so that they can be taken between runs.
+
+    `times[str(prompt length)]` is {"draft_step": [seconds, ...], "target": {"1": [...], ..., str(lookahead +
+    1)}}.
+    """
+
+    def __init__(self, pair: LoadedPair, lookahead: int, new_tokens: int):
+        self.pair = pair
+        self.lookahead = lookahead if pair.draft is not None else 0
+        self.new_tokens = new_tokens
+        self.times: dict[str, dict[str, Any]] = {}
+        self._steps: dict[str, tuple[Callable[[int], None], Callable[[int], None] | None]] = {}
+
+    @torch.no_grad()
+    def sample(self, prompt: Prompt) -> None:
+        """Times each shape at the context that decoding this prompt has half-way: prompt and half the new
+        tokens.
+
+        In the order of decoding, draft steps and then a verification, for every width that a round may have:
+        a model that was just run finds its weights in the processor's cache, and so it is in a round.
+        """
+        length = str(len(prompt.token_ids))
+        if length not in self.times:
+            self.times[length] = {
+                "draft_step": [],
+                "target": {str(width): [] for width in range(1, self.lookahead + 2)},
+            }
+            self._steps[length] = self._build_steps(prompt.token_ids)
+            # The first pass of a shape allocates: run it uncounted.
+            self._round_of_each_width(length, keep=False)
+        self._round_of_each_width(length, keep=True)
+
+    def _round_of_each_width(self, length: str, keep: bool) -> None:
+        target_step, draft_step = self._steps[length]
+        times = self.times[length]
+        for width in range(1, self.lookahead + 2):
+            for _ in range(self.lookahead):
+                assert draft_step is not None
+                seconds = self._timed(draft_step, 1)
+                if keep:
+                    times["draft_step"].append(seconds)
+            seconds = self._timed(target_step, width)
+            if keep:
+                times["target"][str(width)].append(seconds)
+
+    def _timed(self, step: Callable[[int], None], width: int) -> float:
+        synchronize(self.pair)
+        start = time.perf_counter()
+        step(width)
+        synchronize(self.pair)
+        return time.perf_counter() - start
+
+    def _build_steps(
+        self, token_ids: Sequence[int]
+    ) -> tuple[Callable[[int], None], Callable[[int], None] | None]:
+        draft = None if self.pair.draft is None else self._build_step(self.pair.draft, token_ids)
+        return self._build_step(self.pair.target, token_ids), draft
+
+    def _build_step(self, model: PreTrainedModel, token_ids: Sequence[int]) -> Callable[[int], None]:
+        """A function that runs `width` tokens on a filled cache and forgets them again."""
+        size = model.config.get_text_config().vocab_size
+        prompt = torch.tensor([[token % size for token in token_ids]], device=model.device)
+        half = max(1, self.new_tokens // 2)
+        continuation = prompt.repeat(1, 1 + (half + self.lookahead) // prompt.shape[1])
+        if model.config.is_encoder_decoder:
+            encoded = model.get_encoder()(input_ids=prompt)
+            fixed = {"encoder_outputs": encoded, "attention_mask": torch.ones_like(prompt)}
+            key, filled = "decoder_input_ids", continuation[:, :half]
+        else:
+            fixed = {}
+            key, filled = "input_ids", torch.cat([prompt, continuation[:, :half]], dim=1)
+        cache = model(**{key: filled}, **fixed, use_cache=True).past_key_values
+        cache.activate_past_recording()
+        tokens = continuation[:, : self.lookahead + 1]
+
+        def step(width: int) -> None:
+            model(**{key: tokens[:, :width]}, **fixed, past_key_values=cache, use_cache=True)
+            cache.crop(-width)
+
+        return step

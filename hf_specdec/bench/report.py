@@ -1,0 +1,268 @@
+"""Raw results to markdown: pure functions from the dict that the JSON holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_specdec.bench import metrics
+
+Result = Mapping[str, Any]
+
+_COLUMNS = [
+    "Example#",
+    "Prompt Length (tokens)",
+    "New Tokens Generated",
+    "Total Time (s)",
+    "Prefill Phase (ms)",
+    "Time/Token (ms)",
+    "Tokens/Sec",
+]
+_ASSISTED_COLUMNS = ["Acceptance", "Tokens/Round"]
+
+# Repeats of the same work that differ by more than this share of their median were disturbed.
+_CALM = 0.25
+
+
+def render(result: Result) -> str:
+    """The whole report of a `benchmark` or `decode` result."""
+    parts = [_heading(result), _legend(result)]
+    parts += [
+        f"## {method['title']}\n\n{example_table(result, method['name'])}" for method in result["methods"]
+    ]
+    if len(result["methods"]) > 1:
+        parts += [
+            f"## Summary\n\n{summary_table(result)}",
+            f"## Costs of a round\n\n{cost_table(result)}",
+            "## Speedup\n\n" + "\n".join(f"- {line}" for line in conclusions(result)),
+        ]
+    elif warning := _unrest(result):
+        parts.append(warning)
+    return "\n\n".join(parts) + "\n"
+
+
+def example_table(result: Result, method: str) -> str:
+    """One row an example and one for all of them; the last columns only for methods that draft."""
+    runs = metrics.typical_runs(result["runs"], method)
+    drafting = any(run["rounds"] is not None for run in runs.values())
+    lengths = _lengths(result)
+    rows = [_row(str(prompt + 1), str(lengths[prompt]), [run], drafting) for prompt, run in runs.items()]
+    rows.append(_row("all", "", list(runs.values()), drafting))
+    return table(_COLUMNS + (_ASSISTED_COLUMNS if drafting else []), rows)
+
+
+def summary_table(result: Result) -> str:
+    """One row a method: rates, acceptance, efficiency, and whether outputs equal those of plain decoding."""
+    rows = []
+    forwards = _forwards_by_prompt(result)
+    for method in result["methods"]:
+        runs = metrics.typical_runs(result["runs"], method["name"])
+        listed = list(runs.values())
+        rows.append(
+            [
+                method["title"],
+                _number(metrics.micro_rate(listed), 1),
+                _number(metrics.macro_rate(listed), 1),
+                _number(metrics.end_to_end_rate(listed), 1),
+                _percent(metrics.acceptance_rate(listed)),
+                _number(metrics.tokens_per_round(listed), 2),
+                _number(metrics.alpha(listed), 3),
+                _number(metrics.efficiency(listed, forwards), 2),
+                _same_outputs(result, method["name"]),
+            ]
+        )
+    header = ["Method", "Tokens/Sec (micro)", "Tokens/Sec (macro)", "Tokens/Sec (end to end)", "Acceptance"]
+    return table([*header, "Tokens/Round", "α", "η", "Outputs as plain"], rows)
+
+
+def cost_table(result: Result) -> str:
+    """Raw forward times by prompt length, and beside each method's measured speedup the one they predict."""
+    lookahead = result["lookahead"]
+    header = [
+        "Prompt Length (tokens)",
+        "Draft step (ms)",
+        "Target step (ms)",
+        f"Verification of {lookahead + 1} (ms)",
+    ]
+    header += ["c", "v", "Method", "α", "Predicted speedup", "Measured speedup"]
+    lengths = _lengths(result)
+    rows = []
+    for length, forwards in result["raw_forwards"].items():
+        prompts = [prompt for prompt, tokens in lengths.items() if str(tokens) == length]
+        c, v = metrics.cost_ratios(forwards, lookahead)
+        step = metrics.median(forwards["target"]["1"])
+        plain = metrics.typical_runs(result["runs"], "plain", prompts)
+        for method in result["methods"][1:]:
+            runs = metrics.typical_runs(result["runs"], method["name"], prompts)
+            alpha = metrics.alpha(runs.values())
+            predicted = None if alpha is None else metrics.predicted_speedup(alpha, c, v, lookahead)
+            times = [_number(1000 * seconds, 2) for seconds in (c * step, step, v * step)]
+            measured = metrics.speedup(runs, plain)
+            rows.append([length, *times, _number(c, 3), _number(v, 3), method["title"], _number(alpha, 3)])
+            rows[-1] += [_number(predicted, 2), _number(measured, 2)]
+    return table(header, rows)
+
+
+def conclusions(result: Result) -> list[str]:
+    """Sentences: equality of outputs, the estimate's limits, disturbed times, and last the speedups."""
+    _, chosen, *others = result["methods"]
+    lines = [
+        f"Outputs of {method['title']}: {_same_outputs_in_words(result, method['name'])}."
+        for method in [chosen, *others]
+    ]
+    lines.append(
+        "The predicted speedup is an estimate: it takes each token's acceptance for independent of the "
+        "others', and counts forward passes only. η is the share of the decoding time that those passes need."
+    )
+    if warning := _unrest(result):
+        lines.append(warning)
+    lines += result["notes"]
+    lines += [_speedup_in_words(result, chosen, baseline) for baseline in [result["methods"][0], *others]]
+    return lines
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table whose columns also line up as plain text; the first column to the left."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
+
+
+def _row(name: str, length: str, runs: Sequence[metrics.RunDict], drafting: bool) -> list[str]:
+    rate = metrics.micro_rate(runs)
+    prefill = metrics.mean(metrics.first_delivery(run)[0] for run in runs)
+    cells = [
+        name,
+        length,
+        str(sum(len(run["tokens"]) for run in runs)),
+        _number(sum(run["seconds"] for run in runs), 3),
+        _number(1000 * prefill, 2),
+        _number(None if rate is None else 1000 / rate, 2),
+        _number(rate, 1),
+    ]
+    if drafting:
+        cells += [_percent(metrics.acceptance_rate(runs)), _number(metrics.tokens_per_round(runs), 2)]
+    return cells
+
+
+def _heading(result: Result) -> str:
+    arguments = result["arguments"]
+    how = "greedy"
+    if result["sampling"]:
+        options = ("temperature", "top_k", "top_p", "seed")
+        how = "sampling (" + ", ".join(f"{name} {arguments[name]:g}" for name in options) + ")"
+    models = [
+        f"- {role}: {model['name']} ({model['class']}, {model['parameters'] / 1e6:.1f}M parameters, "
+        f"{model['dtype']}, {model['device']}, {model['attention']} attention)"
+        for role, model in result["models"].items()
+    ]
+    environment = result["environment"]
+    packages = environment["packages"]
+    where = ", ".join([environment["cpu"], *environment["gpus"]])
+    models.append(
+        f"- on: {where}, {environment['torch_threads']} threads; torch {packages['torch']}, "
+        f"transformers {packages['transformers']}"
+    )
+    lookahead = f", lookahead {result['lookahead']}" if "draft" in result["models"] else ""
+    repeats = f"{arguments['repeats']} repeats" if arguments["repeats"] > 1 else "1 repeat"
+    models.append(
+        f"- {how}, at most {arguments['max_new_tokens']} new tokens{lookahead}, batch size 1, {repeats}"
+    )
+    return f"# {result['task'].capitalize()}\n\n" + "\n".join(models)
+
+
+def _legend(result: Result) -> str:
+    text = (
+        "Prefill runs from the call to the first delivery (one token in plain decoding, up to lookahead + 1 "
+        "with a draft); Time/Token and Tokens/Sec count what came after it, – where nothing did. The row "
+        "`all` is micro: all tokens / all seconds (its prefill: the mean)."
+    )
+    if result["arguments"]["repeats"] > 1:
+        text += " Each row is the repeat with the median total time."
+    return text
+
+
+def _lengths(result: Result) -> dict[int, int]:
+    return {prompt["index"]: prompt["tokens"] for prompt in result["prompts"]}
+
+
+def _forwards_by_prompt(result: Result) -> dict[int, Mapping[str, Any]]:
+    return {prompt: result["raw_forwards"][str(length)] for prompt, length in _lengths(result).items()}
+
+
+def _divergences(result: Result, method: str) -> list[tuple[int, int]]:
+    """(prompt, first position that differs from plain decoding's output) where one does."""
+    plain = metrics.typical_runs(result["runs"], "plain")
+    found = []
+    for prompt, run in metrics.typical_runs(result["runs"], method).items():
+        position = metrics.first_divergence(run["tokens"], plain[prompt]["tokens"])
+        if position is not None:
+            found.append((prompt, position))
+    return found
+
+
+def _same_outputs(result: Result, method: str) -> str:
+    if result["sampling"]:
+        return "–"
+    total = len(result["prompts"])
+    return f"{total - len(_divergences(result, method))} of {total}"
+
+
+def _same_outputs_in_words(result: Result, method: str) -> str:
+    if result["sampling"]:
+        return "drawn, so not compared token by token"
+    found = _divergences(result, method)
+    if not found:
+        return "equal to plain decoding's on every example"
+    where = ", ".join(f"example {prompt + 1} at token {position + 1}" for prompt, position in found)
+    return f"{_same_outputs(result, method)} equal plain decoding's; first differences: {where}"
+
+
+def _speedup_in_words(result: Result, method: Mapping[str, str], baseline: Mapping[str, str]) -> str:
+    runs = metrics.typical_runs(result["runs"], method["name"])
+    base = metrics.typical_runs(result["runs"], baseline["name"])
+    ratio = metrics.speedup(runs, base)
+    title = baseline["title"][0].lower() + baseline["title"][1:]
+    named = f"Speedup of {method['title']} over {title}"
+    end_to_end = f"end to end {metrics.end_to_end_speedup(runs, base):.2f}"
+    if ratio is None:
+        return f"{named}: no example had tokens after its first delivery; {end_to_end}."
+    repeats = metrics.speedup_by_repeat(result["runs"], method["name"], baseline["name"])
+    within = (
+        f"; {min(repeats):.2f} to {max(repeats):.2f} over {len(repeats)} repeats" if len(repeats) > 1 else ""
+    )
+    return f"{named}: **{ratio:.2f}** (decode tokens/s, micro{within}); {end_to_end}."
+
+
+def _unrest(result: Result) -> str:
+    """A warning where repeats of the same work took very different times; empty if they did not."""
+    spreads = []
+    for method in result["methods"]:
+        for prompt in result["prompts"]:
+            runs = [
+                r for r in result["runs"] if (r["method"], r["prompt"]) == (method["name"], prompt["index"])
+            ]
+            if len(runs) > 1:
+                spreads.append(metrics.spread(runs))
+    if not spreads or metrics.median(spreads) <= _CALM:
+        return ""
+    return (
+        f"Times are unsteady: repeats of the same work differ by {_percent(metrics.median(spreads))} "
+        "(median). Close other programs, or raise --repeats."
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}%"

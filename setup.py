@@ -1,0 +1,25 @@
+"""Packaging: `pip install .` also puts `assisted_generation.py` on PATH."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).with_name("README.md")
+
+setup(
+    name="hf_specdec",
+    version="0.1.0",
+    description="Speculative and BiLD decoding under Hugging Face model.generate(assistant_model=...)",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["hf_specdec", "hf_specdec.*"]),
+    package_data={"hf_specdec": ["py.typed", "embedded/**/*.json", "embedded/**/*.md", "embedded/**/*.safetensors"]},
+    scripts=["scripts/assisted_generation.py"],
+    install_requires=["torch>=2.6", "transformers>=5.17,<6", "tqdm"],
+    extras_require={
+        "bench": ["matplotlib", "evaluate>=0.4.6", "sacrebleu>=2.4", "rouge_score", "datasets"],
+        "dev": ["pytest", "ruff", "mypy"],
+    },
+)
