@@ -1,0 +1,103 @@
+"""Rolling back the caches of transformers: what can be, and how, row by row.
+
+After a round each row keeps a different number of its cached tokens. All rows of a cache of transformers share
+one slot axis, so the rows are moved until their last kept tokens share a slot again; the slots that open up on
+the left are hidden by the attention mask, as padding is. Distances between slots within a row never change,
+which is all that relative positions, ALiBi and sliding windows ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+REWINDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def new_cache(config, *, cross_attention: bool) -> Cache:
+    """An empty dynamic cache for a model's decoder, of the kinds `GenerationMixin` makes by default."""
+    text_config = config.get_text_config(decoder=True)
+    cache: Cache = DynamicCache(config=text_config)
+    if cross_attention:
+        cache = EncoderDecoderCache(cache, DynamicCache(config=text_config))
+    return cache
+
+
+def check_rewindable(cache: object, role: str) -> None:
+    """Refuse a cache that cannot forget its last tokens.
+
+    Layers are judged by their exact class: quantized layers inherit `is_croppable=True` and a `crop` that
+    leaves their quantized part behind.
+
+    Raises:
+        ValueError: names the cache's class and the way out.
+    """
+    layers = getattr(self_attention(cache), "layers", None)
+    lazily_dynamic = isinstance(self_attention(cache), DynamicCache) and not layers
+    if lazily_dynamic or (layers and all(type(layer) in REWINDABLE_LAYERS for layer in layers)):
+        return
+    odd = sorted({type(layer).__name__ for layer in layers or () if type(layer) not in REWINDABLE_LAYERS})
+    raise ValueError(
+        f"past_key_values={type(cache).__name__}({', '.join(odd)}) of the {role} can't be rolled back, which "
+        "speculation needs after each rejected draft: use cache_implementation='dynamic' (the default), "
+        "use_cache=False, or generation_strategy=None; models with a recurrent state can't speculate."
+    )
+
+
+def start_recording(cache: Cache) -> None:
+    """Have sliding-window layers hold the tokens of a pass until they are kept or forgotten."""
+    cache.activate_past_recording()
+
+
+def forget_last(cache: Cache, count: int) -> None:
+    """Forget the last `count` cached tokens of every row; sliding windows shrink to their size even at 0."""
+    cache.crop(-count)
+
+
+def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int) -> None:
+    """Move each row along the slot axis and set the axis' length.
+
+    Args:
+        cache: any cache that `check_rewindable` lets through; cross-attention is left alone.
+        width: slots of the cache now.
+        shifts: `[B]`, slots by which a row moves right (negative: left).
+        new_width: slots afterwards; what a row moves beyond them is forgotten, what opens up on the left
+            holds arbitrary finite numbers, to be masked.
+    """
+    for layer in self_attention(cache).layers:
+        if not layer.is_initialized:
+            continue
+        stored = layer.keys.shape[-2]
+        kept = new_width
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            kept = min(new_width, layer.sliding_window - 1)
+            layer.cumulative_length = new_width
+        source = _source_slots(shifts, width - stored, range(new_width - kept, new_width), stored, layer.keys.device)
+        layer.keys = _take(layer.keys, source)
+        layer.values = _take(layer.values, source)
+
+
+def shift_rows(rows: torch.Tensor, shifts: Sequence[int], new_width: int) -> torch.Tensor:
+    """`realign` for a plain tensor `[B, width]`, as used without a cache."""
+    source = _source_slots(shifts, 0, range(new_width), rows.shape[1], rows.device)
+    return rows.gather(1, source)
+
+
+def self_attention(cache):
+    """The part of a cache that grows with the decoded text."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _source_slots(shifts: Sequence[int], first: int, slots: range, stored: int, device: torch.device) -> torch.Tensor:
+    """`[B, len(slots)]`: for each new slot the index of its content in the stored part, clamped into it."""
+    wanted = torch.tensor([slots.start - first - shift for shift in shifts], device=device).unsqueeze(1)
+    return (wanted + torch.arange(len(slots), device=device)).clamp_(0, stored - 1)
+
+
+def _take(states: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Gather `[B, H, new, D]` from `[B, H, stored, D]` along the slots that `source` `[B, new]` names."""
+    index = source[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return states.gather(2, index)

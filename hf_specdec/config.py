@@ -1,0 +1,85 @@
+"""What a user can choose about speculation, checked before any work begins. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+STRATEGIES = ("speculative", "bild")
+
+DEFAULT_ASSISTANT_TOKENS = 4
+T5_ASSISTANT_TOKENS = 7
+T5_MODEL_TYPES = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers"})
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """One call's settings.
+
+    Args:
+        strategy: `"speculative"` is lossless (Leviathan et al. 2023, algorithm 1); `"bild"` trades quality for
+            speed by two thresholds (Kim et al. 2023).
+        num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` takes 4, or 7
+            for targets of the T5 family.
+        fallback_threshold: BiLD only, a probability in [0, 1]. A drafted token whose distribution's maximum is
+            below it is not appended; the target takes over. 0 never falls back.
+        rollback_threshold: BiLD only, nats, at least 0. A drafted token at a distance -ln p_target above it is
+            cut. 0 makes BiLD lossless.
+
+    Raises:
+        ValueError: a value out of range, named with the way out.
+    """
+
+    strategy: str = "speculative"
+    num_assistant_tokens: int | None = None
+    fallback_threshold: float = 0.6
+    rollback_threshold: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"generation_strategy={self.strategy!r} is unknown: choose one of {', '.join(map(repr, STRATEGIES))}, "
+                "or None for transformers' own decoding."
+            )
+        tokens = self.num_assistant_tokens
+        if tokens is not None and not (_is_integer(tokens) and tokens >= 1):
+            raise ValueError(f"num_assistant_tokens={tokens!r} is out of range: give a whole number of at least 1.")
+        if not (_is_number(self.fallback_threshold) and 0.0 <= self.fallback_threshold <= 1.0):
+            raise ValueError(
+                f"fallback_threshold={self.fallback_threshold!r} is out of range: it is compared with a probability, "
+                "so give a number from 0 (never fall back) to 1 (fall back unless the draft is certain)."
+            )
+        if not (_is_number(self.rollback_threshold) and self.rollback_threshold >= 0.0):
+            raise ValueError(
+                f"rollback_threshold={self.rollback_threshold!r} is out of range: it is a distance in nats, so give "
+                "a number of at least 0 (0 is lossless; float('inf') never rolls back)."
+            )
+
+    def resolve(self, model_type: str) -> SpeculationConfig:
+        """The same settings with the default lookahead of the target's family filled in."""
+        if self.num_assistant_tokens is not None:
+            return self
+        default = T5_ASSISTANT_TOKENS if model_type in T5_MODEL_TYPES else DEFAULT_ASSISTANT_TOKENS
+        return replace(self, num_assistant_tokens=default)
+
+
+FIELDS = tuple(field.name for field in fields(SpeculationConfig) if field.name != "strategy")
+
+
+def check_fields(settings: dict[str, Any]) -> None:
+    """Refuse names that are no field of `SpeculationConfig`.
+
+    Raises:
+        ValueError: names the unknown field and the known ones.
+    """
+    for name in settings:
+        if name not in FIELDS:
+            raise ValueError(f"{name}={settings[name]!r} is no speculation setting: choose among {', '.join(FIELDS)}.")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

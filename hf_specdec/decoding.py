@@ -1,0 +1,99 @@
+"""The only loop: draft, verify, accept, commit, roll back; any batch size, any drafter, rule and relaxation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from hf_specdec import sampling
+from hf_specdec.drafting import Drafter, DraftProposal, tail
+from hf_specdec.processors import HostProcessors, Relaxation
+from hf_specdec.runner import Runner
+from hf_specdec.stats import Round, SpeculationStats
+from hf_specdec.transcript import Transcript
+from hf_specdec.verification import Rule, Verification
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Everything a round needs; `decode` runs rounds until the transcript is finished.
+
+    Args:
+        target: feeds the target model.
+        drafter: proposes tokens.
+        processors: the host's, applied to the target's scores.
+        relaxation: changes the target's processed scores; None is lossless.
+        rule: accepts drafted tokens.
+        do_sample: whether the rule needs probabilities and uniform draws.
+    """
+
+    target: Runner
+    drafter: Drafter
+    processors: HostProcessors
+    relaxation: Relaxation | None
+    rule: Rule
+    do_sample: bool
+
+    def decode(self, transcript: Transcript, stats: SpeculationStats) -> None:
+        """Decode until every row has ended; each round is added to `stats`."""
+        while not transcript.finished:
+            stats.rounds.append(self._round(transcript))
+            self.drafter.observe(stats.rounds[-1])
+            transcript.show()
+
+    def _round(self, transcript: Transcript) -> Round:
+        began = perf_counter()
+        lengths, room = list(transcript.lengths), transcript.room
+        proposal = self.drafter.propose(transcript.ids, lengths, [max(space - 1, 0) for space in room])
+        drafted = perf_counter()
+        width = max(lengths) - min(self.target.read) + proposal.tokens.shape[1]
+        verified, scores, logits = self._verify(transcript, lengths, proposal, [int(space > 0) for space in room])
+        # The one copy from device to host in a round.
+        accepted, next_tokens, overlap = torch.stack(
+            [verified.n_accepted.double(), verified.next_token.double(), verified.overlap]
+        ).tolist()
+        checked = perf_counter()
+        drafts = proposal.tokens.tolist()
+        new_tokens = [row[: int(n)] + [int(t)] for row, n, t in zip(drafts, accepted, next_tokens, strict=True)]
+        kept = transcript.append(new_tokens)
+        transcript.record("scores", scores, kept)
+        transcript.record("logits", logits, kept)
+        self.target.rewind([n - 1 for n in transcript.lengths])
+        return Round(
+            drafted=proposal.lengths,
+            accepted=tuple(int(n) for n in accepted),
+            new_tokens=kept,
+            overlap=tuple(overlap),
+            draft_steps=proposal.steps,
+            width=width,
+            draft_seconds=drafted - began,
+            verify_seconds=checked - drafted,
+            seconds=perf_counter() - began,
+        )
+
+    def _verify(
+        self, transcript: Transcript, lengths: Sequence[int], proposal: DraftProposal, live: Sequence[int]
+    ) -> tuple[Verification, Tensor, Tensor]:
+        """One target pass over the drafts of all rows, judged; with processed scores and logits `[B, γ+1, V]`."""
+        ids, lookahead = transcript.ids, proposal.tokens.shape[1]
+        unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
+        tokens = torch.cat([tail(ids, lengths, unread), proposal.tokens], dim=1)
+        logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32)
+        scores = logits
+        if self.processors:
+            counts = [alive * (n + 1) for alive, n in zip(live, proposal.lengths, strict=True)]
+            scores = self.processors(ids, lengths, counts, logits.clone())
+        draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
+        relaxed = scores
+        if self.relaxation is not None and lookahead:
+            relaxed = self.relaxation.relax(scores, proposal.tokens, draft_lengths)
+        uniforms = None
+        if self.do_sample:
+            relaxed = sampling.probabilities(relaxed)
+            uniforms = sampling.uniforms(*relaxed.shape[:2], device=ids.device)
+        verified = self.rule(relaxed, proposal.tokens, draft_lengths, proposal.probs, uniforms)
+        return verified, scores, logits

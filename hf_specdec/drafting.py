@@ -1,0 +1,202 @@
+"""Who drafts: candidate generators that work in our loop, batched, and in transformers' own at batch size 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.generation import CandidateGenerator
+
+from hf_specdec import sampling
+from hf_specdec.draft_length import StopRule
+from hf_specdec.processors import BildRollback, HostProcessors
+from hf_specdec.runner import Runner
+from hf_specdec.stats import Round
+
+
+@dataclass(frozen=True)
+class DraftProposal:
+    """A round's drafts.
+
+    Args:
+        tokens: `[B, γ]` on the target's device; positions past a row's length are arbitrary valid tokens.
+        lengths: `B` numbers of drafted tokens.
+        probs: `[B, γ, V]`, the very distributions that the tokens were drawn from; None for point masses.
+        steps: forward passes that drafting took.
+    """
+
+    tokens: Tensor
+    lengths: tuple[int, ...]
+    probs: Tensor | None = None
+    steps: int = 0
+
+
+class Drafter(Protocol):
+    """What the loop asks of whoever drafts."""
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """Draft after each row's text.
+
+        Args:
+            ids: `[B, N]` left-aligned texts with space behind them, where the drafts are written too.
+            lengths: tokens of each row.
+            room: the most tokens that may be drafted for each row; 0 for rows that have ended.
+        """
+
+    def observe(self, finished: Round) -> None:
+        """Learn from a finished round."""
+
+
+class ModelDrafter(CandidateGenerator):
+    """Drafts with a small model, one forward pass a token, its cache kept from round to round.
+
+    Args:
+        runner: feeds the draft model.
+        processors: the host's; the draft's distributions go through them too.
+        rule: when drafting stops.
+        vocabulary: V, the target's.
+        do_sample: draw drafts from the draft's processed distribution instead of taking its argmax.
+        keep_probs: hand out the distributions; without them drafts count as point masses.
+        eos_tokens: nothing is drafted after one of these.
+        max_length: the most tokens that a row can reach, for `get_candidates`.
+        rollback: a processor that has to hold the proposal, for `get_candidates` in transformers' own loop.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        processors: HostProcessors,
+        rule: StopRule,
+        *,
+        vocabulary: int,
+        do_sample: bool = False,
+        keep_probs: bool = False,
+        eos_tokens: frozenset[int] = frozenset(),
+        max_length: int = 0,
+        max_positions: int | None = None,
+        rollback: BildRollback | None = None,
+    ) -> None:
+        self.runner = runner
+        self.processors = processors
+        self.rule = rule
+        self.vocabulary = vocabulary
+        self.do_sample = do_sample
+        self.keep_probs = keep_probs
+        self.eos_tokens = eos_tokens
+        self.max_length = max_length
+        self.max_positions = max_positions
+        self.rollback = rollback
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """See `Drafter.propose`."""
+        limit = min(self.rule.limit, max(room))
+        if self.max_positions is not None:
+            limit = min(limit, self.max_positions - max(lengths) + 1)
+        if limit <= 0:
+            return DraftProposal(ids.new_zeros(len(ids), 0), (0,) * len(ids))
+        tokens = self._unread(ids, lengths)
+        drafted = [0] * len(lengths)
+        # Rows that have ended are fed too, but their text is final: their drafts go to the buffer's end.
+        places = [n if space > 0 else ids.shape[1] - limit for n, space in zip(lengths, room, strict=True)]
+        open_rows = [row for row, space in enumerate(room) if space > 0]
+        kept_probs: list[Tensor] = []
+        for step in range(limit):
+            logits = self.runner.forward(tokens, 1)[:, -1]
+            probs, choice = self._choose(ids, [n + step for n in lengths], logits, open_rows)
+            stops = self.rule.before_append(probs).tolist() if self.rule.reads_probabilities else None
+            ends = choice.tolist()
+            write_column(ids, [place + step for place in places], choice)
+            if self.keep_probs:
+                kept_probs.append(probs)
+            if stops is not None:
+                open_rows = [row for row in open_rows if not stops[row]]
+            for row in open_rows:
+                drafted[row] += 1
+            open_rows = [row for row in open_rows if ends[row] not in self.eos_tokens and drafted[row] < room[row]]
+            if not open_rows:
+                break
+            tokens = choice.unsqueeze(1)
+        longest = max(drafted)
+        return DraftProposal(
+            tail(ids, [n + longest for n in lengths], longest),
+            tuple(drafted),
+            torch.stack(kept_probs[:longest], dim=1) if self.keep_probs and longest else None,
+            steps=step + 1,
+        )
+
+    def observe(self, finished: Round) -> None:
+        """See `Drafter.observe`."""
+        self.rule.observe(finished)
+
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """`CandidateGenerator.get_candidates`, batch size 1: the text with its drafts, and their log-probabilities.
+
+        An empty draft and point masses come without log-probabilities, as transformers' rules expect.
+        """
+        length = input_ids.shape[1]
+        ids = torch.cat([input_ids, input_ids.new_zeros(1, self.rule.limit)], dim=1)
+        proposal = self.propose(ids, [length], [self.max_length - length - 1])
+        drafted = proposal.lengths[0]
+        if self.rollback is not None:
+            self.rollback.hold(length, proposal.tokens[0, :drafted].tolist())
+        logits = proposal.probs[:, :drafted].log() if proposal.probs is not None and drafted else None
+        return ids[:, : length + drafted], logits
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """`CandidateGenerator.update_candidate_strategy`: feeds `observe`; times are not known there."""
+        drafted = scores.shape[1] - 1
+        overlap = (float(num_matches),)
+        self.observe(
+            Round((drafted,), (num_matches,), (num_matches + 1,), overlap, drafted, scores.shape[1], 0.0, 0.0, 0.0)
+        )
+
+    def _unread(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """`[B, k]`: what the draft has not read yet, as many tokens for every row; rejected drafts are forgotten."""
+        self.runner.rewind([n - 1 for n in lengths])
+        unread = max(n - read for n, read in zip(lengths, self.runner.read, strict=True))
+        self.runner.rewind([n - unread for n in lengths])
+        return tail(ids, lengths, unread)
+
+    def _choose(
+        self, ids: Tensor, lengths: Sequence[int], logits: Tensor, open_rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The next token's distribution `[B, V]` (or its logits where nobody asks for more) and the token `[B]`."""
+        needs_probs = self.do_sample or self.keep_probs or self.rule.reads_probabilities
+        if not needs_probs and not self.processors:
+            return logits, logits[:, : self.vocabulary].argmax(dim=-1).to(ids.device)
+        scores = align_vocabulary(logits, self.vocabulary).to(ids.device, torch.float32, copy=True)
+        counts = [int(row in open_rows) for row in range(len(lengths))]
+        scores = self.processors(ids, lengths, counts, scores.unsqueeze(1)).squeeze(1)
+        if not needs_probs:
+            return scores, scores.argmax(dim=-1)
+        probs = sampling.probabilities(scores)
+        if self.do_sample:
+            return probs, sampling.draw(probs, sampling.uniforms(len(probs), device=probs.device))
+        return probs, probs.argmax(dim=-1)
+
+
+def align_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits `[..., V']` over the target's vocabulary: padding is cut, what is missing has probability 0."""
+    missing = vocabulary - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocabulary]
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+
+
+def tail(ids: Tensor, lengths: Sequence[int], count: int) -> Tensor:
+    """`[B, count]`: the last `count` tokens of left-aligned texts of these lengths."""
+    if min(lengths) == max(lengths):
+        return ids[:, lengths[0] - count : lengths[0]]
+    first = torch.tensor([n - count for n in lengths], device=ids.device).unsqueeze(1)
+    return ids.gather(1, first + torch.arange(count, device=ids.device))
+
+
+def write_column(ids: Tensor, positions: Sequence[int], tokens: Tensor) -> None:
+    """Write one token `[B]` into each row at its own position."""
+    if min(positions) == max(positions):
+        ids[:, positions[0]] = tokens
+    else:
+        ids.scatter_(1, torch.tensor(positions, device=ids.device).unsqueeze(1), tokens.unsqueeze(1))

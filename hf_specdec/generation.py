@@ -1,0 +1,198 @@
+"""`SpeculativeDecoding`: the decoding loop as a callable for `generate(custom_generate=...)`."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from hf_specdec.checks import check_call, check_model, needs_translation, vocabulary_size
+from hf_specdec.config import SpeculationConfig, check_fields
+from hf_specdec.cross_tokenizer import cross_tokenizer_drafter
+from hf_specdec.decoding import Decoder
+from hf_specdec.draft_inputs import draft_inputs
+from hf_specdec.drafting import Drafter, ModelDrafter
+from hf_specdec.processors import HostProcessors
+from hf_specdec.runner import Runner, runner_for
+from hf_specdec.stats import SpeculationStats
+from hf_specdec.strategies import TABLE
+from hf_specdec.transcript import Transcript
+from hf_specdec.verification import greedy, speculative_sampling
+
+_last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
+
+
+def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
+    """The statistics of a target's last speculative call, ended or broken off; None before the first."""
+    return _last.get(model)
+
+
+class SpeculativeDecoding:
+    """Speculative decoding without patching: `model.generate(**inputs, custom_generate=SpeculativeDecoding(draft))`.
+
+    On that path `generate` keeps some arguments for itself. Give them to this object instead: `streamer` (pass it
+    to `generate` too if it should get the prompt), `tokenizer` and `assistant_tokenizer`. `stop_strings` need a
+    `StopStringCriteria` in `stopping_criteria`. With `hf_specdec.enable` all of them are plain arguments.
+
+    Args:
+        assistant_model: the draft, on any device and in any dtype.
+        strategy: `"speculative"` or `"bild"`.
+        streamer, tokenizer, assistant_tokenizer: as `generate` takes them.
+        settings: `num_assistant_tokens`, `fallback_threshold`, `rollback_threshold` (see `SpeculationConfig`).
+
+    Attributes:
+        stats: `SpeculationStats` of the last call, also of one that an exception broke off.
+
+    Raises:
+        ValueError: an unknown strategy or setting, or a value out of range; on the call, what can't be done with
+            the model or the arguments of `generate`.
+    """
+
+    def __init__(
+        self,
+        assistant_model: PreTrainedModel,
+        strategy: str = "speculative",
+        *,
+        streamer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+        **settings: Any,
+    ) -> None:
+        check_fields(settings)
+        self.config = SpeculationConfig(strategy, **settings)
+        self.assistant_model = assistant_model
+        self.streamer = streamer
+        self.tokenizer = tokenizer
+        self.assistant_tokenizer = assistant_tokenizer
+        self.stats: SpeculationStats | None = None
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+        """The decoding loop; keeps the contract of `GenerationMixin._sample`."""
+        config = self.config.resolve(model.config.model_type)
+        check_call(model, generation_config, logits_processor, model_kwargs)
+        check_model(self.assistant_model, "draft")
+        pad = generation_config._pad_token_tensor
+        pad_token = None if pad is None else int(pad)
+        lookahead = config.num_assistant_tokens or 0
+        transcript = Transcript(
+            input_ids,
+            stopping_criteria,
+            pad_token,
+            self.streamer,
+            spare=lookahead + 1,
+            keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
+            keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+        )
+        processors = HostProcessors(logits_processor, pad_token or 0)
+        drafter = self._drafter(
+            config, model, transcript, processors, generation_config, dict(model_kwargs), inputs_tensor
+        )
+        hidden = _hidden_tokens(input_ids, model_kwargs, generation_config)
+        target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)
+        do_sample = bool(generation_config.do_sample)
+        make_rollback = TABLE[config.strategy].rollback
+        decoder = Decoder(
+            target=target,
+            drafter=drafter,
+            processors=processors,
+            relaxation=make_rollback(config, not do_sample) if make_rollback else None,
+            rule=speculative_sampling if do_sample else greedy,
+            do_sample=do_sample,
+        )
+        self.stats = _last[model] = SpeculationStats(config.strategy)
+        decoder.decode(transcript, self.stats)
+        transcript.end()
+        if not generation_config.return_dict_in_generate:
+            return transcript.sequences
+        return _output(model, transcript, target, self.stats)
+
+    def _drafter(
+        self,
+        config: SpeculationConfig,
+        model: PreTrainedModel,
+        transcript: Transcript,
+        processors: HostProcessors,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        inputs_tensor: Tensor | None,
+    ) -> Drafter:
+        draft, input_ids = self.assistant_model, transcript.sequences
+        rule = TABLE[config.strategy].stop_rule(config)
+        points = TABLE[config.strategy].drafts_are_points
+        if needs_translation(model, draft, self.tokenizer, self.assistant_tokenizer):
+            if points:
+                raise ValueError(
+                    f"generation_strategy={config.strategy!r} with an assistant_tokenizer that differs: its fallback "
+                    "reads the draft's distributions token by token, so choose a draft with the target's tokenizer "
+                    "or generation_strategy='speculative'."
+                )
+            assert self.tokenizer is not None and self.assistant_tokenizer is not None
+            return cross_tokenizer_drafter(
+                draft,
+                self.tokenizer,
+                self.assistant_tokenizer,
+                input_ids,
+                generation_config,
+                model_kwargs,
+                inputs_tensor,
+                vocabulary=vocabulary_size(model),
+                lookahead=rule.limit,
+                eos_tokens=transcript.eos_tokens,
+            )
+        kwargs = draft_inputs(draft, model_kwargs, input_ids, inputs_tensor)
+        runner = runner_for(draft, kwargs, input_ids.to(draft.device), transcript.ids.shape[1])
+        do_sample = bool(generation_config.do_sample)
+        return ModelDrafter(
+            runner,
+            processors,
+            rule,
+            vocabulary=vocabulary_size(model),
+            do_sample=do_sample,
+            keep_probs=do_sample and not points,
+            eos_tokens=transcript.eos_tokens,
+            max_positions=getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None),
+        )
+
+
+def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:
+    """Tokens of a given cache that come before `input_ids`, as `GenerationMixin._prefill` tells by the mask."""
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    if cache is None or "encoder_outputs" in model_kwargs:
+        return 0
+    covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", input_ids.shape[1])
+    return max(covered - input_ids.shape[1], 0)
+
+
+def _output(
+    model: PreTrainedModel, transcript: Transcript, target: Runner, stats: SpeculationStats
+) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+    """The output of `generate`, with the statistics as its attribute `speculation`."""
+    shown = transcript.sequences.shape[1]
+    target.rewind([min(n, shown) - 1 for n in transcript.lengths])
+    kind = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+    output = kind(
+        sequences=transcript.sequences,
+        scores=transcript.scores,
+        logits=transcript.logits,
+        past_key_values=target.cache,
+    )
+    output.speculation = stats
+    return output

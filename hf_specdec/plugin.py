@@ -1,0 +1,192 @@
+"""`enable` and `disable`: strategies as arguments of `model.generate`, and nothing else touched.
+
+While at least one enable is in force, `GenerationMixin.generate` stands behind a thin wrapper that takes the
+package's arguments out of the call and passes a `SpeculativeDecoding` to transformers' own `custom_generate`
+hook. Models keep no trace; classes with a `generate` of their own get it where they call their parent's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from types import TracebackType
+from typing import Any
+from weakref import ref
+
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+
+from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
+from hf_specdec.generation import SpeculativeDecoding
+
+ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
+_UNSET: Any = object()
+
+_original = GenerationMixin.generate
+_parameters = tuple(inspect.signature(_original).parameters)[1:]
+_inside: ContextVar[bool] = ContextVar("hf_specdec_inside", default=False)
+
+
+class Enabled:
+    """One `enable` in force. As a context manager it is undone on leaving."""
+
+    def __init__(self, model: PreTrainedModel | None, defaults: dict[str, Any]) -> None:
+        self._model = None if model is None else ref(model)
+        self.defaults = defaults
+
+    def covers(self, model: object) -> bool:
+        """Whether a model's calls are concerned."""
+        return self._model is None or self._model() is model
+
+    def is_for(self, model: object | None) -> bool:
+        """Whether this very enable names `model` (None: every model)."""
+        return self._model is None if model is None else self._model is not None and self._model() is model
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _remove(self)
+
+
+_stack: list[Enabled] = []
+
+
+def enable(
+    model: PreTrainedModel | None = None,
+    *,
+    assistant_model: PreTrainedModel | None = _UNSET,
+    generation_strategy: str | None = _UNSET,
+    **settings: Any,
+) -> Enabled:
+    """Let `generate` take `generation_strategy` and its settings, for one model or (None) for all.
+
+    Args:
+        model: the target concerned; held weakly.
+        assistant_model, generation_strategy: defaults of every later call; with both, calls that say nothing
+            speculate too, and `generation_strategy=None` in a call opts out.
+        settings: further defaults, the fields of `SpeculationConfig`.
+
+    Returns:
+        A handle that can be used as a context manager; otherwise `disable` undoes it. Enables nest: later ones
+        override earlier ones setting by setting.
+
+    Raises:
+        ValueError: an unknown strategy or field, or a value out of range.
+    """
+    check_fields(settings)
+    if generation_strategy is _UNSET or generation_strategy is None:
+        SpeculationConfig(**settings)
+    else:
+        SpeculationConfig(generation_strategy, **settings)
+    given = {"assistant_model": assistant_model, "generation_strategy": generation_strategy, **settings}
+    enabled = Enabled(_base(model), {key: value for key, value in given.items() if value is not _UNSET})
+    _stack.append(enabled)
+    GenerationMixin.generate = _generate
+    return enabled
+
+
+def disable(model: PreTrainedModel | None = None) -> None:
+    """Undo the latest `enable` of a model; without one, the latest of all. Nothing happens where there is none."""
+    for enabled in reversed(_stack):
+        if model is None or enabled.is_for(_base(model)):
+            _remove(enabled)
+            return
+
+
+def _remove(enabled: Enabled) -> None:
+    if enabled in _stack:
+        _stack.remove(enabled)
+    if not _stack and GenerationMixin.generate is _generate:
+        GenerationMixin.generate = _original
+
+
+def _base(model: Any) -> Any:
+    """The model whose `generate` does the work: adapters (PEFT) wrap it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@wraps(_original)
+def _generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    in_force = [enabled for enabled in _stack if enabled.covers(self)]
+    if not in_force:
+        return _original(self, *args, **kwargs)
+    call = {**dict(zip(_parameters, args, strict=False)), **kwargs}
+    defaults = {} if _inside.get() else {key: v for enabled in in_force for key, v in enabled.defaults.items()}
+    settings = _settings(self, call, defaults)
+    strategy = settings.pop("generation_strategy", None)
+    call.pop("generation_strategy", None)
+    custom = call.get("custom_generate")
+    with _nested():
+        if strategy is None or (custom is not None and "generation_strategy" not in kwargs):
+            return _original(self, **call)
+        if custom is not None:
+            raise ValueError(
+                f"generation_strategy={strategy!r} together with custom_generate: give one of the two, or bind the "
+                "strategy by custom_generate=hf_specdec.SpeculativeDecoding(draft, strategy=...)."
+            )
+        return _speculate(self, strategy, settings, call)
+
+
+def _speculate(model: PreTrainedModel, strategy: str, settings: dict[str, Any], call: dict[str, Any]) -> Any:
+    for name in ARGUMENTS:
+        call.pop(name, None)
+    draft = settings.pop("assistant_model", None)
+    if draft is None:
+        raise ValueError(
+            f"assistant_model=None with generation_strategy={strategy!r}: pass the draft, assistant_model=draft, in "
+            "the call or to hf_specdec.enable(model, assistant_model=draft)."
+        )
+    tokenizer = call.pop("tokenizer", None)
+    decoding = SpeculativeDecoding(
+        draft,
+        strategy,
+        streamer=call.get("streamer"),
+        tokenizer=tokenizer,
+        assistant_tokenizer=call.pop("assistant_tokenizer", None),
+        **settings,
+    )
+    _add_stop_strings(model, call, tokenizer)
+    return _original(model, **call, custom_generate=decoding)
+
+
+def _settings(model: PreTrainedModel, call: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The package's arguments by precedence: the call, `generation_config`, the enables in force."""
+    configs = (call.get("generation_config"), model.generation_config)
+    settings = {}
+    for name in ARGUMENTS:
+        stored = [value for config in configs if (value := getattr(config, name, None)) is not None]
+        if name in call and (call[name] is not None or name == "generation_strategy"):
+            settings[name] = call[name]
+        elif stored:
+            settings[name] = stored[0]
+        elif name in defaults:
+            settings[name] = defaults[name]
+    return settings
+
+
+def _add_stop_strings(model: PreTrainedModel, call: dict[str, Any], tokenizer: Any) -> None:
+    """Turn `stop_strings` into a criterion, since `generate` keeps the tokenizer from custom loops."""
+    configs = (call.get("generation_config"), model.generation_config)
+    stop_strings = call.get("stop_strings") or next(
+        (value for config in configs if (value := getattr(config, "stop_strings", None))), None
+    )
+    if stop_strings is None or tokenizer is None:
+        return
+    criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
+    call.update(stop_strings=None, stopping_criteria=criteria)
+
+
+@contextmanager
+def _nested() -> Iterator[None]:
+    """Mark calls of `generate` from within one: defaults do not apply to them (a draft's own, for instance)."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)

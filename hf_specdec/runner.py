@@ -1,0 +1,254 @@
+"""One model's forward passes over a batch whose rows have read different numbers of tokens.
+
+A runner appends tokens, returns logits, and rewinds. It hides how transformers' models are fed: attention
+masks, positions, caches or the lack of one. The loop and the drafters see rows and counts only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from hf_specdec import cache as caches
+
+PER_TOKEN_KWARGS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+class ModelRunner:
+    """Feeds one model, all rows in one pass.
+
+    Rows are right-aligned on the slot axis: the last token read of every row sits in the last slot, and a row
+    that has read `lag` tokens fewer than the longest has its first `lag` slots masked.
+
+    Args:
+        model: any decoder-only or encoder-decoder model of transformers.
+        model_kwargs: what `generate` prepared for the model: masks, positions, encoder outputs, cache.
+        input_ids: `[B, P]` prompts; only their shape and device count here.
+        capacity: the most tokens that a row can reach, drafts included.
+        hidden: tokens that precede `input_ids` in a given cache.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
+    ) -> None:
+        self.model = model
+        self.passes = 0
+        self.kwargs = dict(model_kwargs)
+        self.cache = self.kwargs.pop("past_key_values", None)
+        self.kwargs.pop("logits_to_keep", None)
+        self.hidden = hidden
+        batch_size, prompt_length = input_ids.shape
+        read = 0
+        if self.cache is not None:
+            caches.start_recording(self.cache)
+            read = max(min(self.cache.get_seq_length() - hidden, prompt_length - 1), 0)
+        self.read = [read] * batch_size
+        self._width = read + hidden
+        self._history = input_ids[:, :0]
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        prefix = "decoder_" if model.config.is_encoder_decoder else ""
+        self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
+        self._takes_mask = self._mask_key in parameters
+        total = capacity + hidden
+        self._mask = _extend_mask(self.kwargs.pop(self._mask_key, None), total)
+        if self._mask is None and batch_size > 1 and self._takes_mask:
+            self._ones = input_ids.new_ones(batch_size, total)
+        positions = self.kwargs.pop(self._position_key, None)
+        if positions is None and self._position_key in parameters:
+            positions = _positions(self._mask, prompt_length + hidden, input_ids.device)
+        self._positions = _extend_count(positions, total)
+        self._per_token = {
+            key: _extend_last(self.kwargs.pop(key), total) for key in PER_TOKEN_KWARGS if self.kwargs.get(key) is not None
+        }
+
+    def forward(self, tokens: Tensor, count: int) -> Tensor:
+        """Append `tokens` `[B, k]` to the rows, in one pass.
+
+        Returns:
+            Logits `[B, count, V]` of the last `count` appended positions, in the model's dtype.
+        """
+        appended = tokens.shape[1]
+        lags = [self._width - self.hidden - n for n in self.read]
+        first_slot = self._width
+        if self.cache is None:
+            tokens = self._history = torch.cat([self._history, tokens], dim=1)
+            first_slot = 0
+        last_slot = self._width + appended
+        inputs = self.model.prepare_inputs_for_generation(
+            tokens,
+            past_key_values=self.cache,
+            is_first_iteration=self.passes == 0,
+            **self._slot_kwargs(lags, first_slot, last_slot),
+            **self.kwargs,
+        )
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = count
+        outputs = self.model(**inputs, return_dict=True)
+        self.passes += 1
+        self._width = last_slot
+        self.read = [n + appended for n in self.read]
+        return outputs.logits[:, -count:]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Forget what each row has read beyond its entry of `lengths`."""
+        kept = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
+        cuts = [n - k for n, k in zip(self.read, kept, strict=True)]
+        self.read = kept
+        if min(cuts) == max(cuts):
+            self._forget_last(cuts[0])
+            return
+        new_width = max(kept) + self.hidden
+        shifts = [new_width - (self._width - cut) for cut in cuts]
+        if self.cache is None:
+            self._history = caches.shift_rows(self._history, shifts, new_width)
+        else:
+            caches.realign(self.cache, self._width, shifts, new_width)
+        self._width = new_width
+
+    def _forget_last(self, count: int) -> None:
+        if self.cache is None:
+            self._history = self._history[:, : self._history.shape[1] - count]
+        else:
+            caches.forget_last(self.cache, count)
+        self._width -= count
+
+    def _slot_kwargs(self, lags: list[int], first_slot: int, last_slot: int) -> dict[str, Tensor]:
+        """Mask, positions and token types of the slots from `first_slot` (masks: from 0) to `last_slot`."""
+        ragged = any(lags)
+        kwargs = {}
+        mask = self._mask
+        if ragged and mask is None and self._takes_mask:
+            mask = self._ones
+        if mask is not None:
+            kwargs[self._mask_key] = _rows_at(mask, lags, 0, last_slot, before=0) if ragged else mask[:, :last_slot]
+        tables = dict(self._per_token)
+        if self._positions is not None:
+            tables[self._position_key] = self._positions
+        for key, table in tables.items():
+            kwargs[key] = (
+                _rows_at(table, lags, first_slot, last_slot) if ragged else table[..., first_slot:last_slot]
+            )
+        return kwargs
+
+
+class RowByRowRunner:
+    """Feeds one model a row at a time, for decoders that give all rows of a pass the same positions.
+
+    BART, Pegasus and Marian are such: their position of a token is its slot. Same methods as `ModelRunner`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
+    ) -> None:
+        cached = model_kwargs.get("past_key_values") is not None
+        cross_attention = "encoder_outputs" in model_kwargs
+        self.cache = None
+        self.rows = []
+        for row in range(len(input_ids)):
+            kwargs = {key: _row(value, row, len(input_ids)) for key, value in model_kwargs.items()}
+            kwargs["past_key_values"] = (
+                caches.new_cache(model.config, cross_attention=cross_attention) if cached else None
+            )
+            self.rows.append(ModelRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden))
+
+    @property
+    def read(self) -> list[int]:
+        """Tokens that each row has read."""
+        return [runner.read[0] for runner in self.rows]
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, over all rows."""
+        return sum(runner.passes for runner in self.rows)
+
+    def forward(self, tokens: Tensor, count: int) -> Tensor:
+        """As `ModelRunner.forward`."""
+        logits = [runner.forward(tokens[row : row + 1], count) for row, runner in enumerate(self.rows)]
+        return torch.cat(logits)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """As `ModelRunner.rewind`."""
+        for runner, length in zip(self.rows, lengths, strict=True):
+            runner.rewind([length])
+
+
+Runner = ModelRunner | RowByRowRunner
+
+
+def runner_for(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
+) -> Runner:
+    """The runner that a model needs for a batch of `input_ids` `[B, P]`; see `ModelRunner`."""
+    batched = len(input_ids) == 1 or takes_row_positions(model)
+    return (ModelRunner if batched else RowByRowRunner)(model, model_kwargs, input_ids, capacity, hidden)
+
+
+def takes_row_positions(model: PreTrainedModel) -> bool:
+    """Whether the rows of one pass may stand at different positions.
+
+    They may where positions are an argument, and where attention knows distances only (T5's buckets, ALiBi).
+    """
+    config = model.config.get_text_config(decoder=True)
+    if hasattr(config, "relative_attention_num_buckets") or config.model_type in ("bloom", "mpt"):
+        return True
+    key = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
+    return key in inspect.signature(model.forward).parameters
+
+
+def _extend_mask(mask: Tensor | None, total: int) -> Tensor | None:
+    """A prompt's mask `[B, P]` with ones up to `total` columns; None where nothing is masked."""
+    if mask is None or bool((mask == 1).all()):
+        return None
+    return torch.cat([mask, mask.new_ones(mask.shape[0], max(total - mask.shape[1], 0))], dim=1)
+
+
+def _positions(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Positions `[B or 1, length]` counted as `GenerationMixin._prepare_position_ids_for_generation` does."""
+    if mask is None:
+        return torch.arange(length, device=device).unsqueeze(0)
+    mask = mask[:, :length]
+    return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+
+def _extend_count(positions: Tensor | None, total: int) -> Tensor | None:
+    """Prompt positions `[..., P]` counted on up to `total` columns."""
+    if positions is None:
+        return None
+    more = max(total - positions.shape[-1], 0)
+    return torch.cat([positions, positions[..., -1:] + 1 + torch.arange(more, device=positions.device)], dim=-1)
+
+
+def _extend_last(values: Tensor, total: int) -> Tensor:
+    """Per-token values `[..., P]` repeated up to `total` columns, as `_update_model_kwargs_for_generation` does."""
+    more = max(total - values.shape[-1], 0)
+    return torch.cat([values, values[..., -1:].expand(*values.shape[:-1], more)], dim=-1)
+
+
+def _rows_at(table: Tensor, lags: list[int], first: int, last: int, before: int | None = None) -> Tensor:
+    """Columns of `table` `[..., B or 1, N]` that stand in slots `first` to `last` of rows that lag.
+
+    Slots before a row's first token take its first column, or the value `before` if given.
+    """
+    lag = torch.tensor(lags, device=table.device).unsqueeze(1)
+    columns = torch.arange(first, last, device=table.device) - lag
+    shape = (*table.shape[:-2], len(lags))
+    taken = table.expand(*shape, -1).gather(-1, columns.clamp(min=0).expand(*shape, -1))
+    return taken if before is None else taken.masked_fill(columns < 0, before)
+
+
+def _row(value: Any, row: int, batch_size: int) -> Any:
+    """One row of whatever a model is given: tensors along their batch axis, outputs field by field."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: _row(field, row, batch_size) for key, field in value.items()})
+    if isinstance(value, tuple):
+        return tuple(_row(item, row, batch_size) for item in value)
+    if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch_size:
+        return value[row : row + 1]
+    return value

@@ -1,0 +1,126 @@
+"""What happened in a call, as data: one `Round` a round, and the figures that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft-verify-accept round over the whole batch; tuples hold one entry per row.
+
+    Args:
+        drafted: tokens drafted.
+        accepted: drafted tokens that the verification rule kept.
+        new_tokens: tokens that the round added to the row: the accepted ones and the target's own, less what
+            lay beyond the row's end.
+        overlap: Σ over the reached drafted positions of Σ_x min(p(x), q(x)), Leviathan et al. 2023's α per
+            position; in greedy decoding the count of positions at which the target agrees.
+        draft_steps: forward passes of the draft.
+        width: tokens per row in the target's pass (its prompt included in the first round).
+        draft_seconds: time spent drafting.
+        verify_seconds: time in the target's pass, the processors and the acceptance rule, up to the moment
+            when the result is known on the host.
+        seconds: the whole round.
+    """
+
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    overlap: tuple[float, ...]
+    draft_steps: int
+    width: int
+    draft_seconds: float
+    verify_seconds: float
+    seconds: float
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """Drafted positions that the rule judged: the accepted ones and the first rejected one."""
+        return tuple(min(a + 1, d) for a, d in zip(self.accepted, self.drafted, strict=True))
+
+
+@dataclass
+class SpeculationStats:
+    """The statistics of one `generate` call; rates are None where nothing was drafted or decoded."""
+
+    strategy: str
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens drafted, over all rows and rounds."""
+        return sum(sum(r.drafted) for r in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that the verification rule kept."""
+        return sum(sum(r.accepted) for r in self.rounds)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens delivered, the target's own included."""
+        return sum(sum(r.new_tokens) for r in self.rounds)
+
+    @property
+    def target_passes(self) -> int:
+        """Verification passes a row took part in, over all rows: the denominator of `tokens_per_round`."""
+        return sum(sum(n > 0 for n in r.new_tokens) for r in self.rounds)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted drafted tokens / drafted tokens."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """τ: new tokens / target passes, the target's own token included."""
+        return self.new_tokens / self.target_passes if self.target_passes else None
+
+    @property
+    def alpha(self) -> float | None:
+        """α (Leviathan et al. 2023, definition 3.1): the mean of Σ_x min(p(x), q(x)) over reached positions."""
+        reached = sum(sum(r.reached) for r in self.rounds)
+        return sum(sum(r.overlap) for r in self.rounds) / reached if reached else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of accepted tokens at each draft position, among the rounds that reached it."""
+        longest = max((max(r.drafted) for r in self.rounds), default=0)
+        reached, accepted = [0] * longest, [0] * longest
+        for r in self.rounds:
+            for row_reached, row_accepted in zip(r.reached, r.accepted, strict=True):
+                for position in range(row_reached):
+                    reached[position] += 1
+                    accepted[position] += position < row_accepted
+        return [a / n for a, n in zip(accepted, reached, strict=True) if n]
+
+    @property
+    def draft_seconds(self) -> float:
+        """Seconds spent drafting."""
+        return sum(r.draft_seconds for r in self.rounds)
+
+    @property
+    def verify_seconds(self) -> float:
+        """Seconds spent in the target's passes and the acceptance rule."""
+        return sum(r.verify_seconds for r in self.rounds)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in rounds."""
+        return sum(r.seconds for r in self.rounds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-serialisable data, the rounds included."""
+        return {
+            "strategy": self.strategy,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "new_tokens": self.new_tokens,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_round": self.tokens_per_round,
+            "alpha": self.alpha,
+            "acceptance_by_position": self.acceptance_by_position,
+            "rounds": [asdict(r) for r in self.rounds],
+        }

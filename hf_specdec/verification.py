@@ -1,0 +1,128 @@
+"""Lossless acceptance rules: pure functions from two models' answers to accepted tokens.
+
+Both rules share one signature. They know of no forward pass, no cache, no end of sequence and no strategy;
+relaxations such as BiLD's act on the target's scores before a rule sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_specdec.sampling import draw
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a rule decided.
+
+    Args:
+        n_accepted: `[B]`, drafted tokens kept.
+        next_token: `[B]`, the target's own token that follows them.
+        overlap: `[B]`, Σ over reached positions of Σ_x min(p(x), q(x)) (see `stats.Round`).
+    """
+
+    n_accepted: Tensor
+    next_token: Tensor
+    overlap: Tensor
+
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Verification]
+
+
+def greedy(
+    target_scores: Tensor,
+    draft_tokens: Tensor,
+    lengths: Tensor,
+    draft_probs: Tensor | None = None,
+    uniforms: Tensor | None = None,
+) -> Verification:
+    """Keep drafted tokens as long as each is the target's argmax (Leviathan et al. 2023, the case T = 0).
+
+    Args:
+        target_scores: `[B, γ+1, V]`, probabilities or any scores in the same order.
+        draft_tokens: `[B, γ]`; positions past a row's length are ignored.
+        lengths: `[B]`, drafted tokens of each row.
+        draft_probs: unused, a greedy draft is a point mass.
+        uniforms: unused, nothing is drawn.
+    """
+    choices = target_scores.argmax(dim=-1)
+    lookahead = draft_tokens.shape[1]
+    agreed = (choices[:, :lookahead] == draft_tokens) & _drafted(lengths, lookahead)
+    n_accepted = _leading(agreed)
+    next_token = choices.gather(1, n_accepted.unsqueeze(1)).squeeze(1)
+    return Verification(n_accepted, next_token, n_accepted.to(torch.float64))
+
+
+def speculative_sampling(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    lengths: Tensor,
+    draft_probs: Tensor | None,
+    uniforms: Tensor | None,
+) -> Verification:
+    """Speculative sampling (Leviathan et al. 2023, algorithm 1): the output is distributed as the target's own.
+
+    A drafted token x is kept with probability min(1, p(x) / q(x)); the first that is not gives way to a draw
+    from max(0, p - q), normalised; after a full acceptance the target's last distribution is drawn from.
+
+    Args:
+        target_probs: `[B, γ+1, V]`, p at each drafted position and one beyond.
+        draft_tokens: `[B, γ]`, drawn from `draft_probs`; positions past a row's length are ignored.
+        lengths: `[B]`, drafted tokens of each row.
+        draft_probs: `[B, γ, V]`, q; None where each draft is a point mass on its token.
+        uniforms: `[B, γ+1]`, in [0, 1): one for each acceptance, the last for the draw of the next token.
+    """
+    assert uniforms is not None
+    lookahead = draft_tokens.shape[1]
+    p_token = _of_tokens(target_probs[:, :lookahead], draft_tokens)
+    q_token = torch.ones_like(p_token) if draft_probs is None else _of_tokens(draft_probs, draft_tokens)
+    accepted = (uniforms[:, :lookahead] * q_token < p_token) & _drafted(lengths, lookahead)
+    n_accepted = _leading(accepted)
+    next_token = draw(_residual(target_probs, draft_tokens, lengths, draft_probs, n_accepted), uniforms[:, -1])
+    overlap = _overlap(target_probs, p_token, draft_probs)
+    reached = torch.arange(lookahead, device=lengths.device) <= n_accepted.unsqueeze(1)
+    reached &= _drafted(lengths, lookahead)
+    return Verification(n_accepted, next_token, (overlap * reached).sum(dim=1, dtype=torch.float64))
+
+
+def _drafted(lengths: Tensor, lookahead: int) -> Tensor:
+    """`[B, γ]`: whether the position holds one of the row's drafted tokens."""
+    return torch.arange(lookahead, device=lengths.device) < lengths.unsqueeze(1)
+
+
+def _leading(accepted: Tensor) -> Tensor:
+    """`[B]`: how many positions are true before the first false one."""
+    return accepted.cumprod(dim=1).sum(dim=1)
+
+
+def _of_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
+    return probs.gather(2, tokens.unsqueeze(2)).squeeze(2)
+
+
+def _residual(
+    target_probs: Tensor, draft_tokens: Tensor, lengths: Tensor, draft_probs: Tensor | None, n_accepted: Tensor
+) -> Tensor:
+    """`[B, V]`: weights of the token after the accepted ones; p itself where nothing was rejected."""
+    rows = torch.arange(len(lengths), device=lengths.device)
+    p = target_probs[rows, n_accepted]
+    if draft_tokens.shape[1] == 0:
+        return p
+    position = n_accepted.clamp(max=draft_tokens.shape[1] - 1)
+    if draft_probs is None:
+        weights = p.scatter(1, draft_tokens[rows, position].unsqueeze(1), 0.0)
+    else:
+        weights = (p - draft_probs[rows, position]).clamp(min=0.0)
+    # A rejection where p and q agree to the last bit leaves nothing to draw from; its odds are rounding's.
+    rejected = (n_accepted < lengths) & (weights.sum(dim=1) > 0)
+    return torch.where(rejected.unsqueeze(1), weights, p)
+
+
+def _overlap(target_probs: Tensor, p_token: Tensor, draft_probs: Tensor | None) -> Tensor:
+    """`[B, γ]`: Σ_x min(p(x), q(x)) at each drafted position."""
+    if draft_probs is None:
+        return p_token
+    return torch.minimum(target_probs[:, : draft_probs.shape[1]], draft_probs).sum(dim=-1)
