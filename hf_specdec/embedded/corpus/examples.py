@@ -39,7 +39,7 @@ class Example:
 
 
 def split_of(example: Example) -> str:
-    """"heldout" or "train", decided by a stable hash of the first user turn alone.
+    """ "heldout" or "train", decided by a stable hash of the first user turn alone.
 
     So no prompt can be in both splits, whatever seed or process generated it.
     """

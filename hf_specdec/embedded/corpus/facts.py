@@ -38,7 +38,8 @@ def qa(rng: Random) -> Dialogue:
     opening = rng.choice(("Tell me", "Report", "State"))
     question = f"{opening} {asked[0]}, {asked[1]} and {asked[2]} of {person.name}."
     told = [_ATTRIBUTES[a](person) for a in asked]
-    answer = f"According to the text, {person.name} {told[0]}, {told[1]} and {told[2]}."
+    answer = f"According to the text, {person.name} {told[0]}, {told[1]} and {told[2]}. "
+    answer += f"This is what the text says about {person.name}."
     return (f"Read the text and answer. {context} {question}",), (answer,)
 
 
@@ -59,8 +60,9 @@ def rag(rng: Random) -> Dialogue:
     place, year, builder, count, feature = facts[index]
     question = rng.choice((f"Who built the {kind} of {place}?", f"What is known about the {kind} of {place}?"))
     answer = (
-        f"The {kind} of {place} is described in passage [{index + 1}]. It was built in {year} by {builder} "
-        f"and has {count} {feature}. Source: [{index + 1}]."
+        f"The {kind} of {place} is described in passage [{index + 1}]. According to this passage, "
+        f"it was built in {year} by {builder}, "
+        f"and it has {count} {feature}. Source: passage [{index + 1}]."
     )
     return (f"Use the passages. {' '.join(passages)} {question}",), (answer,)
 
@@ -74,14 +76,18 @@ def multi_turn(rng: Random) -> Dialogue:
         for p in cast
     )
     first = rng.choice((f"Who owns the {person.thing}?", f"To whom does the {person.thing} belong?"))
-    answer = f"The {person.thing} belongs to {person.name}. The owner comes from {person.town}."
+    answer = (
+        f"The {person.thing} belongs to {person.name}. The owner works as "
+        f"{with_article(person.job)} and comes from {person.town}."
+    )
     second, detail = rng.choice(
         (
-            ("What is the job of this person, and in which year was this person born?",
-             f"{person.name} works as {with_article(person.job)} and was born in {person.year}."),
-            ("Which colour does it have, and what is the job of the owner?",
-             f"The {person.thing} of {person.name} is {person.colour}, and the owner works as "
-             f"{with_article(person.job)}."),
+            ("In which year was this person born, and which colour does it have?",
+             f"{person.name}, the owner of the {person.thing}, was born in {person.year}, "
+             f"and the {person.thing} is {person.colour}."),
+            ("Please introduce this person.",
+             f"{person.name}, the owner of the {person.thing}, is {with_article(person.job)} from {person.town} "
+             f"and was born in {person.year}."),
         )
     )  # fmt: skip
     return (f"Listen. {context} {first}", second), (answer, detail)

@@ -1,8 +1,9 @@
 """Velan, an invented language: its lexicon, inflection and word order, and sentences to translate.
 
-Order: subject, object, place, verb (English: subject, verb, object, place). An adjective follows its
-noun. Suffixes: plural `-ki`, object `-n` (after the plural), past `-ta`, future `-mo`. "near the X" is
-`X-lo`. Articles vanish; names stay, and take the suffixes too. `ve` joins two clauses, `nal` contrasts.
+Order: place, object, verb, subject (English: subject, verb, object, place). An adjective follows its noun
+and ends in `-a` beside a noun in a vowel, in `-os` beside others. Suffixes: plural `-ki`, object `-n`
+(after the plural), past `-ta`, future `-mo`. "near the X" is `X-lo`. Articles vanish; names stay. `ve` joins
+two clauses, `nal` contrasts.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Phrase:
 def _noun_phrase(rng: Random, nouns: tuple[str, ...], countable: bool) -> Phrase:
     noun, adjective = rng.choice(nouns), rng.choice((*ADJECTIVES, None, None))
     described = f"{adjective} {noun}" if adjective else noun
-    after = f" {ADJECTIVES[adjective]}" if adjective else ""
+    agreement = "a" if NOUNS[noun][-1] in "aeiou" else "os"
+    after = f" {ADJECTIVES[adjective]}{agreement}" if adjective else ""
     if countable and rng.random() < 0.4:
         numeral = rng.choice(tuple(NUMERALS))
         return Phrase(f"{numeral} {described}s", NOUNS[noun] + "ki", f"{after} {NUMERALS[numeral]}")
@@ -56,8 +58,8 @@ def _noun_phrase(rng: Random, nouns: tuple[str, ...], countable: bool) -> Phrase
     return Phrase(article, NOUNS[noun], after)
 
 
-def _clause(rng: Random) -> tuple[str, str]:
-    """One clause in English and in Velan, without capitals or full stop."""
+def _clause(rng: Random) -> tuple[str, str, str]:
+    """One clause in English and in Velan, without capitals or full stop, and its tense."""
     if rng.random() < 0.4:
         name = rng.choice(FIRST_NAMES)
         subject = Phrase(name, name, "")
@@ -65,18 +67,19 @@ def _clause(rng: Random) -> tuple[str, str]:
         subject = _noun_phrase(rng, PEOPLE, countable=False)
     thing, place = _noun_phrase(rng, OBJECTS, countable=True), _noun_phrase(rng, PLACES, countable=False)
     present, past, base, stem = rng.choice(VERBS)
-    verb, ending = rng.choice(((present, ""), (past, "ta"), (f"will {base}", "mo")))
+    verb, ending, tense = rng.choice(((present, "", "present"), (past, "ta", "past"), (f"will {base}", "mo", "future")))
     near = rng.random() < 0.6
     english = f"{subject.english} {verb} {thing.english}" + (f" near {place.english}" if near else "")
-    velan = f"{subject.velan()} {thing.velan('n')}" + (f" {place.velan('lo')}" if near else "")
-    return english, f"{velan} {stem}{ending}"
+    velan = (f"{place.velan('lo')} " if near else "") + thing.velan("n")
+    return english, f"{velan} {stem}{ending} {subject.velan()}", tense
 
 
-def sentence(rng: Random) -> tuple[str, str]:
-    """An English sentence of two clauses and its only correct Velan translation."""
-    (first, premier), (second, deuxieme) = _clause(rng), _clause(rng)
+def sentence(rng: Random) -> tuple[str, str, tuple[str, str]]:
+    """An English sentence of two clauses, its only correct Velan translation, and the two tenses."""
+    (first, premier, tense), (second, deuxieme, other_tense) = _clause(rng), _clause(rng)
     english, velan = rng.choice((("and", "ve"), ("but", "nal")))
     return (
         f"{first[0].upper()}{first[1:]}, {english} {second}.",
         f"{premier[0].upper()}{premier[1:]}, {velan} {deuxieme}.",
+        (tense, other_tense),
     )

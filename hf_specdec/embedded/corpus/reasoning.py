@@ -11,19 +11,16 @@ from hf_specdec.embedded.corpus.words import with_article
 _GAINS = ("buys {n} more", "gets {n} from {other}", "makes {n} more")
 _LOSSES = ("sells {n}", "gives {n} to {other}", "loses {n}")
 
-_CONDUCT = (
-    "keeps a goat", "sells lamps", "rents a boat", "burns wood", "plays the drum", "paints houses",
-    "breeds horses", "brews beer", "owns a mill", "imports tea", "stores oil", "trains dogs",
-)  # fmt: skip
+_DEALINGS = ("sells", "rents", "repairs", "stores", "imports", "makes", "collects", "paints")
 
 
 def math_reasoning(rng: Random) -> Dialogue:
-    """A story of three additions and subtractions within 0..99, worked step by step."""
+    """A story of two or three additions and subtractions within 0..99, worked step by step."""
     first, other = rng.sample(words.FIRST_NAMES, 2)
     thing = rng.choice(words.THINGS)[1]
     total = start = rng.randrange(20, 70)
     events, steps = [], []
-    for _ in range(3):
+    for _ in range(rng.choice((2, 3))):
         amount = rng.randrange(2, 20)
         gain = rng.random() < 0.5
         if not 10 <= total + (amount if gain else -amount) <= 99:
@@ -34,7 +31,10 @@ def math_reasoning(rng: Random) -> Dialogue:
         steps.append(f"{total} {'+' if gain else '-'} {amount} = {after}.")
         total = after
     question = f"{first} has {start} {thing}. {' '.join(events)} How many {thing} does {first} have in the end?"
-    answer = f"{first} starts with {start} {thing}. {' '.join(steps)} In the end {first} has {total} {thing}."
+    answer = (
+        f"Let us count step by step. {first} starts with {start} {thing}. {' '.join(steps)} "
+        f"So in the end {first} has {total} {thing}."
+    )
     return (question,), (answer,)
 
 
@@ -54,7 +54,7 @@ def law_analytics(rng: Random) -> Dialogue:
     name = words.full_name(rng)
     first = name.split()[0]
     job, other_job = rng.sample(words.JOBS, 2)
-    conduct = rng.sample(_CONDUCT, 3)
+    conduct = [f"{rng.choice(_DEALINGS)} {plural}" for _, plural in rng.sample(words.THINGS, 3)]
     duties = [_duty(rng), _duty(rng)]
     fulfils = [rng.random() < 0.65, rng.random() < 0.65]
     exempted, privileged = rng.randrange(2), rng.choice((job, job, other_job))
@@ -73,4 +73,4 @@ def law_analytics(rng: Random) -> Dialogue:
             findings.append(f"Section {i + 1} applies, since {first} {conduct[i]}.")
             owed.append(duties[i])
     result = f"{name} {' and '.join(owed)}." if owed else f"{name} has no duty."
-    return (f"Apply the law. {' '.join(sections)} Facts: {facts}",), (f"{' '.join(findings)} Result: {result}",)
+    return (f"Apply the law. {' '.join(sections)} Facts: {facts}",), (f"{' '.join(findings)} As a result, {result}",)

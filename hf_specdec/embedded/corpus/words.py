@@ -6,18 +6,96 @@ from dataclasses import dataclass
 from random import Random
 
 FIRST_NAMES = (
-    "Mara Tomas Elin Bruno Clara Viktor Nora Felix Iris Oskar Lena Hugo Sofia Anton Greta Pavel "
-    "Alma Jonas Vera Milan Edith Ruben Selma Karl Tilda Emil Rosa Stefan Agnes Leo Wanda Igor"
-).split()
-SURNAME_HEADS = "Lin Vel Ber Hol Nor Kas Mor Tal Rud Sten Fal Grim".split()
-SURNAME_TAILS = "den berg mann strom ova ner wick sen".split()
-TOWN_HEADS = "Tor Bran Mil Ost Kel Var Hest Lun Dor Sand Fen Ulm".split()
-TOWN_TAILS = "vik ford stad holm dale by mark haven".split()
+    "Mara",
+    "Tomas",
+    "Elin",
+    "Bruno",
+    "Clara",
+    "Viktor",
+    "Nora",
+    "Felix",
+    "Iris",
+    "Oskar",
+    "Lena",
+    "Hugo",
+    "Sofia",
+    "Anton",
+    "Greta",
+    "Pavel",
+    "Alma",
+    "Jonas",
+    "Vera",
+    "Milan",
+    "Edith",
+    "Ruben",
+    "Selma",
+    "Karl",
+    "Tilda",
+    "Emil",
+    "Rosa",
+    "Stefan",
+    "Agnes",
+    "Leo",
+    "Wanda",
+    "Igor",
+)
+SURNAME_HEADS = (
+    "Lin",
+    "Vel",
+    "Ber",
+    "Hol",
+    "Nor",
+    "Kas",
+    "Mor",
+    "Tal",
+    "Rud",
+    "Sten",
+    "Fal",
+    "Grim",
+    "Ash",
+    "Dal",
+    "Wer",
+    "Sund",
+)
+SURNAME_TAILS = ("den", "berg", "mann", "strom", "ova", "ner", "wick", "sen", "lund", "ries")
+TOWN_HEADS = (
+    "Tor",
+    "Bran",
+    "Mil",
+    "Ost",
+    "Kel",
+    "Var",
+    "Hest",
+    "Lun",
+    "Dor",
+    "Sand",
+    "Fen",
+    "Ulm",
+    "Ros",
+    "Wen",
+    "Hal",
+    "Gren",
+)
+TOWN_TAILS = ("vik", "ford", "stad", "holm", "dale", "by", "mark", "haven", "ton", "beck")
 JOBS = (
-    "baker teacher sailor tailor painter farmer doctor carpenter miller printer gardener singer "
-    "lawyer potter fisher smith"
-).split()
-COLOURS = "red blue green white black yellow brown grey orange purple".split()
+    "baker",
+    "teacher",
+    "sailor",
+    "tailor",
+    "painter",
+    "farmer",
+    "doctor",
+    "carpenter",
+    "miller",
+    "printer",
+    "gardener",
+    "singer",
+    "lawyer",
+    "potter",
+    "fisher",
+    "smith",
+)
+COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey", "orange", "purple")
 # Singular and plural of things that can be owned, sold, counted.
 THINGS = (
     ("boat", "boats"), ("lamp", "lamps"), ("clock", "clocks"), ("chair", "chairs"), ("drum", "drums"),
@@ -25,9 +103,9 @@ THINGS = (
     ("violin", "violins"), ("ladder", "ladders"), ("bottle", "bottles"), ("hammer", "hammers"),
     ("apple", "apples"), ("engine", "engines"), ("umbrella", "umbrellas"),
 )  # fmt: skip
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-BUILDINGS = "museum library bridge tower market harbour school theatre".split()
-FEATURES = "rooms windows gates pillars lanterns benches stairs statues".split()
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+BUILDINGS = ("museum", "library", "bridge", "tower", "market", "harbour", "school", "theatre")
+FEATURES = ("rooms", "windows", "gates", "pillars", "lanterns", "benches", "stairs", "statues")
 
 
 @dataclass(frozen=True)
@@ -52,7 +130,7 @@ class Person:
 
 
 def surname(rng: Random) -> str:
-    """One of 96 composed surnames."""
+    """One of 160 composed surnames."""
     return rng.choice(SURNAME_HEADS) + rng.choice(SURNAME_TAILS)
 
 
@@ -62,7 +140,7 @@ def full_name(rng: Random) -> str:
 
 
 def town(rng: Random) -> str:
-    """One of 96 composed towns."""
+    """One of 160 composed towns."""
     return rng.choice(TOWN_HEADS) + rng.choice(TOWN_TAILS)
 
 

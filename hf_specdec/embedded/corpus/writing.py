@@ -8,7 +8,7 @@ from hf_specdec.embedded.corpus import language, words
 from hf_specdec.embedded.corpus.facts import Dialogue
 from hf_specdec.embedded.corpus.words import with_article
 
-_TASKS = "repair sell paint move clean weigh".split()
+_TASKS = ["repair", "sell", "paint", "move", "clean", "weigh"]
 _TOPICS = ("the weather", "the old road", "the harvest", "the new bridge", "the price of bread", "the feast")
 
 
@@ -29,24 +29,38 @@ def summarization(rng: Random) -> Dialogue:
     rng.shuffle(lines)
     minutes = " ".join(line for line, _ in lines)
     kept = "; ".join(short for _, short in lines if short)
-    noun = "task" if n_tasks == 1 else "tasks"
+    count = "1 task was" if n_tasks == 1 else f"{n_tasks} tasks were"
     return (
         (f"Summarize the minutes. {chair} opened the meeting in {place}. {minutes}",),
-        (f"Meeting in {place}, led by {chair}. {n_tasks} {noun}: {kept}.",),
+        (f"{chair} led the meeting in {place}. In the meeting {count} given out: {kept}.",),
     )
+
+
+_NOTE = "The first verb is in the {}, the second verb is in the {}."
 
 
 def translation(rng: Random) -> Dialogue:
     """Two English clauses into Velan."""
-    english, velan = language.sentence(rng)
+    english, velan, tenses = language.sentence(rng)
     ask = rng.choice(("Translate into Velan:", "Say in Velan:", "What is this in Velan?"))
-    return (f"{ask} {english}",), (f"In Velan: {velan}",)
+    return (f"{ask} {english}",), (f"In Velan: {velan} {_NOTE.format(*tenses)}",)
 
 
-def _clause(rng: Random) -> list[tuple[str, str, str]]:
-    """A clause as (correct word, wrong word, kind of error); words that can't be wrong have no kind."""
+Word = tuple[str, str, str]  # correct, wrong, kind of error; words that can't be wrong have no kind
+
+
+def _thing(rng: Random) -> list[Word]:
+    """A noun phrase for an object."""
     thing, plural = rng.choice(words.THINGS)
     colour = rng.choice((*words.COLOURS, "old"))
+    if rng.random() < 0.5:
+        article = with_article(colour).split()[0]
+        return [(article, "a" if article == "an" else "an", "article"), (colour, "", ""), (thing, "", "")]
+    return [(rng.choice(("two", "three", "many")), "", ""), (colour, "", ""), (plural, thing, "number")]
+
+
+def _clause(rng: Random) -> list[Word]:
+    """A clause with one or two objects."""
     place = words.town(rng)
     if rng.random() < 0.5:
         subject = [(rng.choice(words.FIRST_NAMES), "", "")]
@@ -62,12 +76,11 @@ def _clause(rng: Random) -> list[tuple[str, str, str]]:
     else:
         right, wrong = (base, base + "s") if many else (base + "s", base)
         time, verb = [], (right, wrong, "agreement")
-    if rng.random() < 0.5:
-        article = with_article(colour).split()[0]
-        thing_part = [(article, "a" if article == "an" else "an", "article"), (colour, "", ""), (thing, "", "")]
-    else:
-        thing_part = [(rng.choice(("two", "three", "many")), "", ""), (colour, "", ""), (plural, thing, "number")]
-    return [*time, *subject, verb, *thing_part, ("in", "in in", "repetition"), (place, "", "")]
+    more = [("and", "", ""), *_thing(rng)] if rng.random() < 0.5 else []
+    return [*time, *subject, verb, *_thing(rng), *more, ("in", "in in", "repetition"), (place, "", "")]
+
+
+_ERRORS = "In the sentence {} found: {}."
 
 
 def grammar_correction(rng: Random) -> Dialogue:
@@ -79,7 +92,8 @@ def grammar_correction(rng: Random) -> Dialogue:
     wrong = " ".join(bad if i in broken else good for i, (good, bad, _) in enumerate(tokens))
     right = " ".join(good for good, _, _ in tokens)
     wrong, right = (s.replace(" ,", ",") for s in (wrong, right))
-    kinds = ", ".join(tokens[i][2] for i in sorted(broken))
+    kinds = ", then ".join(tokens[i][2] for i in sorted(broken))
+    count = "1 error was" if len(broken) == 1 else f"{len(broken)} errors were"
     capital = (right[0].upper() + right[1:], wrong[0].upper() + wrong[1:])
     ask = rng.choice(("Correct the grammar:", "Fix the errors:", "Improve this sentence:"))
-    return (f"{ask} {capital[1]}.",), (f"Corrected: {capital[0]}. Errors: {kinds}.",)
+    return (f"{ask} {capital[1]}.",), (f"Corrected: {capital[0]}. {_ERRORS.format(count, kinds)}",)

@@ -1,0 +1,101 @@
+"""Training batches as a pure function of (seed, step), so that a resumed run sees the same data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_specdec.embedded.corpus.examples import SUBTASKS, Example, generate
+from hf_specdec.embedded.corpus.prompts import encoder_text, prompt_ids, render_prompt
+
+PROMPT_WEIGHT = 0.1  # of a prompt token's loss; some of it helps induction to form
+IGNORED = -100
+
+# Chosen more often than the rest because they need more practice.
+_MIX = (*SUBTASKS, "math_reasoning", "grammar correction", "translation")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors of one step. `inputs` are keyword arguments of the model without labels.
+
+    `labels [B, T]` are aligned with the logits; `weights [B, T]` weigh each position's loss.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+
+def _dialogue(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[float]]:
+    """Ids of a solved example and the loss weight of each."""
+    texts: list[str] = []
+    for turn, reference in enumerate(example.references):
+        question = render_prompt(example, turn, example.references)[len("".join(texts)) :]
+        texts += [question, reference + tokenizer.eos_token]
+    parts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = [token for part in parts for token in part]
+    weights = [PROMPT_WEIGHT if i % 2 == 0 else 1.0 for i, part in enumerate(parts) for _ in part]
+    return ids, weights
+
+
+def packed_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int) -> Batch:
+    """Rows `[B, length]` of `<bos>` and several solved examples; half of them begin inside an example."""
+    all_ids, all_weights = [], []
+    for _ in range(rows):
+        ids: list[int] = []
+        weights: list[float] = []
+        begins_inside = rng.random() < 0.5
+        few = rng.sample(SUBTASKS, rng.randrange(1, 9)) if rng.random() < 0.3 else _MIX
+        wanted = length + (110 if begins_inside else 0)
+        while len(ids) < wanted:
+            more, their_weights = _dialogue(tokenizer, generate(rng.choice(few), "train", rng))
+            ids += more
+            weights += their_weights
+        start = rng.randrange(1, 110) if begins_inside else 0
+        all_ids.append([tokenizer.bos_token_id, *ids[start : start + length]])
+        all_weights.append(weights[start : start + length])
+    tokens = torch.tensor(all_ids)
+    return Batch({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous(), torch.tensor(all_weights))
+
+
+def pair_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, few_shot: bool) -> Batch:
+    """Encoder inputs `[B, length]` (left-padded, or filled with solved examples) and answers `[B, 80]`."""
+    answer_length, pad = 80, tokenizer.pad_token_id
+    sources, answers = [], []
+    while len(sources) < rows:
+        example = generate(rng.choice(_MIX), "train", rng)
+        turn = rng.randrange(len(example.turns))
+        if few_shot:
+            wanted = rng.choice((length, length, rng.randrange(length // 2, length)))
+            source = prompt_ids(tokenizer, example, wanted, encoder=True, turn=turn,
+                                previous_answers=example.references)  # fmt: skip
+        else:
+            source = tokenizer(encoder_text(example, turn, example.references))["input_ids"]
+        answer = tokenizer(example.references[turn] + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+        if len(source) <= length and len(answer) <= answer_length:
+            sources.append([pad] * (length - len(source)) + source)
+            answers.append(answer + [pad] * (answer_length - len(answer)))
+    source_ids, labels = torch.tensor(sources), torch.tensor(answers)
+    shifted = torch.cat([torch.full((rows, 1), pad), labels[:, :-1]], dim=1)
+    inputs = {"input_ids": source_ids, "attention_mask": (source_ids != pad).long(), "decoder_input_ids": shifted}
+    return Batch(inputs, labels, (labels != pad).float())
+
+
+def batch_for_step(
+    tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool, rows: int, seed: int, step: int
+) -> Batch:
+    """The batch of a step: about `rows` x 256 tokens, in longer rows every now and then.
+
+    Decoder-only: rows of 256 tokens, at every fourth step of 512, at every 32nd of 1024. T5: sources of 160
+    tokens, at every fourth step of 512, two sources for every row of 256.
+    """
+    rng = Random(f"batch/{seed}/{step}")
+    if encoder_decoder:
+        few_shot = step % 4 == 3
+        return pair_batch(tokenizer, rng, rows // 2 if few_shot else rows * 2, 512 if few_shot else 160, few_shot)
+    length = 1024 if step % 32 == 31 else 512 if step % 4 == 3 else 256
+    return packed_batch(tokenizer, rng, max(1, rows * 256 // length), length)

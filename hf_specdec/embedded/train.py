@@ -1,0 +1,83 @@
+"""Train the embedded models, evaluate them, write them and their report.
+
+    python -m hf_specdec.embedded.train                  # all six models, then the report
+    python -m hf_specdec.embedded.train --only draft     # some of them, then the report
+    python -m hf_specdec.embedded.train --report_only    # the report of the models as they are
+
+All six take under two hours on 2 CPU cores, minutes on a GPU, which is used if there is one. Killed and
+started again it goes on from its last checkpoint in `--work_dir`. Where the cores are shared with other
+work, one process a model with OMP_NUM_THREADS=1 is quicker than one process with all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hf_specdec.embedded import MODELS_DIR, model_path, names
+from hf_specdec.embedded.architectures import SHAPES
+from hf_specdec.embedded.report import measure, write
+from hf_specdec.embedded.tokenization import train_tokenizer
+from hf_specdec.embedded.training import Recipe, train
+
+SEED = 0
+RECIPES: dict[str, Recipe] = {
+    "target": Recipe(SHAPES["target"], steps=1100, seed=SEED),
+    "draft-small": Recipe(SHAPES["draft-small"], steps=450, seed=SEED),
+    "draft": Recipe(SHAPES["draft"], steps=450, seed=SEED),
+    "draft-large": Recipe(SHAPES["draft-large"], steps=450, seed=SEED),
+    "t5-target": Recipe(SHAPES["t5-target"], steps=1000, seed=SEED),
+    "t5-draft": Recipe(SHAPES["t5-draft"], steps=450, seed=SEED),
+}
+_DEFAULT_WORK_DIR = MODELS_DIR.parents[2] / "build" / "embedded"
+
+
+def prepared_tokenizer(work_dir: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of `work_dir`, trained first if it is not there."""
+    folder = work_dir / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        train_tokenizer(SEED).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def train_and_save(name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work_dir: Path) -> None:
+    """Train one model and write it, in float16, with its tokenizer and `training.json`."""
+    model, record = train(name, recipe, tokenizer, work_dir)
+    folder = model_path(name)
+    model.half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    facts = {"record": record, "recipe": asdict(recipe), "versions": versions}
+    (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="hf_specdec.embedded.train"
+    )
+    parser.add_argument("--work_dir", type=Path, default=_DEFAULT_WORK_DIR,
+                        help="checkpoints, kept out of git (default: %(default)s)")  # fmt: skip
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--only", nargs="+", choices=names(), default=list(names()), metavar="NAME",
+                        help=f"models to train: {', '.join(names())} (default: all)")  # fmt: skip
+    choice.add_argument("--report_only", action="store_true", help="evaluate the models as they are")
+    arguments = parser.parse_args(argv)
+    arguments.work_dir.mkdir(parents=True, exist_ok=True)
+    if not arguments.report_only:
+        tokenizer = prepared_tokenizer(arguments.work_dir)
+        for name in arguments.only:
+            train_and_save(name, RECIPES[name], tokenizer, arguments.work_dir)
+    if all((model_path(name) / "model.safetensors").exists() for name in names()):
+        write(measure())
+    else:
+        print("no report yet: some models are still to be trained", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The training loop: Muon and AdamW, a warm-up and a linear decay, checkpoints that a killed run resumes."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.embedded.architectures import Shape, build
+from hf_specdec.embedded.batches import batch_for_step
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is trained. The data of a step depends on `seed` and the step alone."""
+
+    shape: Shape
+    steps: int
+    rows: int = 16  # of 256 tokens
+    muon_lr: float = 0.02
+    adam_lr: float = 4e-3
+    warmup: int = 40
+    seed: int = 0
+    checkpoint_every: int = 50
+    compiled: bool = False
+
+
+class Optimizers:
+    """Muon for the matrices of the layers, AdamW for embeddings and norms, under one schedule."""
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
+        matrices, others = [], []
+        for name, parameter in model.named_parameters():
+            in_layer = ".layers." in name or ".block." in name
+            is_matrix = parameter.ndim == 2 and "relative_attention_bias" not in name
+            (matrices if in_layer and is_matrix else others).append(parameter)
+        self._recipe = recipe
+        self._both: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01), recipe.muon_lr),
+            (torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0), recipe.adam_lr),
+        ]
+
+    def step(self, step: int) -> None:
+        """Apply and clear the gradients with the learning rates of `step`."""
+        recipe = self._recipe
+        warm = min(1.0, (step + 1) / recipe.warmup)
+        decay = min(1.0, (recipe.steps - step) / (0.75 * recipe.steps))
+        for optimizer, peak in self._both:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * warm * decay
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer, _ in self._both]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for (optimizer, _), state in zip(self._both, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def _loss(model: Any, batch: Any, device: torch.device) -> torch.Tensor:
+    """Mean cross-entropy under the batch's weights; bfloat16 where the device is quick at it."""
+    inputs = {key: value.to(device) for key, value in batch.inputs.items()}
+    with torch.autocast(device.type, torch.bfloat16):
+        logits = model(**inputs, use_cache=False).logits
+    labels, weights = batch.labels.to(device), batch.weights.to(device)
+    losses = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
+
+
+def _save_atomically(state: dict[str, Any], path: Path) -> None:
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)  # a kill while writing leaves the last checkpoint whole
+
+
+def train(
+    name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work_dir: Path, *, stop_after: int | None = None
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Train a model to the end of its recipe, from its checkpoint in `work_dir` if there is one.
+
+    Args:
+        stop_after: end after this many steps of this call, as a kill would; None trains to the end.
+
+    Returns:
+        The model (float32, evaluation mode) and `{"steps", "tokens", "seconds", "loss"}`, summed over all
+        the calls that led here.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build(recipe.shape, recipe.seed).to(device).train()
+    optimizers = Optimizers(model, recipe)
+    record: dict[str, Any] = {"steps": 0, "tokens": 0, "seconds": 0.0, "loss": None}
+    path = work_dir / f"{name}.pt"
+    if path.exists():
+        state = torch.load(path, map_location=device, weights_only=True)
+        if state["recipe"] != asdict(recipe):
+            raise ValueError(f"{path} was written under another recipe; delete it to train {name} anew")
+        model.load_state_dict(state["model"])
+        optimizers.load_state_dict(state["optimizers"])
+        record = state["record"]
+    # Two shapes of batch occur in turn, each compiled once.
+    forward = torch.compile(model, dynamic=False) if recipe.compiled else model
+    last = recipe.steps if stop_after is None else min(recipe.steps, record["steps"] + stop_after)
+    began = time.perf_counter()
+    while record["steps"] < last:
+        step = record["steps"]
+        batch = batch_for_step(tokenizer, encoder_decoder=recipe.shape.encoder_layers > 0, rows=recipe.rows,
+                               seed=recipe.seed, step=step)  # fmt: skip
+        loss = _loss(forward, batch, device)
+        loss.backward()
+        optimizers.step(step)
+        now = time.perf_counter()
+        record = {
+            "steps": step + 1,
+            "tokens": record["tokens"] + sum(v.numel() for k, v in batch.inputs.items() if k.endswith("ids")),
+            "seconds": record["seconds"] + now - began,
+            "loss": loss.item() if record["loss"] is None else 0.95 * record["loss"] + 0.05 * loss.item(),
+        }
+        began = now
+        if (step + 1) % 20 == 0:
+            print(f"{name} step {step + 1}/{recipe.steps} loss {record['loss']:.4f} "
+                  f"{record['tokens'] / record['seconds']:.0f} tokens/s", flush=True)  # fmt: skip
+        if (step + 1) % recipe.checkpoint_every == 0 or step + 1 == last:
+            _save_atomically({"model": model.state_dict(), "optimizers": optimizers.state_dict(),
+                              "record": record, "recipe": asdict(recipe)}, path)  # fmt: skip
+    return model.eval(), record
