@@ -1,21 +1,28 @@
 """Packaging: `pip install .` also puts `assisted_generation.py` on PATH."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-README = Path(__file__).with_name("README.md")
+HERE = Path(__file__).parent
+VERSION = re.search(
+    r'__version__ = "(.+)"', (HERE / "hf_specdec" / "__init__.py").read_text(encoding="utf-8")
+)
+README = HERE / "README.md"
 
 setup(
     name="hf_specdec",
-    version="0.1.0",
+    version=VERSION[1] if VERSION else None,
     description="Speculative and BiLD decoding under Hugging Face model.generate(assistant_model=...)",
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hf_specdec", "hf_specdec.*"]),
-    package_data={"hf_specdec": ["py.typed", "embedded/**/*.json", "embedded/**/*.md", "embedded/**/*.safetensors"]},
+    package_data={
+        "hf_specdec": ["py.typed", "embedded/**/*.json", "embedded/**/*.md", "embedded/**/*.safetensors"]
+    },
     scripts=["scripts/assisted_generation.py"],
     install_requires=["torch>=2.6", "transformers>=5.17,<6", "tqdm"],
     extras_require={

@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="decode: a prompt; repeatable",
     )
-    add("--repeats", type=_at_least(1), default=3, metavar="N", help="times that everything is measured")
+    add("--repeats", type=_at_least(1), metavar="N", help="times that all is measured; benchmark 3, decode 1")
     add(
         "--output_dir",
         type=Path,
@@ -179,6 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Parses and runs; returns the exit status: 0, 1 for what the user can put right, 130 for Ctrl-C."""
     parser = build_parser()
     options = vars(parser.parse_args(arguments))
+    if options["repeats"] is None:
+        options["repeats"] = 3 if options["task"] == "benchmark" else 1
     options["prompts"], options["prompt_lengths"] = (
         tuple(options["prompts"]),
         tuple(options["prompt_lengths"]),

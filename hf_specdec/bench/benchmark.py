@@ -31,18 +31,14 @@ def run_benchmark(settings: Settings) -> None:
     sys.stdout.write(report.render(result))
 
 
-def measure(
-    settings: Settings, pair: LoadedPair, methods: list[Method], prompts: list[Prompt]
-) -> dict[str, Any]:
+def measure(settings: Settings, pair: LoadedPair, methods: list[Method], prompts: list[Prompt]) -> dict[str, Any]:
     """All runs and raw forwards, as the dict that the JSON will hold."""
     result = results.new(settings, pair, methods, prompts)
     gamma = lookahead(settings, pair)
     forwards = RawForwards(pair, gamma, settings.max_new_tokens)
     warm_up(pair, methods, prompts, settings)
     order = list(interleaved(prompts, methods, settings.repeats))
-    for position, (repeat, prompt, method) in enumerate(
-        tqdm(order, desc="benchmark", unit="run", file=sys.stderr)
-    ):
+    for position, (repeat, prompt, method) in enumerate(tqdm(order, desc="benchmark", unit="run", file=sys.stderr)):
         run = run_once(pair, method, prompt, settings, repeat=repeat, position=position)
         result["runs"].append(vars(run))
         # After the last method of each prompt, so that raw forwards meet the same state of the machine as

@@ -28,9 +28,7 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def benchmark_prompts(
-    pair: LoadedPair, lengths: Sequence[int], per_length: int, new_tokens: int
-) -> list[Prompt]:
+def benchmark_prompts(pair: LoadedPair, lengths: Sequence[int], per_length: int, new_tokens: int) -> list[Prompt]:
     """`per_length` prompts of exactly each of `lengths` tokens, the same ones at every length.
 
     The embedded pairs get held-out examples whose reference answer has at least `new_tokens` tokens, so that
@@ -78,9 +76,7 @@ def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> t
     prompts, notes = [], []
     for index, (label, token_ids) in enumerate(tokenised):
         if room is not None and len(token_ids) > room:
-            notes.append(
-                f"prompt {index + 1} has {len(token_ids)} tokens: cut on the left to the {room} that fit"
-            )
+            notes.append(f"prompt {index + 1} has {len(token_ids)} tokens: cut on the left to the {room} that fit")
             token_ids = token_ids[-room:]
         prompts.append(Prompt(index, label, tuple(token_ids)))
     return prompts, notes
@@ -113,9 +109,7 @@ def _embedded_prompt(pair: LoadedPair, example: embedded.Example, length: int) -
     try:
         token_ids = embedded.prompt_ids(pair.tokenizer, example, length, encoder=pair.encoder_decoder)
     except ValueError as error:
-        raise BenchError(
-            f"--prompt_lengths: {length} can't be had ({error}); give a longer length"
-        ) from error
+        raise BenchError(f"--prompt_lengths: {length} can't be had ({error}); give a longer length") from error
     return list(token_ids)
 
 

@@ -36,9 +36,7 @@ def run_decode(settings: Settings) -> None:
             shown = repeat == 0
             if shown:
                 print(f"--- {prompt.index + 1}: {prompt.label}, {len(prompt.token_ids)} tokens")
-            shower = (
-                TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True) if shown else None
-            )
+            shower = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True) if shown else None
             position = len(result["runs"])
             run = run_once(pair, method, prompt, settings, repeat=repeat, position=position, inner=shower)
             result["runs"].append(vars(run))

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("hf_specdec", "torch", "transformers", "tokenizers", "numpy")
+import hf_specdec
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def describe() -> dict[str, Any]:
@@ -21,7 +23,7 @@ def describe() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {"hf_specdec": hf_specdec.__version__} | {name: _version(name) for name in _PACKAGES},
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),

@@ -114,9 +114,7 @@ def run_once(
     )
 
 
-def warm_up(
-    pair: LoadedPair, methods: Sequence[Method], prompts: Sequence[Prompt], settings: Settings
-) -> None:
+def warm_up(pair: LoadedPair, methods: Sequence[Method], prompts: Sequence[Prompt], settings: Settings) -> None:
     """Every method once on the first prompt of each length, uncounted.
 
     As the first use of the models it is also where they refuse what they can't do: `BenchError`, in one line.

@@ -48,9 +48,7 @@ class Method:
     title: str
     options: dict[str, Any] = field(default_factory=dict)
     surroundings: Callable[[LoadedPair], AbstractContextManager[Any]] = lambda pair: nullcontext()
-    read_rounds: Callable[[Any, Sequence[int], Any], list[RoundRecord] | None] = lambda output, puts, log: (
-        None
-    )
+    read_rounds: Callable[[Any, Sequence[int], Any], list[RoundRecord] | None] = lambda output, puts, log: None
 
 
 def methods_for(settings: Settings, pair: LoadedPair) -> list[Method]:
@@ -63,7 +61,7 @@ def methods_for(settings: Settings, pair: LoadedPair) -> list[Method]:
 
 def plain() -> Method:
     """generate() without a draft."""
-    return Method("plain", "Plain decoding")
+    return Method("plain", "plain decoding")
 
 
 def strategy(settings: Settings, pair: LoadedPair) -> Method:
@@ -73,7 +71,7 @@ def strategy(settings: Settings, pair: LoadedPair) -> Method:
         "generation_strategy": settings.generation_strategy,
         "num_assistant_tokens": lookahead(settings, pair),
     }
-    title = "Speculative decoding"
+    title = "speculative decoding"
     if settings.generation_strategy == "bild":
         options["fallback_threshold"] = settings.fallback_threshold
         options["rollback_threshold"] = settings.rollback_threshold

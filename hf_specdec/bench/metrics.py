@@ -35,9 +35,7 @@ def typical_run(runs: Sequence[RunDict]) -> RunDict:
     return sorted(runs, key=lambda run: run["seconds"])[(len(runs) - 1) // 2]
 
 
-def typical_runs(
-    runs: Iterable[RunDict], method: str, prompts: Iterable[int] | None = None
-) -> dict[int, RunDict]:
+def typical_runs(runs: Iterable[RunDict], method: str, prompts: Iterable[int] | None = None) -> dict[int, RunDict]:
     """`typical_run` of each prompt, by its index; of the given prompts only, where given."""
     repeats: dict[int, list[RunDict]] = {}
     wanted = None if prompts is None else set(prompts)
@@ -74,9 +72,7 @@ def end_to_end_rate(runs: Iterable[RunDict]) -> float:
 def speedup(runs: Mapping[int, RunDict], baseline: Mapping[int, RunDict]) -> float | None:
     """Ratio of micro decode rates over the prompts for which both have one; None if there are none."""
     both = [
-        prompt
-        for prompt in runs
-        if prompt in baseline and decode_part(runs[prompt]) and decode_part(baseline[prompt])
+        prompt for prompt in runs if prompt in baseline and decode_part(runs[prompt]) and decode_part(baseline[prompt])
     ]
     rate, base = micro_rate(runs[p] for p in both), micro_rate(baseline[p] for p in both)
     return None if rate is None or base is None else rate / base

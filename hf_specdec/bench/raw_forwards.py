@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.bench.data import Prompt
+from hf_specdec.bench.data import Prompt, context_length
 from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.measure import synchronize
 
@@ -67,9 +67,7 @@ class RawForwards:
         synchronize(self.pair)
         return time.perf_counter() - start
 
-    def _build_steps(
-        self, token_ids: Sequence[int]
-    ) -> tuple[Callable[[int], None], Callable[[int], None] | None]:
+    def _build_steps(self, token_ids: Sequence[int]) -> tuple[Callable[[int], None], Callable[[int], None] | None]:
         draft = None if self.pair.draft is None else self._build_step(self.pair.draft, token_ids)
         return self._build_step(self.pair.target, token_ids), draft
 
@@ -85,7 +83,9 @@ class RawForwards:
             key, filled = "decoder_input_ids", continuation[:, :half]
         else:
             fixed = {}
-            key, filled = "input_ids", torch.cat([prompt, continuation[:, :half]], dim=1)
+            room = context_length(self.pair)
+            most = None if room is None else room - self.lookahead - 1
+            key, filled = "input_ids", torch.cat([prompt, continuation[:, :half]], dim=1)[:, :most]
         cache = model(**{key: filled}, **fixed, use_cache=True).past_key_values
         cache.activate_past_recording()
         tokens = continuation[:, : self.lookahead + 1]

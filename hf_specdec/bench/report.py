@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import mean, median
 from typing import Any
 
 from hf_specdec.bench import metrics
@@ -28,7 +29,7 @@ def render(result: Result) -> str:
     """The whole report of a `benchmark` or `decode` result."""
     parts = [_heading(result), _legend(result)]
     parts += [
-        f"## {method['title']}\n\n{example_table(result, method['name'])}" for method in result["methods"]
+        f"## {_capital(method['title'])}\n\n{example_table(result, method['name'])}" for method in result["methods"]
     ]
     if len(result["methods"]) > 1:
         parts += [
@@ -60,7 +61,7 @@ def summary_table(result: Result) -> str:
         listed = list(runs.values())
         rows.append(
             [
-                method["title"],
+                _capital(method["title"]),
                 _number(metrics.micro_rate(listed), 1),
                 _number(metrics.macro_rate(listed), 1),
                 _number(metrics.end_to_end_rate(listed), 1),
@@ -90,16 +91,20 @@ def cost_table(result: Result) -> str:
     for length, forwards in result["raw_forwards"].items():
         prompts = [prompt for prompt, tokens in lengths.items() if str(tokens) == length]
         c, v = metrics.cost_ratios(forwards, lookahead)
-        step = metrics.median(forwards["target"]["1"])
+        verification = forwards["target"][str(lookahead + 1)]
+        raw = (forwards["draft_step"], forwards["target"]["1"], verification)
+        costs = [_number(1000 * median(times), 2) for times in raw] + [_number(c, 3), _number(v, 3)]
         plain = metrics.typical_runs(result["runs"], "plain", prompts)
         for method in result["methods"][1:]:
             runs = metrics.typical_runs(result["runs"], method["name"], prompts)
             alpha = metrics.alpha(runs.values())
-            predicted = None if alpha is None else metrics.predicted_speedup(alpha, c, v, lookahead)
-            times = [_number(1000 * seconds, 2) for seconds in (c * step, step, v * step)]
+            predicted = None
+            # BiLD's rounds have no fixed length, which the formula takes for granted.
+            if alpha is not None and method["name"] != "bild":
+                predicted = metrics.predicted_speedup(alpha, c, v, lookahead)
             measured = metrics.speedup(runs, plain)
-            rows.append([length, *times, _number(c, 3), _number(v, 3), method["title"], _number(alpha, 3)])
-            rows[-1] += [_number(predicted, 2), _number(measured, 2)]
+            figures = [_number(alpha, 3), _number(predicted, 2), _number(measured, 2)]
+            rows.append([length, *costs, _capital(method["title"]), *figures])
     return table(header, rows)
 
 
@@ -138,7 +143,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _row(name: str, length: str, runs: Sequence[metrics.RunDict], drafting: bool) -> list[str]:
     rate = metrics.micro_rate(runs)
-    prefill = metrics.mean(metrics.first_delivery(run)[0] for run in runs)
+    prefill = mean(metrics.first_delivery(run)[0] for run in runs)
     cells = [
         name,
         length,
@@ -173,9 +178,7 @@ def _heading(result: Result) -> str:
     )
     lookahead = f", lookahead {result['lookahead']}" if "draft" in result["models"] else ""
     repeats = f"{arguments['repeats']} repeats" if arguments["repeats"] > 1 else "1 repeat"
-    models.append(
-        f"- {how}, at most {arguments['max_new_tokens']} new tokens{lookahead}, batch size 1, {repeats}"
-    )
+    models.append(f"- {how}, at most {arguments['max_new_tokens']} new tokens{lookahead}, batch size 1, {repeats}")
     return f"# {result['task'].capitalize()}\n\n" + "\n".join(models)
 
 
@@ -230,15 +233,12 @@ def _speedup_in_words(result: Result, method: Mapping[str, str], baseline: Mappi
     runs = metrics.typical_runs(result["runs"], method["name"])
     base = metrics.typical_runs(result["runs"], baseline["name"])
     ratio = metrics.speedup(runs, base)
-    title = baseline["title"][0].lower() + baseline["title"][1:]
-    named = f"Speedup of {method['title']} over {title}"
+    named = f"Speedup of {method['title']} over {baseline['title']}"
     end_to_end = f"end to end {metrics.end_to_end_speedup(runs, base):.2f}"
     if ratio is None:
         return f"{named}: no example had tokens after its first delivery; {end_to_end}."
     repeats = metrics.speedup_by_repeat(result["runs"], method["name"], baseline["name"])
-    within = (
-        f"; {min(repeats):.2f} to {max(repeats):.2f} over {len(repeats)} repeats" if len(repeats) > 1 else ""
-    )
+    within = f"; {min(repeats):.2f} to {max(repeats):.2f} over {len(repeats)} repeats" if len(repeats) > 1 else ""
     return f"{named}: **{ratio:.2f}** (decode tokens/s, micro{within}); {end_to_end}."
 
 
@@ -247,17 +247,19 @@ def _unrest(result: Result) -> str:
     spreads = []
     for method in result["methods"]:
         for prompt in result["prompts"]:
-            runs = [
-                r for r in result["runs"] if (r["method"], r["prompt"]) == (method["name"], prompt["index"])
-            ]
+            runs = [r for r in result["runs"] if (r["method"], r["prompt"]) == (method["name"], prompt["index"])]
             if len(runs) > 1:
                 spreads.append(metrics.spread(runs))
-    if not spreads or metrics.median(spreads) <= _CALM:
+    if not spreads or median(spreads) <= _CALM:
         return ""
     return (
-        f"Times are unsteady: repeats of the same work differ by {_percent(metrics.median(spreads))} "
+        f"Times are unsteady: repeats of the same work differ by {_percent(median(spreads))} "
         "(median). Close other programs, or raise --repeats."
     )
+
+
+def _capital(title: str) -> str:
+    return title[0].upper() + title[1:]
 
 
 def _number(value: float | None, digits: int) -> str:

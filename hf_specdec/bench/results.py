@@ -19,9 +19,7 @@ from hf_specdec.bench.settings import BenchError, Settings
 FORMAT = 1
 
 
-def new(
-    settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts: Sequence[Prompt]
-) -> dict[str, Any]:
+def new(settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts: Sequence[Prompt]) -> dict[str, Any]:
     """A result without runs; `report` documents by use what each key is for."""
     return {
         "format": FORMAT,

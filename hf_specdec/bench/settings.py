@@ -35,7 +35,7 @@ class Settings:
     draft_device: str | None = None
     dtype: str = "auto"
     draft_dtype: str = "auto"
-    repeats: int = 3
+    repeats: int = 1
     output_dir: Path = Path("results") / "latest"
 
     @property

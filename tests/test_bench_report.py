@@ -1,0 +1,148 @@
+"""The rendered report: its columns, and its numbers recomputed from the JSON by a few lines of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_pair import save_pair
+
+from hf_specdec.bench import report, results
+from hf_specdec.bench.benchmark import measure
+from hf_specdec.bench.data import benchmark_prompts
+from hf_specdec.bench.loading import load_pair
+from hf_specdec.bench.methods import methods_for
+from hf_specdec.bench.settings import Settings
+
+COLUMNS = [
+    "Example#", "Prompt Length (tokens)", "New Tokens Generated", "Total Time (s)", "Prefill Phase (ms)",
+    "Time/Token (ms)", "Tokens/Sec",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The JSON of a short run with all methods: 2 prompts at 2 lengths, 2 repeats."""
+    folder = tmp_path_factory.mktemp("bench")
+    target, draft = save_pair(folder)
+    settings = Settings(
+        model_name=str(target), assistant_model=str(draft), assisted_generation=True, prompt_lengths=(30, 60),
+        max_new_tokens=9, repeats=2, output_dir=folder,
+    )  # fmt: skip
+    pair = load_pair(settings)
+    prompts = benchmark_prompts(pair, settings.prompt_lengths, 2, settings.max_new_tokens)
+    return results.save(measure(settings, pair, methods_for(settings, pair), prompts), settings)[0]
+
+
+@pytest.fixture(scope="module")
+def result(saved: Path) -> dict[str, Any]:
+    return json.loads(saved.read_text())
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def middle(result: dict[str, Any], method: str, prompt: int) -> dict[str, Any]:
+    """Of two repeats the faster one, which is the lower of the middle two."""
+    runs = [r for r in result["runs"] if r["method"] == method and r["prompt"] == prompt]
+    assert len(runs) == 2
+    return min(runs, key=lambda run: run["seconds"])
+
+
+def test_rendering_needs_the_json_only(saved: Path, result: dict[str, Any]) -> None:
+    assert report.render(result) == saved.with_suffix(".md").read_text()
+
+
+def test_columns_of_each_table(result: dict[str, Any]) -> None:
+    assert cells(report.example_table(result, "plain"))[0] == COLUMNS
+    for method in ("speculative", "assisted"):
+        assert cells(report.example_table(result, method))[0] == [*COLUMNS, "Acceptance", "Tokens/Round"]
+
+
+@pytest.mark.parametrize("method", ["plain", "speculative", "assisted"])
+def test_rows_follow_from_the_raw_times(result: dict[str, Any], method: str) -> None:
+    rows = cells(report.example_table(result, method))[2:]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "all"]
+    assert [row[1] for row in rows] == ["30", "30", "60", "60", ""]
+    tokens, seconds = 0, 0.0
+    for prompt, row in enumerate(rows[:-1]):
+        run = middle(result, method, prompt)
+        first = run["rounds"][0]["new_tokens"] if run["rounds"] else 1
+        after = len(run["tokens"]) - first
+        tokens, seconds = tokens + after, seconds + run["seconds"] - run["puts"][0][0]
+        assert int(row[2]) == len(run["tokens"])
+        assert float(row[3]) == pytest.approx(run["seconds"], abs=6e-4)
+        assert float(row[4]) == pytest.approx(1000 * run["puts"][0][0], abs=6e-3)
+        rate = after / (run["seconds"] - run["puts"][0][0])
+        assert float(row[5]) == pytest.approx(1000 / rate, abs=6e-3)
+        assert float(row[6]) == pytest.approx(rate, abs=6e-2)
+    assert float(rows[-1][6]) == pytest.approx(tokens / seconds, abs=6e-2)
+
+
+def test_acceptance_follows_from_the_rounds(result: dict[str, Any]) -> None:
+    for method in ("speculative", "assisted"):
+        for prompt, row in enumerate(cells(report.example_table(result, method))[2:-1]):
+            rounds = middle(result, method, prompt)["rounds"]
+            drafted, accepted = (sum(item[key] for item in rounds) for key in ("drafted", "accepted"))
+            assert row[7] == f"{100 * accepted / drafted:.1f}%"
+            assert row[8] == f"{sum(item['new_tokens'] for item in rounds) / len(rounds):.2f}"
+
+
+def test_both_loops_do_the_same_rounds_in_greedy_decoding(result: dict[str, Any]) -> None:
+    for prompt in range(4):
+        ours, theirs = middle(result, "speculative", prompt), middle(result, "assisted", prompt)
+        assert ours["tokens"] == theirs["tokens"]
+        for key in ("drafted", "accepted", "new_tokens"):
+            assert [item[key] for item in ours["rounds"]] == [item[key] for item in theirs["rounds"]]
+
+
+def test_last_lines_name_their_baselines(result: dict[str, Any]) -> None:
+    *_, over_plain, over_assisted = report.render(result).splitlines()
+    seconds = {m: 0.0 for m in ("plain", "speculative", "assisted")}
+    tokens = dict.fromkeys(seconds, 0)
+    for method in seconds:
+        for prompt in range(4):
+            run = middle(result, method, prompt)
+            seconds[method] += run["seconds"] - run["puts"][0][0]
+            tokens[method] += len(run["tokens"]) - (run["rounds"][0]["new_tokens"] if run["rounds"] else 1)
+    rate = {method: tokens[method] / seconds[method] for method in seconds}
+    assert "over plain decoding" in over_plain
+    assert f"**{rate['speculative'] / rate['plain']:.2f}**" in over_plain
+    assert "over transformers' assisted generation" in over_assisted
+    assert f"**{rate['speculative'] / rate['assisted']:.2f}**" in over_assisted
+
+
+def test_outputs_are_compared_with_plain(result: dict[str, Any]) -> None:
+    assert "equal to plain decoding's on every example" in report.render(result)
+    changed = json.loads(json.dumps(result))
+    for run in changed["runs"]:
+        if run["method"] == "speculative" and run["prompt"] == 2:
+            run["tokens"][4] += 1
+    text = report.render(changed)
+    assert "3 of 4 equal plain decoding's; first differences: example 3 at token 5" in text
+
+
+def test_an_example_that_ends_at_once_is_shown_without_a_rate(result: dict[str, Any]) -> None:
+    changed = json.loads(json.dumps(result))
+    for run in changed["runs"]:
+        if run["prompt"] == 1:
+            first = run["rounds"][0]["new_tokens"] if run["rounds"] else 1
+            run["tokens"], run["puts"] = run["tokens"][:first], run["puts"][:first]
+            run["rounds"] = run["rounds"] and run["rounds"][:1]
+    for method in ("plain", "speculative", "assisted"):
+        rows = cells(report.example_table(changed, method))[2:]
+        assert rows[1][5:7] == ["–", "–"]
+        assert all(row[6] != "–" for index, row in enumerate(rows) if index != 1)
+
+
+def test_everything_that_a_reader_needs_to_judge_is_recorded(result: dict[str, Any]) -> None:
+    assert len(result["runs"]) == 3 * 4 * 2
+    assert [run["position"] for run in result["runs"]] == list(range(24))
+    assert {"commit", "dirty", "packages", "cpu", "torch_threads", "date"} <= set(result["environment"])
+    assert result["arguments"]["prompt_lengths"] == [30, 60]
+    for forwards in result["raw_forwards"].values():
+        assert set(forwards["target"]) == {"1", "2", "3", "4", "5"}
+        assert len(forwards["draft_step"]) == 4 * len(forwards["target"]["5"]) * 5
