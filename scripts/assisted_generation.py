@@ -181,6 +181,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     if options["repeats"] is None:
         options["repeats"] = 3 if options["task"] == "benchmark" else 1
+    if options["assistant_model"] and not options["assisted_generation"]:
+        print(f"{parser.prog}: --assistant_model is not used without --assisted_generation", file=sys.stderr)
+    if options["prompts"] and options["task"] != "decode":
+        print(f"{parser.prog}: --prompt is only used by --task decode", file=sys.stderr)
     options["prompts"], options["prompt_lengths"] = (
         tuple(options["prompts"]),
         tuple(options["prompt_lengths"]),

@@ -123,7 +123,8 @@ def test_output_dir_that_cannot_be_written_to(
     script: ModuleType, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert script.main([*models, "--output_dir", str(tmp_path / "file" / "below")]) == 1
+    line = [*models, "--assisted_generation", "--output_dir", str(tmp_path / "file" / "below")]
+    assert script.main(line) == 1
     error = one_line(capsys)
     assert "--output_dir" in error and "give a folder" in error
 

@@ -138,7 +138,7 @@ def _frame(pair: LoadedPair) -> tuple[list[int], list[int]]:
     tokenizer = pair.tokenizer
     if getattr(tokenizer, "chat_template", None):
         chat = [{"role": "user", "content": _MARKER + _CHAT_TASK}]
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         before, after = text.split(_MARKER)
         return (
             tokenizer(before, add_special_tokens=False).input_ids,
@@ -158,7 +158,7 @@ def _user_prompt(pair: LoadedPair, text: str) -> list[int]:
         return list(embedded.prompt_ids(tokenizer, example, encoder=pair.encoder_decoder))
     if getattr(tokenizer, "chat_template", None):
         chat = [{"role": "user", "content": text}]
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False).input_ids)
     return list(tokenizer(text).input_ids)
 

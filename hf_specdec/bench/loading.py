@@ -121,7 +121,7 @@ def _read(argument: str, name: str, source: Any) -> Any:
 
 def _load_model(argument: str, name: str, config: Any, dtype: str, device: torch.device) -> PreTrainedModel:
     location = embedded.model_path(name) if name in embedded.names() else name
-    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
         model = auto.from_pretrained(location, dtype=DTYPES[dtype])
     except Exception as error:

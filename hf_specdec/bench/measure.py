@@ -80,13 +80,12 @@ def run_once(
     """One timed call of generate() at batch size 1; `inner` is a streamer of the caller's own."""
     input_ids = torch.tensor([prompt.token_ids], device=pair.target.device)
     streamer = TimingStreamer(inner)
-    target: Any = pair.target  # PreTrainedModel does not say that it can generate()
     # From the example's index: the same draws whatever ran before, and whoever else shares the examples.
     torch.manual_seed(settings.seed + prompt.index)
     with method.surroundings(pair) as log:
         synchronize(pair)
         start = time.perf_counter()
-        output = target.generate(
+        output = pair.target.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=settings.max_new_tokens,

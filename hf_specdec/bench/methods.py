@@ -136,7 +136,7 @@ def _our_round(item: hf_specdec.Round) -> RoundRecord:
 
 
 @contextmanager
-def _constant_lookahead(draft: Any, tokens: int) -> Iterator[list[int]]:
+def _constant_lookahead(draft: PreTrainedModel, tokens: int) -> Iterator[list[int]]:
     """Sets the draft's generation_config for transformers' loop; yields a list of the lengths that it drafts.
 
     transformers reads lookahead, schedule and confidence threshold from there only. It calls the draft's

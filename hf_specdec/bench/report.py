@@ -37,8 +37,8 @@ def render(result: Result) -> str:
             f"## Costs of a round\n\n{cost_table(result)}",
             "## Speedup\n\n" + "\n".join(f"- {line}" for line in conclusions(result)),
         ]
-    elif warning := _unrest(result):
-        parts.append(warning)
+    else:
+        parts += [f"- {line}" for line in remarks(result)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -119,11 +119,15 @@ def conclusions(result: Result) -> list[str]:
         "The predicted speedup is an estimate: it takes each token's acceptance for independent of the "
         "others', and counts forward passes only. η is the share of the decoding time that those passes need."
     )
-    if warning := _unrest(result):
-        lines.append(warning)
-    lines += result["notes"]
+    lines += remarks(result)
     lines += [_speedup_in_words(result, chosen, baseline) for baseline in [result["methods"][0], *others]]
     return lines
+
+
+def remarks(result: Result) -> list[str]:
+    """What went otherwise than asked for, and a warning where times can't be trusted."""
+    warning = _unrest(result)
+    return [*result["notes"], warning] if warning else list(result["notes"])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
