@@ -6,9 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(
-    r'__version__ = "(.+)"', (HERE / "hf_specdec" / "__init__.py").read_text(encoding="utf-8")
-)
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "hf_specdec" / "__init__.py").read_text(encoding="utf-8"))
 README = HERE / "README.md"
 
 setup(
@@ -20,9 +18,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hf_specdec", "hf_specdec.*"]),
-    package_data={
-        "hf_specdec": ["py.typed", "embedded/**/*.json", "embedded/**/*.md", "embedded/**/*.safetensors"]
-    },
+    package_data={"hf_specdec": ["py.typed", "embedded/**/*.json", "embedded/**/*.md", "embedded/**/*.safetensors"]},
     scripts=["scripts/assisted_generation.py"],
     install_requires=["torch>=2.6", "transformers>=5.17,<6", "tqdm"],
     extras_require={
