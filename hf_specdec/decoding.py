@@ -58,7 +58,7 @@ class Decoder:
         ).tolist()
         checked = perf_counter()
         drafts = proposal.tokens.tolist()
-        new_tokens = [row[: int(n)] + [int(t)] for row, n, t in zip(drafts, accepted, next_tokens, strict=True)]
+        new_tokens = [[*row[: int(n)], int(t)] for row, n, t in zip(drafts, accepted, next_tokens, strict=True)]
         kept = transcript.append(new_tokens)
         transcript.record("scores", scores, kept)
         transcript.record("logits", logits, kept)

@@ -65,7 +65,9 @@ class ModelRunner:
             positions = _positions(self._mask, prompt_length + hidden, input_ids.device)
         self._positions = _extend_count(positions, total)
         self._per_token = {
-            key: _extend_last(self.kwargs.pop(key), total) for key in PER_TOKEN_KWARGS if self.kwargs.get(key) is not None
+            key: _extend_last(self.kwargs.pop(key), total)
+            for key in PER_TOKEN_KWARGS
+            if self.kwargs.get(key) is not None
         }
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
@@ -114,8 +116,8 @@ class ModelRunner:
 
     def _forget_last(self, count: int) -> None:
         if self.cache is None:
-            self._history = self._history[:, : self._history.shape[1] - count]
-        else:
+            self._history = self._history[:, : self._width - count]
+        elif self._width:
             caches.forget_last(self.cache, count)
         self._width -= count
 
@@ -132,9 +134,7 @@ class ModelRunner:
         if self._positions is not None:
             tables[self._position_key] = self._positions
         for key, table in tables.items():
-            kwargs[key] = (
-                _rows_at(table, lags, first_slot, last_slot) if ragged else table[..., first_slot:last_slot]
-            )
+            kwargs[key] = _rows_at(table, lags, first_slot, last_slot) if ragged else table[..., first_slot:last_slot]
         return kwargs
 
 

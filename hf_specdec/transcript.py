@@ -126,9 +126,7 @@ class Transcript:
 
     def show(self) -> None:
         """Show every column that is complete: ask the criteria, then feed the streamer."""
-        while not self.finished and all(
-            self._ended(row) or n > self._shown for row, n in enumerate(self.lengths)
-        ):
+        while not self.finished and all(self._ended(row) or n > self._shown for row, n in enumerate(self.lengths)):
             self._show_column(self._shown)
 
     def end(self) -> None:
