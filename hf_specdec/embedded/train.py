@@ -21,18 +21,32 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_specdec.embedded import MODELS_DIR, model_path, names
-from hf_specdec.embedded.architectures import SHAPES
+from hf_specdec.embedded.architectures import SHAPES, Shape
 from hf_specdec.embedded.report import measure, write
 from hf_specdec.embedded.tokenization import train_tokenizer
 from hf_specdec.embedded.training import Recipe, train
 
 SEED = 0
 RECIPES: dict[str, Recipe] = {
-    "target": Recipe(SHAPES["target"], steps=1100, seed=SEED),
+    "target": Recipe(
+        SHAPES["target"],
+        steps=400,
+        rows=8,
+        decay=1.0,
+        seed=SEED + 1,
+        seedling=Recipe(Shape(192, 512, 3), steps=1400, rows=8, decay=0.0, seed=SEED),
+    ),
     "draft-small": Recipe(SHAPES["draft-small"], steps=450, seed=SEED),
     "draft": Recipe(SHAPES["draft"], steps=450, seed=SEED),
     "draft-large": Recipe(SHAPES["draft-large"], steps=450, seed=SEED),
-    "t5-target": Recipe(SHAPES["t5-target"], steps=1000, seed=SEED),
+    "t5-target": Recipe(
+        SHAPES["t5-target"],
+        steps=300,
+        rows=8,
+        decay=1.0,
+        seed=SEED + 1,
+        seedling=Recipe(Shape(160, 448, 2, encoder_layers=1), steps=1400, rows=8, decay=0.0, seed=SEED),
+    ),
     "t5-draft": Recipe(SHAPES["t5-draft"], steps=450, seed=SEED),
 }
 _DEFAULT_WORK_DIR = MODELS_DIR.parents[2] / "build" / "embedded"

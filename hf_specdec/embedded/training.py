@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,13 @@ from hf_specdec.embedded.batches import batch_for_step
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is trained. The data of a step depends on `seed` and the step alone."""
+    """How one model is trained. The data of a step depends on `seed` and the step alone.
+
+    Attributes:
+        decay: the share of the steps, at their end, over which the learning rates fall to 0.
+        seedling: trains a shallower model first, from which this one grows: much cheaper than training all
+            the layers from the start, since attention learns to look things up in the shallow model.
+    """
 
     shape: Shape
     steps: int
@@ -28,7 +35,8 @@ class Recipe:
     warmup: int = 40
     seed: int = 0
     checkpoint_every: int = 50
-    compiled: bool = False
+    decay: float = 0.5
+    seedling: Recipe | None = None
 
 
 class Optimizers:
@@ -50,7 +58,8 @@ class Optimizers:
         """Apply and clear the gradients with the learning rates of `step`."""
         recipe = self._recipe
         warm = min(1.0, (step + 1) / recipe.warmup)
-        decay = min(1.0, (recipe.steps - step) / (0.75 * recipe.steps))
+        falling = recipe.decay * recipe.steps
+        decay = min(1.0, (recipe.steps - step) / falling) if falling else 1.0
         for optimizer, peak in self._both:
             for group in optimizer.param_groups:
                 group["lr"] = peak * warm * decay
@@ -73,6 +82,35 @@ def _loss(model: Any, batch: Any, device: torch.device) -> torch.Tensor:
     labels, weights = batch.labels.to(device), batch.weights.to(device)
     losses = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
+
+
+@torch.no_grad()
+def grow(shallow: PreTrainedModel, deep: PreTrainedModel) -> None:
+    """Give `deep` the weights of `shallow`, whose layers it repeats in order, without changing what it computes.
+
+    Of the copies of a layer the first is as it was; the others add nothing yet, since the matrices through
+    which a layer writes (attention's and the feed-forward's last) are 0 there. Muon moves zeros as fast as
+    anything else.
+
+    Raises:
+        ValueError: if a stack of `deep` is not a whole multiple of the one of `shallow`.
+    """
+    source = shallow.state_dict()
+    for name, weight in deep.state_dict().items():
+        match = re.search(r"(.*?)\.(layers|block)\.(\d+)\.", name)
+        if not match:
+            weight.copy_(source[name])
+            continue
+        stack, kind, index = match[1], match[2], int(match[3])
+        depths = [len(model.get_submodule(f"{stack}.{kind}")) for model in (shallow, deep)]
+        times, rest = divmod(depths[1], depths[0])
+        if rest:
+            raise ValueError(f"{depths[1]} layers cannot grow from {depths[0]}; take a whole multiple")
+        # T5 keeps the whole stack's position biases in layer 0, which is always a first copy.
+        twin = name.replace(f"{stack}.{kind}.{index}.", f"{stack}.{kind}.{index // times}.", 1)
+        weight.copy_(source[twin])
+        if index % times and name.endswith(("o_proj.weight", "down_proj.weight", ".o.weight", ".wo.weight")):
+            weight.zero_()
 
 
 def _save_atomically(state: dict[str, Any], path: Path) -> None:
@@ -98,6 +136,11 @@ def train(
     optimizers = Optimizers(model, recipe)
     record: dict[str, Any] = {"steps": 0, "tokens": 0, "seconds": 0.0, "loss": None}
     path = work_dir / f"{name}.pt"
+    work_dir.mkdir(parents=True, exist_ok=True)
+    if not path.exists() and recipe.seedling is not None:
+        shallow, earlier = train(f"{name}-seedling", recipe.seedling, tokenizer, work_dir)
+        grow(shallow, model)
+        record |= {"tokens": earlier["tokens"], "seconds": earlier["seconds"]}
     if path.exists():
         state = torch.load(path, map_location=device, weights_only=True)
         if state["recipe"] != asdict(recipe):
@@ -105,15 +148,13 @@ def train(
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         record = state["record"]
-    # Two shapes of batch occur in turn, each compiled once.
-    forward = torch.compile(model, dynamic=False) if recipe.compiled else model
     last = recipe.steps if stop_after is None else min(recipe.steps, record["steps"] + stop_after)
     began = time.perf_counter()
     while record["steps"] < last:
         step = record["steps"]
         batch = batch_for_step(tokenizer, encoder_decoder=recipe.shape.encoder_layers > 0, rows=recipe.rows,
                                seed=recipe.seed, step=step)  # fmt: skip
-        loss = _loss(forward, batch, device)
+        loss = _loss(model, batch, device)
         loss.backward()
         optimizers.step(step)
         now = time.perf_counter()
@@ -121,7 +162,7 @@ def train(
             "steps": step + 1,
             "tokens": record["tokens"] + sum(v.numel() for k, v in batch.inputs.items() if k.endswith("ids")),
             "seconds": record["seconds"] + now - began,
-            "loss": loss.item() if record["loss"] is None else 0.95 * record["loss"] + 0.05 * loss.item(),
+            "loss": loss.item() if step == 0 else 0.95 * record["loss"] + 0.05 * loss.item(),
         }
         began = now
         if (step + 1) % 20 == 0:
