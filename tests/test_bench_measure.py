@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_pair import save_pair
+from tiny_pair import VOCABULARY, save_pair
 
 from hf_specdec import embedded
 from hf_specdec.bench.data import benchmark_prompts, decode_prompts
 from hf_specdec.bench.loading import LoadedPair, load_pair
 from hf_specdec.bench.measure import TimingStreamer, interleaved, run_once
-from hf_specdec.bench.methods import lookahead, methods_for, plain, strategy, transformers_assisted
+from hf_specdec.bench.methods import assisted_refusal, lookahead, methods_for, plain, strategy, transformers_assisted
 from hf_specdec.bench.pairs import KNOWN_PAIRS, default_draft, full_name
 from hf_specdec.bench.settings import BenchError, Settings
 
@@ -109,6 +109,25 @@ def test_assisted_baseline_is_constant_and_leaves_the_draft_as_it_was(settings: 
         assert item["drafted"] == min(4, left - 1)
         left -= item["new_tokens"]
     assert left == 0
+
+
+def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:
+    asked = settings_for(tmp_path)
+    pair = load_pair(asked)
+    assert pair.draft is not None
+    pair.draft.resize_token_embeddings(VOCABULARY + 8)
+    head = pair.draft.get_output_embeddings()
+    (prompt,) = benchmark_prompts(pair, (40,), 1, asked.max_new_tokens)
+    greedy = methods_for(asked, pair)
+    assert [method.name for method in greedy] == ["plain", "speculative", "assisted"]
+    runs = [run_once(pair, method, prompt, asked) for method in greedy]
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+    # In sampling transformers would replace the head of the draft, which ours needs next.
+    drawn = Settings(**vars(asked) | {"do_sample": True})
+    assert [method.name for method in methods_for(drawn, pair)] == ["plain", "speculative"]
+    assert "left out" in (assisted_refusal(drawn, pair) or "")
+    run_once(pair, methods_for(drawn, pair)[1], prompt, drawn)
+    assert pair.draft.get_output_embeddings() is head
 
 
 def test_lookahead_defaults(settings: Settings, pair: LoadedPair, t5: tuple[Settings, LoadedPair]) -> None:

@@ -11,7 +11,7 @@ from hf_specdec.bench import environment, report, results
 from hf_specdec.bench.data import Prompt, benchmark_prompts
 from hf_specdec.bench.loading import LoadedPair, load_pair
 from hf_specdec.bench.measure import interleaved, run_once, warm_up
-from hf_specdec.bench.methods import Method, lookahead, methods_for
+from hf_specdec.bench.methods import Method, assisted_refusal, lookahead, methods_for
 from hf_specdec.bench.raw_forwards import RawForwards
 from hf_specdec.bench.settings import Settings
 
@@ -27,6 +27,8 @@ def run_benchmark(settings: Settings) -> None:
     pair = load_pair(settings)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, PROMPTS_PER_LENGTH, settings.max_new_tokens)
     result = measure(settings, pair, methods_for(settings, pair), prompts)
+    if refusal := assisted_refusal(settings, pair):
+        result["notes"].append(refusal)
     results.save(result, settings)
     sys.stdout.write(report.render(result))
 

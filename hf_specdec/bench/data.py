@@ -43,16 +43,14 @@ def benchmark_prompts(pair: LoadedPair, lengths: Sequence[int], per_length: int,
                 f"--prompt_lengths: {length} tokens and --max_new_tokens {new_tokens} don't fit into the "
                 f"context of {room} tokens; give shorter prompts or fewer new tokens"
             )
-    examples = _long_answers(pair, per_length, new_tokens)
-    prompts: list[Prompt] = []
-    for length in lengths:
-        for number, example in enumerate(examples):
-            if pair.target_name in embedded.names():
-                token_ids = _embedded_prompt(pair, example, length)
-            else:
-                token_ids = _filled_prompt(pair, length, offset=number)
-            prompts.append(Prompt(len(prompts), example.subtask, tuple(token_ids)))
-    return prompts
+    labelled: list[tuple[str, list[int]]] = []
+    if pair.target_name in embedded.names():
+        examples = _long_answers(pair, per_length, new_tokens)
+        labelled = [(ex.subtask, _embedded_prompt(pair, ex, length)) for length in lengths for ex in examples]
+    else:
+        numbers = range(per_length)
+        labelled = [("corpus text", _filled_prompt(pair, length, n)) for length in lengths for n in numbers]
+    return [Prompt(index, label, tuple(token_ids)) for index, (label, token_ids) in enumerate(labelled)]
 
 
 def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> tuple[list[Prompt], list[str]]:

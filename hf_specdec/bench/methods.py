@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_specdec
 from hf_specdec.bench.loading import LoadedPair
-from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,23 @@ class Method:
 
 
 def methods_for(settings: Settings, pair: LoadedPair) -> list[Method]:
-    """Plain decoding, and with assistance the chosen strategy and transformers' own assisted generation."""
+    """Plain decoding, and with assistance the chosen strategy and, unless refused, transformers' own loop."""
     methods = [plain()]
     if settings.assisted_generation:
-        methods += [strategy(settings, pair), transformers_assisted(settings, pair)]
+        methods.append(strategy(settings, pair))
+        if assisted_refusal(settings, pair) is None:
+            methods.append(transformers_assisted(settings, pair))
     return methods
+
+
+def assisted_refusal(settings: Settings, pair: LoadedPair) -> str | None:
+    """Why transformers' own assisted generation can't be a baseline here, in a sentence; None where it can."""
+    if settings.sampling and pair.draft is not None and not _same_vocabulary(pair):
+        return (
+            "transformers' assisted generation is left out: the vocabularies of target and draft differ in size, and "
+            "to sample it would cut the draft's head for good."
+        )
+    return None
 
 
 def plain() -> Method:
@@ -88,19 +100,13 @@ def strategy(settings: Settings, pair: LoadedPair) -> Method:
 def transformers_assisted(settings: Settings, pair: LoadedPair) -> Method:
     """transformers' own assisted generation with the same lookahead, a constant schedule and no early stop.
 
-    Where vocabularies differ in size, transformers wants both tokenizers and decodes greedily through text;
-    in sampling it would cut the draft's head for good, and `BenchError` says so.
+    Where vocabularies differ in size, transformers wants both tokenizers and drafts through text.
     """
     options: dict[str, Any] = {"assistant_model": pair.draft}
     title = "transformers' assisted generation"
-    if pair.draft is not None and _vocabulary(pair.target) != _vocabulary(pair.draft):
-        if settings.sampling:
-            raise BenchError(
-                f"--do_sample: {pair.target_name!r} and {pair.draft_name!r} differ in vocabulary size, and "
-                "transformers' assisted generation would cut the draft's head to sample; decode greedily"
-            )
+    if not _same_vocabulary(pair):
         options |= {"tokenizer": pair.tokenizer, "assistant_tokenizer": pair.draft_tokenizer}
-        title += " (through both tokenizers: the vocabularies differ in size)"
+        title += " (through both tokenizers)"
     tokens = lookahead(settings, pair)
     return Method(
         "assisted",
@@ -117,8 +123,8 @@ def lookahead(settings: Settings, pair: LoadedPair) -> int:
     return cast(int, config.resolve(pair.target.config.model_type).num_assistant_tokens)
 
 
-def _vocabulary(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().vocab_size
+def _same_vocabulary(pair: LoadedPair) -> bool:
+    return len({model.config.get_text_config().vocab_size for model in pair.models}) == 1
 
 
 def _our_round(item: hf_specdec.Round) -> RoundRecord:
