@@ -32,9 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="assisted_generation.py",
         description="Benchmarks speculative and BiLD decoding under generate(), or decodes prompts.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--task", choices=("benchmark", "decode"), default="benchmark", help="what to do")
+    parser.add_argument("--task", choices=("benchmark", "decode"), default="benchmark", help="what to do (%(default)s)")
     _add_model_arguments(parser.add_argument_group("models"))
     _add_speculation_arguments(parser.add_argument_group("speculation"))
     _add_sampling_arguments(parser.add_argument_group("sampling"))
@@ -76,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    model_help = "target: hub name, folder, short name of a known pair, or embedded model"
+    model_help = "target: hub name, folder, short name of a known pair, or embedded model (%(default)s)"
     add("--model_name", "--target_model_name", default="target", metavar="NAME", help=model_help)
     add(
         "--assistant_model",
@@ -90,8 +89,8 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         help="of the target, such as cpu or cuda:0; by default a GPU if there is one",
     )
     add("--draft_device", metavar="DEVICE", help="of the draft; by default the target's")
-    add("--dtype", choices=_DTYPES, default="auto", help="of the target; auto: as stored")
-    add("--draft_dtype", choices=_DTYPES, default="auto", help="of the draft; auto: as --dtype")
+    add("--dtype", choices=_DTYPES, default="auto", help="of the target; auto: as stored (%(default)s)")
+    add("--draft_dtype", choices=_DTYPES, default="auto", help="of the draft; auto: as --dtype (%(default)s)")
 
 
 def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
@@ -105,7 +104,7 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     )
     lookahead = "draft tokens per round; by default 4, or 7 for T5"
     add("--num_assistant_tokens", "--gamma", "--n_lookahead", type=_at_least(1), metavar="N", help=lookahead)
-    fallback = "BiLD: the target takes over below this draft probability"
+    fallback = "BiLD: the target takes over below this draft probability (%(default)s)"
     add(
         "--fallback_threshold",
         "--fallback_thres",
@@ -114,7 +113,7 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="P",
         help=fallback,
     )
-    rollback = "BiLD: drafted tokens further than this from the target's choice, in nats, are cut"
+    rollback = "BiLD: drafted tokens further than this from the target's choice, in nats, are cut (%(default)s)"
     add(
         "--rollback_threshold",
         "--rollback_thres",
@@ -128,7 +127,7 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--do_sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    add("--temperature", type=_between(0, None), default=1.0, metavar="T", help="0 is greedy decoding")
+    add("--temperature", type=_between(0, None), default=1.0, metavar="T", help="0 is greedy decoding (%(default)s)")
     add(
         "--top_k",
         type=_at_least(0),
@@ -143,7 +142,7 @@ def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="P",
         help="draw from the likeliest tokens that hold P",
     )
-    add("--seed", type=_at_least(0), default=0, metavar="N", help="of the draws")
+    add("--seed", type=_at_least(0), default=0, metavar="N", help="of the draws (%(default)s)")
 
 
 def _at_least(least: int) -> Callable[[str], int]:
