@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_at_least(1),
         default=30,
         metavar="N",
-        help="new tokens at most",
+        help="new tokens at most (%(default)s)",
     )
     add(
         "--prompt_lengths",
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[256, 512],
         metavar="N",
-        help="benchmark: in tokens",
+        help="benchmark: in tokens (256 512)",
     )
     add(
         "--prompt",
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("results", "latest"),
         metavar="DIR",
-        help="for JSON and markdown",
+        help="for JSON and markdown (%(default)s)",
     )
     return parser
 
@@ -100,7 +100,7 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         "--generation_strategy",
         choices=("speculative", "bild"),
         default="speculative",
-        help="how to use the draft",
+        help="how to use the draft (%(default)s)",
     )
     lookahead = "draft tokens per round; by default 4, or 7 for T5"
     add("--num_assistant_tokens", "--gamma", "--n_lookahead", type=_at_least(1), metavar="N", help=lookahead)
