@@ -85,7 +85,7 @@ class Decoder:
         logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32)
         scores = logits
         if self.processors:
-            counts = [alive * (n + 1) for alive, n in zip(live, proposal.lengths, strict=True)]
+            counts = _judged(proposal, live, transcript.eos_tokens)
             scores = self.processors(ids, lengths, counts, logits.clone())
         draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
         relaxed = scores
@@ -97,3 +97,9 @@ class Decoder:
             uniforms = sampling.uniforms(*relaxed.shape[:2], device=ids.device)
         verified = self.rule(relaxed, proposal.tokens, draft_lengths, proposal.probs, uniforms)
         return verified, scores, logits
+
+
+def _judged(proposal: DraftProposal, live: Sequence[int], eos_tokens: frozenset[int]) -> list[int]:
+    """Positions of each row that processors have to see: none follows a drafted EOS, as in plain `generate`."""
+    drafts = zip(live, proposal.lengths, proposal.tokens.tolist(), strict=True)
+    return [alive * (n + (n == 0 or tokens[n - 1] not in eos_tokens)) for alive, n, tokens in drafts]
