@@ -28,8 +28,9 @@ SHAPES: dict[str, Shape] = {
     "target": Shape(192, 512, 9),
     "draft-small": Shape(96, 256, 1),
     "draft": Shape(192, 512, 1),
-    "draft-large": Shape(192, 512, 2),
-    "t5-target": Shape(160, 448, 6, encoder_layers=3),
+    "draft-large": Shape(192, 256, 2),
+    # As many encoder as decoder layers: transformers sizes T5's decoder cache by the encoder's depth.
+    "t5-target": Shape(160, 448, 6, encoder_layers=6),
     "t5-draft": Shape(128, 256, 1, encoder_layers=1),
 }
 
