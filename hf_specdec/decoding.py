@@ -39,15 +39,22 @@ class Decoder:
     do_sample: bool
 
     def decode(self, transcript: Transcript, stats: SpeculationStats) -> None:
-        """Decode until every row has ended; each round is added to `stats`."""
+        """Decode until every row has ended; each round is added to `stats`.
+
+        A cache then holds all but the last token shown, as plain `generate` leaves it.
+        """
         while not transcript.finished:
             stats.rounds.append(self._round(transcript))
             self.drafter.observe(stats.rounds[-1])
             transcript.show()
+        # Only now: a sliding window that has forgotten a round's drafts can't go back once more.
+        shown = transcript.sequences.shape[1]
+        self.target.rewind([min(n, shown) - 1 for n in transcript.lengths])
 
     def _round(self, transcript: Transcript) -> Round:
         began = perf_counter()
         lengths, room = list(transcript.lengths), transcript.room
+        self.target.rewind([n - 1 for n in lengths])
         proposal = self.drafter.propose(transcript.ids, lengths, [max(space - 1, 0) for space in room])
         drafted = perf_counter()
         width = max(lengths) - min(self.target.read) + proposal.tokens.shape[1]
@@ -62,7 +69,6 @@ class Decoder:
         kept = transcript.append(new_tokens)
         transcript.record("scores", scores, kept)
         transcript.record("logits", logits, kept)
-        self.target.rewind([n - 1 for n in transcript.lengths])
         return Round(
             drafted=proposal.lengths,
             accepted=tuple(int(n) for n in accepted),

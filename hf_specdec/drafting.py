@@ -58,6 +58,7 @@ class ModelDrafter(CandidateGenerator):
         processors: the host's; the draft's distributions go through them too.
         rule: when drafting stops.
         vocabulary: V, the target's.
+        draft_vocabulary: the draft's; target tokens beyond it are shown to the draft as its last token.
         do_sample: draw drafts from the draft's processed distribution instead of taking its argmax.
         keep_probs: hand out the distributions; without them drafts count as point masses.
         eos_tokens: nothing is drafted after one of these.
@@ -72,6 +73,7 @@ class ModelDrafter(CandidateGenerator):
         rule: StopRule,
         *,
         vocabulary: int,
+        draft_vocabulary: int | None = None,
         do_sample: bool = False,
         keep_probs: bool = False,
         eos_tokens: frozenset[int] = frozenset(),
@@ -83,6 +85,7 @@ class ModelDrafter(CandidateGenerator):
         self.processors = processors
         self.rule = rule
         self.vocabulary = vocabulary
+        self.draft_vocabulary = vocabulary if draft_vocabulary is None else draft_vocabulary
         self.do_sample = do_sample
         self.keep_probs = keep_probs
         self.eos_tokens = eos_tokens
@@ -104,6 +107,8 @@ class ModelDrafter(CandidateGenerator):
         open_rows = [row for row, space in enumerate(room) if space > 0]
         kept_probs: list[Tensor] = []
         for step in range(limit):
+            if self.draft_vocabulary < self.vocabulary:
+                tokens = tokens.clamp(max=self.draft_vocabulary - 1)
             logits = self.runner.forward(tokens, 1)[:, -1]
             probs, choice = self._choose(ids, [n + step for n in lengths], logits, open_rows)
             stops = self.rule.before_append(probs).tolist() if self.rule.reads_probabilities else None

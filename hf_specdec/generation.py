@@ -165,6 +165,7 @@ class SpeculativeDecoding:
             processors,
             rule,
             vocabulary=vocabulary_size(model),
+            draft_vocabulary=vocabulary_size(draft),
             do_sample=do_sample,
             keep_probs=do_sample and not points,
             eos_tokens=transcript.eos_tokens,
@@ -185,8 +186,6 @@ def _output(
     model: PreTrainedModel, transcript: Transcript, target: Runner, stats: SpeculationStats
 ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """The output of `generate`, with the statistics as its attribute `speculation`."""
-    shown = transcript.sequences.shape[1]
-    target.rewind([min(n, shown) - 1 for n in transcript.lengths])
     kind = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
     output = kind(
         sequences=transcript.sequences,
