@@ -9,15 +9,16 @@ which is all that relative positions, ALiBi and sliding windows ask for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 REWINDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def new_cache(config, *, cross_attention: bool) -> Cache:
+def new_cache(config: PreTrainedConfig, *, cross_attention: bool) -> Cache:
     """An empty dynamic cache for a model's decoder, of the kinds `GenerationMixin` makes by default."""
     text_config = config.get_text_config(decoder=True)
     cache: Cache = DynamicCache(config=text_config)
@@ -86,7 +87,7 @@ def shift_rows(rows: torch.Tensor, shifts: Sequence[int], new_width: int) -> tor
     return rows.gather(1, source)
 
 
-def self_attention(cache):
+def self_attention(cache: Any) -> Any:
     """The part of a cache that grows with the decoded text."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 

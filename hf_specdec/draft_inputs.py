@@ -43,9 +43,9 @@ def draft_inputs(
             if own_encoder
             else _to_draft(model_kwargs["encoder_outputs"], draft)
         )
-        masks = ("attention_mask", "decoder_attention_mask") if own_encoder else ()
+        masks = ["attention_mask", "decoder_attention_mask"] if own_encoder else []
     else:
-        masks = ("attention_mask",)
+        masks = ["attention_mask"]
     for key in masks:
         if model_kwargs.get(key) is not None:
             kwargs[key] = model_kwargs[key].to(draft.device)

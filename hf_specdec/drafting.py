@@ -160,8 +160,7 @@ class ModelDrafter(CandidateGenerator):
 
     def _unread(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """`[B, k]`: what the draft has not read yet, as many tokens for every row; rejected drafts are forgotten."""
-        self.runner.rewind([n - 1 for n in lengths])
-        unread = max(n - read for n, read in zip(lengths, self.runner.read, strict=True))
+        unread = max(max(n - read, 1) for n, read in zip(lengths, self.runner.read, strict=True))
         self.runner.rewind([n - unread for n in lengths])
         return tail(ids, lengths, unread)
 

@@ -47,11 +47,10 @@ class Transcript:
         self._other_criteria = StoppingCriteriaList(
             c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
         )
-        self._pad_token = pad_token
+        self._pad_token = pad_token if pad_token is not None else 0
         self._streamer = streamer
-        fill = pad_token if pad_token is not None else 0
         capacity = max(self.max_length, self.prompt_length + 1) + spare
-        self.ids = input_ids.new_full((self.batch_size, capacity), fill)
+        self.ids = input_ids.new_full((self.batch_size, capacity), self._pad_token)
         self.ids[:, : self.prompt_length] = input_ids
         self.lengths = [self.prompt_length] * self.batch_size
         self._shown = self.prompt_length
