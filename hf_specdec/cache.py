@@ -18,13 +18,17 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 REWINDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def new_cache(config: PreTrainedConfig, *, cross_attention: bool) -> Cache:
-    """An empty dynamic cache for a model's decoder, of the kinds `GenerationMixin` makes by default."""
-    text_config = config.get_text_config(decoder=True)
-    cache: Cache = DynamicCache(config=text_config)
-    if cross_attention:
-        cache = EncoderDecoderCache(cache, DynamicCache(config=text_config))
-    return cache
+def new_cache(config: PreTrainedConfig, role: str, *, cross_attention: bool) -> Cache:
+    """An empty cache for a model's decoder that any number of passes can be rolled back in.
+
+    Every layer keeps all its tokens, also where attention is windowed by its mask: between two calls of `crop`
+    transformers' sliding layers take one pass (5.17), a drafting loop makes several.
+
+    Raises:
+        ValueError: the model's own kind of cache can't be rolled back.
+    """
+    check_rewindable(DynamicCache(config=config.get_text_config(decoder=True)), role)
+    return EncoderDecoderCache(DynamicCache(), DynamicCache()) if cross_attention else DynamicCache()
 
 
 def check_rewindable(cache: object, role: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_specdec.cache import check_rewindable, new_cache
+from hf_specdec.cache import new_cache
 
 NOT_SHARED = ("past_key_values", "encoder_outputs", "logits_to_keep", "attention_mask", "decoder_attention_mask")
 
@@ -55,8 +55,7 @@ def draft_inputs(
         kwargs["attention_mask"] = mask[:, -input_ids.shape[1] :]
         kwargs.pop("position_ids", None)
     if kwargs.get("use_cache"):
-        kwargs["past_key_values"] = new_cache(draft.config, cross_attention=encoded)
-        check_rewindable(kwargs["past_key_values"], "draft")
+        kwargs["past_key_values"] = new_cache(draft.config, "draft", cross_attention=encoded)
     return kwargs
 
 
@@ -64,7 +63,8 @@ def _encode(
     draft: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor: Tensor | None
 ) -> ModelOutput:
     """The draft's encoding of the unexpanded inputs, one row for each row of `input_ids`."""
-    if inputs_tensor is None:
+    # `generate` fills in ids of -100 where it was given encoder_outputs alone.
+    if inputs_tensor is None or bool((inputs_tensor == -100).all()):
         raise ValueError(
             "encoder_outputs without inputs: the draft has to run its own encoder, so pass input_ids (or "
             "input_features) instead of encoder_outputs."

@@ -172,7 +172,7 @@ class RowByRowRunner:
         for row in range(len(input_ids)):
             kwargs = {key: _row(value, row, len(input_ids)) for key, value in model_kwargs.items()}
             kwargs["past_key_values"] = (
-                caches.new_cache(model.config, cross_attention=cross_attention) if cached else None
+                caches.new_cache(model.config, "target", cross_attention=cross_attention) if cached else None
             )
             self.rows.append(ModelRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden))
 
