@@ -8,7 +8,7 @@ hook. Models keep no trace; classes with a `generate` of their own get it where 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -24,8 +24,7 @@ from hf_specdec.generation import SpeculativeDecoding
 ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
 _UNSET: Any = object()
 
-_original = GenerationMixin.generate
-_parameters = tuple(inspect.signature(_original).parameters)[1:]
+_parameters = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
 _inside: ContextVar[bool] = ContextVar("hf_specdec_inside", default=False)
 
 
@@ -54,6 +53,8 @@ class Enabled:
 
 
 _stack: list[Enabled] = []
+# The wrapper in place and what it replaced: transformers' own `generate`, or another package's wrapper of it.
+_installed: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
 
 
 def enable(
@@ -86,7 +87,10 @@ def enable(
     given = {"assistant_model": assistant_model, "generation_strategy": generation_strategy, **settings}
     enabled = Enabled(_base(model), {key: value for key, value in given.items() if value is not _UNSET})
     _stack.append(enabled)
-    GenerationMixin.generate = _generate
+    if not _installed:
+        wrapper = _wrap(GenerationMixin.generate)
+        _installed.append((wrapper, GenerationMixin.generate))
+        GenerationMixin.generate = wrapper
     return enabled
 
 
@@ -101,8 +105,10 @@ def disable(model: PreTrainedModel | None = None) -> None:
 def _remove(enabled: Enabled) -> None:
     if enabled in _stack:
         _stack.remove(enabled)
-    if not _stack and GenerationMixin.generate is _generate:
-        GenerationMixin.generate = _original
+    if not _stack and _installed:
+        wrapper, replaced = _installed.pop()
+        if GenerationMixin.generate is wrapper:
+            GenerationMixin.generate = replaced
 
 
 def _base(model: Any) -> Any:
@@ -110,29 +116,35 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-@wraps(_original)
-def _generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    in_force = [enabled for enabled in _stack if enabled.covers(self)]
-    if not in_force:
-        return _original(self, *args, **kwargs)
-    call = {**dict(zip(_parameters, args, strict=False)), **kwargs}
-    defaults = {} if _inside.get() else {key: v for enabled in in_force for key, v in enabled.defaults.items()}
-    settings = _settings(self, call, defaults)
-    strategy = settings.pop("generation_strategy", None)
-    call.pop("generation_strategy", None)
-    custom = call.get("custom_generate")
-    with _nested():
-        if strategy is None or (custom is not None and "generation_strategy" not in kwargs):
-            return _original(self, **call)
-        if custom is not None:
+def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(replaced)
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        in_force = [enabled for enabled in _stack if enabled.covers(self)]
+        if not in_force:
+            return replaced(self, *args, **kwargs)
+        call = {**dict(zip(_parameters, args, strict=False)), **kwargs}
+        defaults = {} if _inside.get() else {key: v for enabled in in_force for key, v in enabled.defaults.items()}
+        settings = _settings(self, call, defaults)
+        strategy = settings.pop("generation_strategy", None)
+        call.pop("generation_strategy", None)
+        custom = call.get("custom_generate")
+        if strategy is not None and custom is not None and "generation_strategy" in kwargs:
             raise ValueError(
                 f"generation_strategy={strategy!r} together with custom_generate: give one of the two, or bind the "
                 "strategy by custom_generate=hf_specdec.SpeculativeDecoding(draft, strategy=...)."
             )
-        return _speculate(self, strategy, settings, call)
+        if strategy is not None and custom is None:
+            call = _speculative_call(self, strategy, settings, call)
+        with _nested():
+            return replaced(self, **call)
+
+    return generate
 
 
-def _speculate(model: PreTrainedModel, strategy: str, settings: dict[str, Any], call: dict[str, Any]) -> Any:
+def _speculative_call(
+    model: PreTrainedModel, strategy: str, settings: dict[str, Any], call: dict[str, Any]
+) -> dict[str, Any]:
+    """A call's arguments with the strategy's loop in place of the package's own arguments."""
     for name in ARGUMENTS:
         call.pop(name, None)
     draft = settings.pop("assistant_model", None)
@@ -151,7 +163,7 @@ def _speculate(model: PreTrainedModel, strategy: str, settings: dict[str, Any], 
         **settings,
     )
     _add_stop_strings(model, call, tokenizer)
-    return _original(model, **call, custom_generate=decoding)
+    return {**call, "custom_generate": decoding}
 
 
 def _settings(model: PreTrainedModel, call: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
