@@ -84,6 +84,7 @@ class ModelRunner:
         Returns:
             Logits `[B, count, V]` of the last `count` appended positions, in the model's dtype.
         """
+        tokens = tokens.to(self._history.device)
         appended = tokens.shape[1]
         lags = [self._width - self.hidden - n for n in self.read]
         first_slot = self._width

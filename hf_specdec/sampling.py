@@ -27,6 +27,9 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
         Tokens `[...]`. A token of weight zero is never drawn: the sum is taken in float64, where
         `uniform * total` stays below `total` for every float32 number below one.
     """
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    threshold = uniform.to(torch.float64).unsqueeze(-1) * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    # Apple's GPUs have no float64; there a draw can hit the total, hence the bound.
+    wide = torch.float32 if weights.device.type == "mps" else torch.float64
+    cumulative = weights.cumsum(dim=-1, dtype=wide)
+    threshold = uniform.to(wide).unsqueeze(-1) * cumulative[..., -1:]
+    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    return tokens.clamp_(max=weights.shape[-1] - 1)

@@ -54,7 +54,7 @@ def greedy(
     agreed = (choices[:, :lookahead] == draft_tokens) & _drafted(lengths, lookahead)
     n_accepted = _leading(agreed)
     next_token = choices.gather(1, n_accepted.unsqueeze(1)).squeeze(1)
-    return Verification(n_accepted, next_token, n_accepted.to(torch.float64))
+    return Verification(n_accepted, next_token, n_accepted.float())
 
 
 def speculative_sampling(
@@ -86,7 +86,7 @@ def speculative_sampling(
     overlap = _overlap(target_probs, p_token, draft_probs)
     reached = torch.arange(lookahead, device=lengths.device) <= n_accepted.unsqueeze(1)
     reached &= _drafted(lengths, lookahead)
-    return Verification(n_accepted, next_token, (overlap * reached).sum(dim=1, dtype=torch.float64))
+    return Verification(n_accepted, next_token, (overlap * reached).sum(dim=1))
 
 
 def _drafted(lengths: Tensor, lookahead: int) -> Tensor:
