@@ -123,8 +123,7 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
         if not in_force:
             return replaced(self, *args, **kwargs)
         call = {**dict(zip(_parameters, args, strict=False)), **kwargs}
-        defaults = {} if _inside.get() else {key: v for enabled in in_force for key, v in enabled.defaults.items()}
-        settings = _settings(self, call, defaults)
+        settings = _settings(self, call, in_force)
         strategy = settings.pop("generation_strategy", None)
         call.pop("generation_strategy", None)
         custom = call.get("custom_generate")
@@ -166,9 +165,15 @@ def _speculative_call(
     return {**call, "custom_generate": decoding}
 
 
-def _settings(model: PreTrainedModel, call: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The package's arguments by precedence: the call, `generation_config`, the enables in force."""
-    configs = (call.get("generation_config"), model.generation_config)
+def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabled]) -> dict[str, Any]:
+    """The package's arguments by precedence: the call, `generation_config`, the enables in force.
+
+    Within a call of `generate` only what the inner call itself says counts: transformers' assisted generation
+    hands the target's `generation_config` on to its draft.
+    """
+    nested = _inside.get()
+    configs = () if nested else (call.get("generation_config"), model.generation_config)
+    defaults = {} if nested else {key: value for enabled in in_force for key, value in enabled.defaults.items()}
     settings = {}
     for name in ARGUMENTS:
         stored = [value for config in configs if (value := getattr(config, name, None)) is not None]
@@ -196,7 +201,7 @@ def _add_stop_strings(model: PreTrainedModel, call: dict[str, Any], tokenizer: A
 
 @contextmanager
 def _nested() -> Iterator[None]:
-    """Mark calls of `generate` from within one: defaults do not apply to them (a draft's own, for instance)."""
+    """Mark calls of `generate` from within one."""
     token = _inside.set(True)
     try:
         yield

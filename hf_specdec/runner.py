@@ -166,14 +166,19 @@ class RowByRowRunner:
     def __init__(
         self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
     ) -> None:
-        cached = model_kwargs.get("past_key_values") is not None
+        given = model_kwargs.get("past_key_values")
+        if given is not None and given.get_seq_length() > 0:
+            raise ValueError(
+                f"past_key_values={type(given).__name__} with text in it, for {len(input_ids)} rows of "
+                f"{type(model).__name__}: its rows run one by one, so pass one row a call or leave the cache out."
+            )
         cross_attention = "encoder_outputs" in model_kwargs
         self.cache = None
         self.rows = []
         for row in range(len(input_ids)):
             kwargs = {key: _row(value, row, len(input_ids)) for key, value in model_kwargs.items()}
             kwargs["past_key_values"] = (
-                caches.new_cache(model.config, "target", cross_attention=cross_attention) if cached else None
+                caches.new_cache(model.config, "target", cross_attention=cross_attention) if given is not None else None
             )
             self.rows.append(ModelRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden))
 

@@ -326,3 +326,17 @@ def test_a_model_with_a_generate_of_its_own(rows: int) -> None:
     assert torch.equal(output, plain)
     stats = last_speculation(target)
     assert stats is not None and stats.drafted > 0
+
+
+def test_a_stored_strategy_does_not_reach_the_draft_of_transformers_assisted_generation(
+    pair: tuple[PreTrainedModel, PreTrainedModel],
+) -> None:
+    target, draft = pair
+    plain = target.generate(**prompts(1), max_new_tokens=8, do_sample=False)
+    target.generation_config.generation_strategy = "bild"
+    with hf_specdec.enable():
+        out = target.generate(
+            **prompts(1), max_new_tokens=8, do_sample=False, assistant_model=draft, generation_strategy=None
+        )
+    assert torch.equal(out, plain)
+    assert hf_specdec.last_speculation(draft) is None
