@@ -1,9 +1,14 @@
 """Speculative decoding and BiLD under `model.generate(assistant_model=...)` of Hugging Face transformers."""
 
+from typing import TYPE_CHECKING, Any
+
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.generation import SpeculativeDecoding, last_speculation
 from hf_specdec.plugin import disable, enable
 from hf_specdec.stats import Round, SpeculationStats
+
+if TYPE_CHECKING:
+    from hf_specdec.attention import to_better_transformer
 
 __version__ = "0.1.0"
 
@@ -16,4 +21,14 @@ __all__ = [
     "disable",
     "enable",
     "last_speculation",
+    "to_better_transformer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports Better Transformer on first use: it brings BLOOM's modelling code with it."""
+    if name == "to_better_transformer":
+        from hf_specdec.attention import to_better_transformer
+
+        return to_better_transformer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,156 @@
+"""Better Transformer: attention through torch's `scaled_dot_product_attention` (SDPA).
+
+transformers does this itself for most models, and there its own switch is used. BLOOM is the family of ours that
+it leaves eager; its attention is replaced here by a subclass, module by module, so that weights, names and what
+`save_pretrained` writes stay as they are.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import Cache, PreTrainedModel
+from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
+
+
+class BloomSdpaAttention(BloomAttention):
+    """BLOOM's attention through SDPA: same weights, and the same numbers but for the order of additions.
+
+    ALiBi (Press et al. 2022, arXiv 2108.12409) enters as part of the additive mask.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Tensor | None,
+        layer_past: Cache | None = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`BloomAttention.forward`, without weights of attention.
+
+        Args:
+            hidden_states, residual: `[B, Q, D]`.
+            alibi: `[B * H, 1, K]`.
+            attention_mask: `[B, 1, Q, K]`, additive; None masks nothing.
+            layer_past: takes this pass's keys and values.
+            output_attentions: asks for `[B, H, Q, K]` weights, which SDPA never forms: answered by eager attention.
+        """
+        if output_attentions or (self.pretraining_tp > 1 and self.slow_but_exact):
+            return super().forward(
+                hidden_states, residual, alibi, attention_mask, layer_past, use_cache, output_attentions, **kwargs
+            )
+        batch_size, queries, _ = hidden_states.shape
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        bias = alibi.view(batch_size, self.num_heads, 1, -1)
+        if attention_mask is not None:
+            bias = bias + attention_mask
+        if bias.dtype != query.dtype:
+            # Autocast: the narrower type would take the mask's lowest number for -inf, and hidden rows for NaN.
+            bias = bias.to(query.dtype).clamp(min=torch.finfo(query.dtype).min)
+        context = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=bias.expand(-1, -1, queries, -1),
+            dropout_p=self.attention_dropout.p if self.training else 0.0,
+            scale=self.inv_norm_factor,
+        )
+        output = self.dense(context.transpose(1, 2).reshape(batch_size, queries, -1))
+        return dropout_add(output, residual, self.hidden_dropout, self.training), None
+
+
+def to_better_transformer(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch a model's attention to SDPA, in place; `to_eager_attention` undoes it.
+
+    Args:
+        model: a target or a draft; adapters (PEFT) around it are seen through.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: transformers has no SDPA for the model and neither have we; see `better_transformer_refusal`.
+    """
+    refusal = better_transformer_refusal(model)
+    if refusal is not None:
+        raise ValueError(refusal)
+    if _bloom_attentions(model):
+        _set_class(model, BloomSdpaAttention)
+    elif attention_of(model) != "sdpa":
+        _base(model).set_attn_implementation("sdpa")
+    return model
+
+
+def to_eager_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch a model's attention to transformers' eager one, in place: what Better Transformer is compared with.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model was loaded with another attention and can't change it.
+    """
+    _set_class(model, BloomAttention)
+    if attention_of(model) != "eager":
+        _base(model).set_attn_implementation("eager")
+    if attention_of(model) != "eager":
+        raise ValueError(
+            f"{type(_base(model)).__name__} can't leave its attention {attention_of(model)!r} once it is loaded: load "
+            "it with attn_implementation='eager'."
+        )
+    return model
+
+
+def better_transformer_refusal(model: PreTrainedModel) -> str | None:
+    """Why `to_better_transformer` can't be had for a model, in a sentence with the way out; None where it can."""
+    if attention_of(model) == "sdpa" or _bloom_attentions(model):
+        return None
+    name = type(_base(model)).__name__
+    parts = [module for module in _base(model).modules() if isinstance(module, PreTrainedModel)]
+    without = sorted({type(part).__name__ for part in parts if not part._supports_sdpa})
+    if without:
+        return (
+            f"{name} has no Better Transformer: transformers knows no SDPA attention for {', '.join(without)}, and "
+            "hf_specdec brings its own for BLOOM only; leave better_transformer out for this model."
+        )
+    if not all(part._can_set_attn_implementation() for part in parts):
+        return (
+            f"{name} can't change its attention {attention_of(model)!r} once it is loaded: load it with "
+            "attn_implementation='sdpa'."
+        )
+    return None
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """The attention that a model computes with, by transformers' name: "sdpa", "eager" or another."""
+    own = _bloom_attentions(model)
+    if own and all(isinstance(module, BloomSdpaAttention) for module in own):
+        return "sdpa"
+    return str(_base(model).config._attn_implementation)
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _bloom_attentions(model: PreTrainedModel) -> list[BloomAttention]:
+    """BLOOM's attention modules, ours included; subclasses of others (remote code) may compute something else."""
+    return [module for module in model.modules() if type(module) in (BloomAttention, BloomSdpaAttention)]
+
+
+def _set_class(model: PreTrainedModel, attention: type[BloomAttention]) -> None:
+    for module in _bloom_attentions(model):
+        module.__class__ = attention
+        if hasattr(module, "_old_forward"):
+            # accelerate's hooks keep the forward that they wrap.
+            module._old_forward = MethodType(attention.forward, module)
