@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Benchmarks and runs assisted generation; `--task benchmark --assisted_generation` is the main job."""
+"""Measures and runs assisted generation; `--task benchmark --assisted_generation` is the main job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # From a checkout the package beside this folder is meant, installed or not; a copy on PATH has no such
 # neighbour.
@@ -16,6 +16,14 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 if (_CHECKOUT / "hf_specdec" / "__init__.py").is_file():
     sys.path.insert(0, str(_CHECKOUT))
 
+# What each task does unless told otherwise: (new tokens at most, repeats).
+_TASKS = {
+    "benchmark": (30, 3),
+    "decode": (30, 1),
+    "subtasks": (128, 3),
+}
+_JOURNALED = ("subtasks",)
+_CONTINUE = "; what was measured is kept, and the same command continues it"
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -30,22 +38,23 @@ def build_parser() -> argparse.ArgumentParser:
     """All arguments, with their aliases, defaults and ranges."""
     parser = _OneLineParser(
         prog="assisted_generation.py",
-        description="Benchmarks speculative and BiLD decoding under generate(), or decodes prompts.",
+        description="Measures speculative and BiLD decoding under generate(), or decodes prompts.",
         allow_abbrev=False,
     )
-    parser.add_argument("--task", choices=("benchmark", "decode"), default="benchmark", help="what to do (%(default)s)")
+    parser.add_argument("--task", choices=tuple(_TASKS), default="benchmark", help="what to do (%(default)s)")
     _add_model_arguments(parser.add_argument_group("models"))
+    _add_precision_arguments(parser.add_argument_group("precision and place"))
     _add_speculation_arguments(parser.add_argument_group("speculation"))
     _add_sampling_arguments(parser.add_argument_group("sampling"))
-    add = parser.add_argument_group("work and output").add_argument
-    add(
-        "--max_new_tokens",
-        "--max_tokens",
-        type=_at_least(1),
-        default=30,
-        metavar="N",
-        help="new tokens at most (%(default)s)",
-    )
+    _add_data_arguments(parser.add_argument_group("data of subtasks, sweep and ablation"))
+    _add_work_arguments(parser.add_argument_group("work and output"))
+    return parser
+
+
+def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    tokens = "new tokens at most; " + ", ".join(f"{task} {most}" for task, (most, _) in _TASKS.items() if most)
+    add("--max_new_tokens", "--max_tokens", type=_at_least(1), metavar="N", help=tokens)
     add(
         "--prompt_lengths",
         type=_at_least(1),
@@ -62,15 +71,15 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="decode: a prompt; repeatable",
     )
-    add("--repeats", type=_at_least(1), metavar="N", help="times that all is measured; benchmark 3, decode 1")
+    times = "times that all is measured; " + ", ".join(f"{task} {most}" for task, (_, most) in _TASKS.items() if most)
+    add("--repeats", type=_at_least(1), metavar="N", help=times)
     add(
         "--output_dir",
         type=Path,
         default=Path("results", "latest"),
         metavar="DIR",
-        help="for JSON and markdown (%(default)s)",
+        help="for JSON, markdown and pictures (%(default)s); report: renders the JSON files that are there",
     )
-    return parser
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
@@ -83,14 +92,35 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="draft; by default the one known for the target",
     )
-    add(
-        "--device",
-        metavar="DEVICE",
-        help="of the target, such as cpu or cuda:0; by default a GPU if there is one",
-    )
+    several = "sweep: drafts to compare; by default --assistant_model, or all embedded ones under an embedded target"
+    add("--draft_models", nargs="+", default=[], metavar="NAME", help=several)
+    better = "ablation always tries both; elsewhere SDPA attention by hf_specdec.to_better_transformer"
+    add("--better_transformer", action="store_true", help=better)
+
+
+def _add_precision_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--device", metavar="DEVICE", help="of the target, such as cpu or cuda:0; by default a GPU if there is one")
     add("--draft_device", metavar="DEVICE", help="of the draft; by default the target's")
     add("--dtype", choices=_DTYPES, default="auto", help="of the target; auto: as stored (%(default)s)")
     add("--draft_dtype", choices=_DTYPES, default="auto", help="of the draft; auto: as --dtype (%(default)s)")
+    add("--precision", choices=("int8", "int4"), help="of the target's weights, through optimum-quanto")
+    add("--draft_precision", choices=("int8", "int4"), help="of the draft's weights")
+    add("--device_map", metavar="MAP", help="auto: spread the target over all devices, through accelerate")
+    add("--offload_folder", type=Path, metavar="DIR", help="with --device_map: for weights that fit nowhere else")
+
+
+def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    names = "embedded, spec_bench, a local file, or a name that `datasets` knows, as NAME[:CONFIG] (%(default)s)"
+    add("--dataset", default="embedded", metavar="NAME", help=names)
+    add("--dataset_path", type=Path, metavar="FILE", help="spec_bench: its question.jsonl")
+    add("--split", default="test", help="of a data set on the hub (%(default)s)")
+    add("--prompt_column", metavar="COLUMN", help="holds the prompts; dots lead into nested ones: translation.de")
+    add("--reference_column", metavar="COLUMN", help="holds right answers, to judge quality by")
+    template = "put around each prompt; {prompt} stands for it (%(default)s)"
+    add("--prompt_template", type=_template, default="{prompt}", metavar="TEXT", help=template)
+    add("--limit", type=_at_least(1), metavar="N", help="examples of each subtask; embedded 20, otherwise all")
 
 
 def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
@@ -102,23 +132,23 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         default="speculative",
         help="how to use the draft (%(default)s)",
     )
-    lookahead = "draft tokens per round; by default 4, or 7 for T5"
-    add("--num_assistant_tokens", "--gamma", "--n_lookahead", type=_at_least(1), metavar="N", help=lookahead)
-    fallback = "BiLD: the target takes over below this draft probability (%(default)s)"
+    lookahead = "draft tokens per round; by default 4, or 7 for T5; sweep: several"
+    add("--num_assistant_tokens", "--gamma", "--n_lookahead", nargs="+", type=_at_least(1), metavar="N", help=lookahead)
+    fallback = "BiLD: the target takes over below this draft probability (0.6); sweep: several"
     add(
         "--fallback_threshold",
         "--fallback_thres",
+        nargs="+",
         type=_between(0, 1),
-        default=0.6,
         metavar="P",
         help=fallback,
     )
-    rollback = "BiLD: drafted tokens further than this from the target's choice, in nats, are cut (%(default)s)"
+    rollback = "BiLD: drafted tokens further than this from the target's choice, in nats, are cut (3); sweep: several"
     add(
         "--rollback_threshold",
         "--rollback_thres",
+        nargs="+",
         type=_between(0, None),
-        default=3.0,
         metavar="D",
         help=rollback,
     )
@@ -143,6 +173,12 @@ def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
         help="draw from the likeliest tokens that hold P",
     )
     add("--seed", type=_at_least(0), default=0, metavar="N", help="of the draws (%(default)s)")
+
+
+def _template(text: str) -> str:
+    if "{prompt}" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} lacks {{prompt}}, the place where the prompt goes")
+    return text
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -174,40 +210,60 @@ def _between(least: float, most: float | None) -> Callable[[str], float]:
     return parse
 
 
+def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `Settings`: defaults of the task filled in, what is not used said, single values unpacked."""
+    task = options["task"]
+    if options["assistant_model"] and not options["assisted_generation"] and task in ("benchmark", "decode"):
+        print(f"{parser.prog}: --assistant_model is not used without --assisted_generation", file=sys.stderr)
+    if options["prompts"] and task != "decode":
+        print(f"{parser.prog}: --prompt is only used by --task decode", file=sys.stderr)
+    if options["draft_models"] and task != "sweep":
+        parser.error("argument --draft_models: is for --task sweep; name one draft by --assistant_model")
+    most_tokens, repeats = _TASKS[task]
+    options["max_new_tokens"] = options["max_new_tokens"] or most_tokens
+    options["repeats"] = options["repeats"] or repeats
+    options["assisted_generation"] |= task in _JOURNALED
+    grids = {
+        "num_assistant_tokens": "lookaheads",
+        "fallback_threshold": "fallback_thresholds",
+        "rollback_threshold": "rollback_thresholds",
+    }
+    for single, several in grids.items():
+        values = options.pop(single) or []
+        if len(values) > 1 and task != "sweep":
+            parser.error(f"argument --{single}: {len(values)} values are for --task sweep; give one")
+        if task == "sweep":
+            options[several] = values
+        elif values:
+            options[single] = values[0]
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parses and runs; returns the exit status: 0, 1 for what the user can put right, 130 for Ctrl-C."""
     parser = build_parser()
-    options = vars(parser.parse_args(arguments))
-    if options["repeats"] is None:
-        options["repeats"] = 3 if options["task"] == "benchmark" else 1
-    if options["assistant_model"] and not options["assisted_generation"]:
-        print(f"{parser.prog}: --assistant_model is not used without --assisted_generation", file=sys.stderr)
-    if options["prompts"] and options["task"] != "decode":
-        print(f"{parser.prog}: --prompt is only used by --task decode", file=sys.stderr)
-    options["prompts"], options["prompt_lengths"] = (
-        tuple(options["prompts"]),
-        tuple(options["prompt_lengths"]),
-    )
+    options = complete(parser, vars(parser.parse_args(arguments)))
 
     # Only now, since these take seconds, which nobody should wait for a typing error.
     import transformers
 
-    from hf_specdec.bench.benchmark import run_benchmark
-    from hf_specdec.bench.decode import run_decode
     from hf_specdec.bench.settings import BenchError, Settings
+    from hf_specdec.bench.tasks import run_task
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # Failed connections are reported once, by us.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
-        settings = Settings(**options)
-        {"benchmark": run_benchmark, "decode": run_decode}[settings.task](settings)
+        run_task(Settings(**options))
     except BenchError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{parser.prog}: stopped before the end; nothing was written", file=sys.stderr)
+        print(
+            f"{parser.prog}: stopped before the end{_CONTINUE if options['task'] in _JOURNALED else ''}",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tiny_pair import save_pair
 
+from hf_specdec.bench.settings import Settings
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "assisted_generation.py"
 
@@ -49,10 +51,10 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     [
         ("--target_model_name x", "model_name", "x"),
         ("--approx_model_name y", "assistant_model", "y"),
-        ("--gamma 3", "num_assistant_tokens", 3),
-        ("--n_lookahead 3", "num_assistant_tokens", 3),
-        ("--fallback_thres 0", "fallback_threshold", 0.0),
-        ("--rollback_thres 0", "rollback_threshold", 0.0),
+        ("--gamma 3", "num_assistant_tokens", [3]),
+        ("--n_lookahead 3 5", "num_assistant_tokens", [3, 5]),
+        ("--fallback_thres 0", "fallback_threshold", [0.0]),
+        ("--rollback_thres 0", "rollback_threshold", [0.0]),
         ("--max_tokens 9", "max_new_tokens", 9),
         ("--prompt_lengths 8 9", "prompt_lengths", [8, 9]),
         ("--prompt a --prompt b", "prompts", ["a", "b"]),
@@ -63,10 +65,11 @@ def test_aliases(script: ModuleType, alias: str, name: str, value: object) -> No
 
 
 def test_defaults_are_the_published_ones(script: ModuleType) -> None:
-    options = parse(script, "")
+    options = script.complete(script.build_parser(), parse(script, ""))
     assert (options["task"], options["model_name"]) == ("benchmark", "target")
-    assert (options["prompt_lengths"], options["max_new_tokens"]) == ([256, 512], 30)
-    assert (options["fallback_threshold"], options["rollback_threshold"]) == (0.6, 3.0)
+    assert (options["prompt_lengths"], options["max_new_tokens"]) == ((256, 512), 30)
+    settings = Settings(**options)
+    assert (settings.fallback_threshold, settings.rollback_threshold, settings.repeats) == (0.6, 3.0, 3)
     assert options["output_dir"] == Path("results/latest")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_specdec.bench import environment, report, results
+from hf_specdec.bench import environment, rendering, results
 from hf_specdec.bench.data import Prompt, benchmark_prompts
 from hf_specdec.bench.loading import LoadedPair, load_pair
 from hf_specdec.bench.measure import interleaved, run_once, warm_up
@@ -30,7 +30,7 @@ def run_benchmark(settings: Settings) -> None:
     if refusal := assisted_refusal(settings, pair):
         result["notes"].append(refusal)
     results.save(result, settings)
-    sys.stdout.write(report.render(result))
+    sys.stdout.write(rendering.render(result))
 
 
 def measure(settings: Settings, pair: LoadedPair, methods: list[Method], prompts: list[Prompt]) -> dict[str, Any]:

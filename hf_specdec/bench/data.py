@@ -9,6 +9,7 @@ from itertools import zip_longest
 from transformers import PretrainedConfig
 
 from hf_specdec import embedded
+from hf_specdec.bench.datasets import Question
 from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.settings import BenchError
 
@@ -63,14 +64,7 @@ def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> t
     else:
         examples = [embedded.examples(subtask, split="heldout", n=1)[0] for subtask in embedded.SUBTASKS]
         tokenised = [(example.subtask, _built_in_prompt(pair, example)) for example in examples]
-    room = context_length(pair)
-    if room is not None and not pair.encoder_decoder:
-        room -= new_tokens
-        if room < 1:
-            raise BenchError(
-                f"--max_new_tokens: {new_tokens} leaves no room for a prompt in a context of "
-                f"{room + new_tokens} tokens; ask for fewer"
-            )
+    room = _room(pair, new_tokens)
     prompts, notes = [], []
     for index, (label, token_ids) in enumerate(tokenised):
         if room is not None and len(token_ids) > room:
@@ -78,6 +72,34 @@ def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> t
             token_ids = token_ids[-room:]
         prompts.append(Prompt(index, label, tuple(token_ids)))
     return prompts, notes
+
+
+def question_prompt(
+    pair: LoadedPair, question: Question, answers: Sequence[str], new_tokens: int
+) -> tuple[Prompt, int]:
+    """The prompt of a question after the given answers to the turns before it; and how many tokens were cut.
+
+    What does not fit into the context together with `new_tokens` is cut on the left, behind a `<bos>`.
+    """
+    token_ids = _dialogue(pair, question.turns, answers)
+    room = _room(pair, new_tokens)
+    cut = 0 if room is None else max(0, len(token_ids) - room)
+    if cut:
+        keep_first = token_ids[0] == pair.tokenizer.bos_token_id and room is not None and room > 1
+        token_ids = [*token_ids[:1], *token_ids[cut + 1 :]] if keep_first else token_ids[cut:]
+    return Prompt(question.index, question.subtask, tuple(token_ids)), cut
+
+
+def _room(pair: LoadedPair, new_tokens: int) -> int | None:
+    """Tokens that a prompt may have; None without a limit. Raises `BenchError` if none are left."""
+    room = context_length(pair)
+    if room is None or pair.encoder_decoder:
+        return room
+    if room <= new_tokens:
+        raise BenchError(
+            f"--max_new_tokens: {new_tokens} leaves no room for a prompt in a context of {room} tokens; ask for fewer"
+        )
+    return room - new_tokens
 
 
 def context_length(pair: LoadedPair) -> int | None:
@@ -150,14 +172,25 @@ def _frame(pair: LoadedPair) -> tuple[list[int], list[int]]:
 
 
 def _user_prompt(pair: LoadedPair, text: str) -> list[int]:
+    return _dialogue(pair, (text,), ())
+
+
+def _dialogue(pair: LoadedPair, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+    """All turns but the last have their answers; in the embedded pairs' format, a chat template, or as plain text."""
     tokenizer = pair.tokenizer
     if pair.target_name in embedded.names():
-        example = embedded.Example(subtask="multi-turn", turns=(text,), references=("",))
-        return list(embedded.prompt_ids(tokenizer, example, encoder=pair.encoder_decoder))
+        example = embedded.Example(subtask="multi-turn", turns=tuple(turns), references=("",) * len(turns))
+        last = len(turns) - 1
+        return list(
+            embedded.prompt_ids(tokenizer, example, encoder=pair.encoder_decoder, turn=last, previous_answers=answers)
+        )
     if getattr(tokenizer, "chat_template", None):
-        chat = [{"role": "user", "content": text}]
+        chat = [{"role": "user", "content": turns[0]}]
+        for answer, turn in zip(answers, turns[1:], strict=True):
+            chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False).input_ids)
+    text = turns[0] + "".join(f"\n{answer}\n{turn}" for answer, turn in zip(answers, turns[1:], strict=True))
     return list(tokenizer(text).input_ids)
 
 

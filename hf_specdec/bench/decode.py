@@ -6,7 +6,7 @@ import sys
 
 from transformers import TextStreamer
 
-from hf_specdec.bench import report, results
+from hf_specdec.bench import rendering, results
 from hf_specdec.bench.data import decode_prompts
 from hf_specdec.bench.loading import load_pair
 from hf_specdec.bench.measure import run_once, warm_up
@@ -41,4 +41,4 @@ def run_decode(settings: Settings) -> None:
             run = run_once(pair, method, prompt, settings, repeat=repeat, position=position, inner=shower)
             result["runs"].append(vars(run))
     results.save(result, settings)
-    sys.stdout.write("\n" + report.render(result))
+    sys.stdout.write("\n" + rendering.render(result))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, cast
 
 from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_specdec
 from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.settings import Settings
+
+# As Spec-Bench runs it; a look-up costs nothing, so that it pays to draft more than a model would.
+LOOKUP_TOKENS = 10
 
 
 @dataclass(frozen=True)
@@ -77,19 +81,24 @@ def plain() -> Method:
 
 
 def strategy(settings: Settings, pair: LoadedPair) -> Method:
+    """The chosen strategy."""
+    return strategy_named(settings.generation_strategy, settings, pair)
+
+
+def strategy_named(name: str, settings: Settings, pair: LoadedPair) -> Method:
     """Our own decoding, the way a user asks for it."""
     options: dict[str, Any] = {
         "assistant_model": pair.draft,
-        "generation_strategy": settings.generation_strategy,
+        "generation_strategy": name,
         "num_assistant_tokens": lookahead(settings, pair),
     }
     title = "speculative decoding"
-    if settings.generation_strategy == "bild":
+    if name == "bild":
         options["fallback_threshold"] = settings.fallback_threshold
         options["rollback_threshold"] = settings.rollback_threshold
         title = f"BiLD (fallback {settings.fallback_threshold:g}, rollback {settings.rollback_threshold:g})"
     return Method(
-        settings.generation_strategy,
+        name,
         title,
         options,
         surroundings=lambda loaded: hf_specdec.enable(loaded.target),
@@ -114,6 +123,20 @@ def transformers_assisted(settings: Settings, pair: LoadedPair) -> Method:
         options,
         surroundings=lambda loaded: _constant_lookahead(loaded.draft, tokens),
         read_rounds=lambda output, puts, log: _assisted_rounds(puts, log, greedy=not settings.sampling),
+    )
+
+
+def prompt_lookup(settings: Settings) -> Method:
+    """transformers' own prompt lookup: drafts are what followed the same words earlier in the text."""
+    return Method(
+        "prompt_lookup",
+        f"transformers' prompt lookup ({LOOKUP_TOKENS} tokens)",
+        {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+        surroundings=lambda loaded: _counted_lookups(),
+        # Looking up takes no forward pass.
+        read_rounds=lambda output, puts, log: [
+            replace(item, draft_steps=0) for item in _assisted_rounds(puts, log, greedy=not settings.sampling)
+        ],
     )
 
 
@@ -168,6 +191,24 @@ def _constant_lookahead(draft: PreTrainedModel, tokens: int) -> Iterator[list[in
     finally:
         del draft.generate
         draft.generation_config = saved
+
+
+@contextmanager
+def _counted_lookups() -> Iterator[list[int]]:
+    """Yields a list of the lengths that transformers' prompt lookup finds, round by round."""
+    get_candidates = PromptLookupCandidateGenerator.get_candidates
+    found: list[int] = []
+
+    def counted(self: Any, input_ids: Any, **kwargs: Any) -> Any:
+        candidates = get_candidates(self, input_ids, **kwargs)
+        found.append(candidates[0].shape[1] - input_ids.shape[1])
+        return candidates
+
+    PromptLookupCandidateGenerator.get_candidates = counted
+    try:
+        yield found
+    finally:
+        PromptLookupCandidateGenerator.get_candidates = get_candidates
 
 
 def _assisted_rounds(puts: Sequence[int], drafted: Sequence[int], greedy: bool) -> list[RoundRecord]:

@@ -78,6 +78,15 @@ def speedup(runs: Mapping[int, RunDict], baseline: Mapping[int, RunDict]) -> flo
     return None if rate is None or base is None else rate / base
 
 
+def macro_speedup(runs: Mapping[int, RunDict], baseline: Mapping[int, RunDict]) -> float | None:
+    """Ratio of the means of the runs' decode rates, over the prompts for which both have one (Spec-Bench)."""
+    both = [
+        prompt for prompt in runs if prompt in baseline and decode_part(runs[prompt]) and decode_part(baseline[prompt])
+    ]
+    rate, base = macro_rate(runs[p] for p in both), macro_rate(baseline[p] for p in both)
+    return None if rate is None or base is None else rate / base
+
+
 def end_to_end_speedup(runs: Mapping[int, RunDict], baseline: Mapping[int, RunDict]) -> float:
     """Ratio of end-to-end rates."""
     return end_to_end_rate(runs.values()) / end_to_end_rate(baseline.values())
@@ -99,6 +108,17 @@ def acceptance_rate(runs: Iterable[RunDict]) -> float | None:
     rounds = [item for run in runs for item in run["rounds"] or ()]
     drafted = sum(item["drafted"] for item in rounds)
     return sum(item["accepted"] for item in rounds) / drafted if drafted else None
+
+
+def acceptance_by_position(runs: Iterable[RunDict]) -> list[float]:
+    """Share of accepted tokens at each draft position, among the rounds that reached it."""
+    reached: dict[int, int] = {}
+    accepted: dict[int, int] = {}
+    for item in (item for run in runs for item in run["rounds"] or ()):
+        for position in range(min(item["accepted"] + 1, item["drafted"])):
+            reached[position] = reached.get(position, 0) + 1
+            accepted[position] = accepted.get(position, 0) + (position < item["accepted"])
+    return [accepted[position] / reached[position] for position in sorted(reached)]
 
 
 def tokens_per_round(runs: Iterable[RunDict]) -> float | None:

@@ -7,6 +7,7 @@ from statistics import mean, median
 from typing import Any
 
 from hf_specdec.bench import metrics
+from hf_specdec.bench.markdown import capital, number, percent, table
 
 Result = Mapping[str, Any]
 
@@ -27,9 +28,9 @@ _CALM = 0.25
 
 def render(result: Result) -> str:
     """The whole report of a `benchmark` or `decode` result."""
-    parts = [_heading(result), _legend(result)]
+    parts = [heading(result), _legend(result)]
     parts += [
-        f"## {_capital(method['title'])}\n\n{example_table(result, method['name'])}" for method in result["methods"]
+        f"## {capital(method['title'])}\n\n{example_table(result, method['name'])}" for method in result["methods"]
     ]
     if len(result["methods"]) > 1:
         parts += [
@@ -61,14 +62,14 @@ def summary_table(result: Result) -> str:
         listed = list(runs.values())
         rows.append(
             [
-                _capital(method["title"]),
-                _number(metrics.micro_rate(listed), 1),
-                _number(metrics.macro_rate(listed), 1),
-                _number(metrics.end_to_end_rate(listed), 1),
-                _percent(metrics.acceptance_rate(listed)),
-                _number(metrics.tokens_per_round(listed), 2),
-                _number(metrics.alpha(listed), 3),
-                _number(metrics.efficiency(listed, forwards), 2),
+                capital(method["title"]),
+                number(metrics.micro_rate(listed), 1),
+                number(metrics.macro_rate(listed), 1),
+                number(metrics.end_to_end_rate(listed), 1),
+                percent(metrics.acceptance_rate(listed)),
+                number(metrics.tokens_per_round(listed), 2),
+                number(metrics.alpha(listed), 3),
+                number(metrics.efficiency(listed, forwards), 2),
                 _same_outputs(result, method["name"]),
             ]
         )
@@ -93,7 +94,7 @@ def cost_table(result: Result) -> str:
         c, v = metrics.cost_ratios(forwards, lookahead)
         verification = forwards["target"][str(lookahead + 1)]
         raw = (forwards["draft_step"], forwards["target"]["1"], verification)
-        costs = [_number(1000 * median(times), 2) for times in raw] + [_number(c, 3), _number(v, 3)]
+        costs = [number(1000 * median(times), 2) for times in raw] + [number(c, 3), number(v, 3)]
         plain = metrics.typical_runs(result["runs"], "plain", prompts)
         for method in result["methods"][1:]:
             runs = metrics.typical_runs(result["runs"], method["name"], prompts)
@@ -103,8 +104,8 @@ def cost_table(result: Result) -> str:
             if alpha is not None and method["name"] != "bild":
                 predicted = metrics.predicted_speedup(alpha, c, v, lookahead)
             measured = metrics.speedup(runs, plain)
-            figures = [_number(alpha, 3), _number(predicted, 2), _number(measured, 2)]
-            rows.append([length, *costs, _capital(method["title"]), *figures])
+            figures = [number(alpha, 3), number(predicted, 2), number(measured, 2)]
+            rows.append([length, *costs, capital(method["title"]), *figures])
     return table(header, rows)
 
 
@@ -130,21 +131,6 @@ def remarks(result: Result) -> list[str]:
     return [*result["notes"], warning] if warning else list(result["notes"])
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table whose columns also line up as plain text; the first column to the left."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
-
-
 def _row(name: str, length: str, runs: Sequence[metrics.RunDict], drafting: bool) -> list[str]:
     rate = metrics.micro_rate(runs)
     prefill = mean(metrics.first_delivery(run)[0] for run in runs)
@@ -152,17 +138,18 @@ def _row(name: str, length: str, runs: Sequence[metrics.RunDict], drafting: bool
         name,
         length,
         str(sum(len(run["tokens"]) for run in runs)),
-        _number(sum(run["seconds"] for run in runs), 3),
-        _number(1000 * prefill, 2),
-        _number(None if rate is None else 1000 / rate, 2),
-        _number(rate, 1),
+        number(sum(run["seconds"] for run in runs), 3),
+        number(1000 * prefill, 2),
+        number(None if rate is None else 1000 / rate, 2),
+        number(rate, 1),
     ]
     if drafting:
-        cells += [_percent(metrics.acceptance_rate(runs)), _number(metrics.tokens_per_round(runs), 2)]
+        cells += [percent(metrics.acceptance_rate(runs)), number(metrics.tokens_per_round(runs), 2)]
     return cells
 
 
-def _heading(result: Result) -> str:
+def heading(result: Result) -> str:
+    """Title, models, machine, versions and how tokens were chosen."""
     arguments = result["arguments"]
     how = "greedy"
     if result["sampling"]:
@@ -257,18 +244,6 @@ def _unrest(result: Result) -> str:
     if not spreads or median(spreads) <= _CALM:
         return ""
     return (
-        f"Times are unsteady: repeats of the same work differ by {_percent(median(spreads))} "
+        f"Times are unsteady: repeats of the same work differ by {percent(median(spreads))} "
         "(median). Close other programs, or raise --repeats."
     )
-
-
-def _capital(title: str) -> str:
-    return title[0].upper() + title[1:]
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}%"

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.bench import environment, report
+from hf_specdec.bench import environment, rendering
 from hf_specdec.bench.data import Prompt
 from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.methods import Method, lookahead
 from hf_specdec.bench.settings import BenchError, Settings
 
 FORMAT = 1
+_LISTS = ("runs", "prompts", "forwards", "quality")
 
 
 def new(settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -50,14 +52,36 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
+def stem(settings: Settings) -> str:
+    """What the files of a run are called: `<task>-<method or data set>-<greedy|sampling>`."""
+    parts = [settings.task]
+    if settings.task in ("benchmark", "decode"):
+        parts.append(settings.generation_strategy if settings.assisted_generation else "plain")
+    elif settings.dataset != "embedded":
+        parts.append(re.sub(r"[^A-Za-z0-9._]+", "_", settings.dataset))
+    return "-".join([*parts, "sampling" if settings.sampling else "greedy"])
+
+
+def from_records(records: Sequence[dict[str, Any]], methods: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The parts of a result that come from a journal, in an order that doesn't depend on who measured when."""
+    order = {method["name"]: number for number, method in enumerate(methods)}
+    kinds: dict[str, list[dict[str, Any]]] = {"run": [], "prompt": [], "forwards": []}
+    for record in records:
+        kinds[record["kind"]].append({key: value for key, value in record.items() if key != "kind"})
+    return {
+        "prompts": sorted(kinds["prompt"], key=lambda prompt: prompt["index"]),
+        "runs": sorted(kinds["run"], key=lambda run: (run["repeat"], run["prompt"], order[run["method"]])),
+        "forwards": sorted(kinds["forwards"], key=lambda item: (item["draft"], item["repeat"])),
+    }
+
+
 def save(result: dict[str, Any], settings: Settings) -> tuple[Path, Path]:
-    """Writes `<task>-<method>-<greedy|sampling>.json` and its rendering `.md`; returns both paths."""
-    what = settings.generation_strategy if settings.assisted_generation else "plain"
-    stem = f"{settings.task}-{what}-{'sampling' if settings.sampling else 'greedy'}"
-    data, rendered = settings.output_dir / f"{stem}.json", settings.output_dir / f"{stem}.md"
+    """Writes `<stem>.json` and its rendering `.md`; returns both paths."""
+    name = stem(settings)
+    data, rendered = settings.output_dir / f"{name}.json", settings.output_dir / f"{name}.md"
     try:
         _write(data, to_json(result))
-        _write(rendered, report.render(result))
+        _write(rendered, rendering.render(result))
     except OSError as error:
         raise BenchError(
             f"--output_dir: writing to {str(settings.output_dir)!r} failed ({error.strerror}); give a folder "
@@ -79,7 +103,7 @@ def _write(path: Path, text: str) -> None:
 def to_json(result: dict[str, Any]) -> str:
     """One line a key and one line a run, so that files stay short and differences readable."""
     lines = [
-        f"{json.dumps(key)}: " + (_one_a_line(value) if key in ("runs", "prompts") else json.dumps(value))
+        f"{json.dumps(key)}: " + (_one_a_line(value) if key in _LISTS else json.dumps(value))
         for key, value in result.items()
     ]
     return "{\n" + ",\n".join(lines) + "\n}\n"

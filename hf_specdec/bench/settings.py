@@ -36,6 +36,23 @@ class Settings:
     dtype: str = "auto"
     draft_dtype: str = "auto"
     repeats: int = 1
+    # Several values at once are for the task `sweep`.
+    draft_models: tuple[str, ...] = ()
+    lookaheads: tuple[int, ...] = ()
+    fallback_thresholds: tuple[float, ...] = ()
+    rollback_thresholds: tuple[float, ...] = ()
+    dataset: str = "embedded"
+    dataset_path: Path | None = None
+    split: str = "test"
+    prompt_column: str | None = None
+    reference_column: str | None = None
+    prompt_template: str = "{prompt}"
+    limit: int | None = None
+    better_transformer: bool = False
+    precision: str | None = None
+    draft_precision: str | None = None
+    device_map: str | None = None
+    offload_folder: Path | None = None
     output_dir: Path = Path("results") / "latest"
 
     @property
@@ -56,4 +73,4 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-serialisable."""
-        return asdict(self) | {"output_dir": str(self.output_dir)}
+        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}

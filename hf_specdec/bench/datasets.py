@@ -1,0 +1,178 @@
+"""Questions with their references: of the embedded corpus, of Spec-Bench, or of any data set that `datasets` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_specdec import embedded
+from hf_specdec.bench.settings import BenchError, Settings
+
+# What Spec-Bench takes from MT-Bench and reports as one subtask.
+_MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
+_EMBEDDED_LIMIT = 20
+
+
+@dataclass(frozen=True)
+class Question:
+    """One user turn to be answered.
+
+    Args:
+        index: number among all turns of the data set; sampling seeds derive from it.
+        subtask: under which name it is reported.
+        turns: the user's turns up to this one, which is the last.
+        references: right answers to the last turn, if any are known.
+        earlier: the indexes of the questions whose answers stand between the turns.
+    """
+
+    index: int
+    subtask: str
+    turns: tuple[str, ...]
+    references: tuple[str, ...] = ()
+    earlier: tuple[int, ...] = ()
+
+
+def dialogues(settings: Settings) -> list[list[Question]]:
+    """The data set that `settings` name, as dialogues of one or more turns; `limit` of each subtask.
+
+    Raises:
+        BenchError: a data set that can't be read or has nothing in it, a malformed line, a missing column.
+    """
+    name = settings.dataset
+    if name == "embedded":
+        raw = _embedded(settings.limit or _EMBEDDED_LIMIT)
+    elif name == "spec_bench":
+        if settings.dataset_path is None:
+            raise BenchError("--dataset: 'spec_bench' needs the place of its question.jsonl; give it by --dataset_path")
+        raw = _spec_bench(settings.dataset_path)
+    else:
+        raw = _columns(settings)
+    found: list[list[Question]] = []
+    taken: dict[str, int] = {}
+    index = 0
+    for subtask, turns, references in raw:
+        taken[subtask] = taken.get(subtask, 0) + 1
+        if settings.limit is None or taken[subtask] <= settings.limit:
+            numbers = range(index, index + len(turns))
+            found.append(
+                [
+                    Question(number, subtask, turns[: k + 1], references[k], tuple(numbers[:k]))
+                    for k, number in enumerate(numbers)
+                ]
+            )
+        # Counted whether taken or not, so that a question has the same number under every limit.
+        index += len(turns)
+    if not found:
+        raise BenchError(f"--dataset: {str(settings.dataset_path or name)!r} has no question in it; give another one")
+    return found
+
+
+Raw = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]
+
+
+def _embedded(limit: int) -> Iterator[Raw]:
+    for subtask in embedded.SUBTASKS:
+        for example in embedded.examples(subtask, split="heldout", n=limit):
+            yield subtask, example.turns, tuple((reference,) for reference in example.references)
+
+
+def _spec_bench(path: Path) -> Iterator[Raw]:
+    for number, item in json_lines(path):
+        category, turns = item.get("category"), item.get("turns")
+        if not isinstance(category, str) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+            raise _malformed(path, number, "it needs a category and a list of turns")
+        references = item.get("reference") or []
+        # One a turn; where a single turn has several right answers they stand in a list of their own.
+        per_turn = [_texts(references[k]) if k < len(references) else () for k in range(len(turns))]
+        yield "multi-turn" if category in _MT_BENCH else category, tuple(turns), tuple(per_turn)
+
+
+def _columns(settings: Settings) -> Iterator[Raw]:
+    if settings.prompt_column is None:
+        raise BenchError(f"--prompt_column: not given; name the column of {settings.dataset!r} that holds the prompts")
+    name = settings.dataset
+    rows: Iterable[tuple[int, Mapping[str, Any]]]
+    rows = json_lines(Path(name)) if name.endswith((".jsonl", ".ndjson")) else enumerate(_load(settings), start=1)
+    for number, row in rows:
+        text = _cell(row, settings.prompt_column, "--prompt_column", number)
+        if not isinstance(text, str) or not text.strip():
+            raise _malformed(name, number, f"its {settings.prompt_column!r} is no text")
+        references: tuple[str, ...] = ()
+        if settings.reference_column is not None:
+            references = _texts(_cell(row, settings.reference_column, "--reference_column", number))
+        yield (Path(name).name, (settings.prompt_template.replace("{prompt}", text),), (references,))
+
+
+def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
+    """A data set of the hub, a folder, or a file that `datasets` knows by its ending."""
+    # Here because it takes seconds.
+    import datasets
+
+    name, _, config = settings.dataset.partition(":")
+    path = Path(name)
+    try:
+        datasets.disable_progress_bars()
+        if path.is_file():
+            kind = {".csv": "csv", ".tsv": "csv", ".json": "json", ".parquet": "parquet"}.get(path.suffix, "text")
+            options = {"sep": "\t"} if path.suffix == ".tsv" else {}
+            return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
+        return datasets.load_dataset(name, config or None, split=settings.split)
+    # `datasets` raises many kinds for what is missing, damaged, private or unreachable; all mean one thing.
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise BenchError(
+            f"--dataset: {settings.dataset!r} with --split {settings.split!r} can't be loaded "
+            f"({lines[0].rstrip('.')}); give embedded, spec_bench, a local file, or a name that the hub has and this "
+            "machine can reach"
+        ) from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The objects of a JSON lines file with the numbers of their lines, from 1; blank lines are skipped.
+
+    Raises:
+        BenchError: the file can't be read, or a line is no JSON object.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise BenchError(
+            f"--dataset: {str(path)!r} can't be read ({error.strerror}); give a file that exists and is readable"
+        ) from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise _malformed(path, number, "it is no JSON") from error
+        if not isinstance(item, dict):
+            raise _malformed(path, number, "it is no JSON object")
+        yield number, item
+
+
+def _cell(row: Mapping[str, Any], column: str, argument: str, number: int) -> Any:
+    """A column; dots lead into nested ones, as in translation.de."""
+    value: Any = row
+    for key in [column] if column in row else column.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise BenchError(
+                f"{argument}: {column!r} is not in row {number}, which has {', '.join(sorted(row))}; name one of these"
+            )
+        value = value[key]
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """A reference, or a list of them, without empty ones."""
+    if value is None:
+        return ()
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(str(text) for text in listed if str(text).strip())
+
+
+def _malformed(path: Path | str, number: int, why: str) -> BenchError:
+    return BenchError(f"--dataset: line {number} of {str(path)!r} is malformed: {why}; correct or remove it")

@@ -1,0 +1,29 @@
+"""From the task's name to what does it."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_specdec.bench.benchmark import run_benchmark
+from hf_specdec.bench.decode import run_decode
+from hf_specdec.bench.processes import processes
+from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.subtasks import run_subtasks
+
+_ALONE = {"benchmark": run_benchmark, "decode": run_decode}
+_SHARED = {"subtasks": run_subtasks}
+
+
+def run_task(settings: Settings) -> None:
+    """Runs `settings.task`; raises `BenchError` for what the user can put right."""
+    # Before any model is loaded, so that each process of several gets a GPU of its own.
+    shared = processes(cpu=settings.device == "cpu" or not torch.cuda.is_available())
+    if settings.task in _SHARED:
+        _SHARED[settings.task](settings, shared)
+    elif shared.count > 1:
+        raise BenchError(
+            f"--task: {settings.task!r} times one process alone, and was started with {shared.count}; start it without "
+            "torchrun, or choose subtasks, sweep or ablation"
+        )
+    else:
+        _ALONE[settings.task](settings)
