@@ -85,6 +85,15 @@ def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int) -> 
         layer.values = _take(layer.values, source)
 
 
+def release(cache: Cache) -> None:
+    """Turn what `torch.inference_mode` wrote into ordinary tensors, which autograd may save, too."""
+    parts = (
+        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+    )
+    for layer in (layer for part in parts for layer in part.layers if layer.is_initialized):
+        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+
+
 def shift_rows(rows: torch.Tensor, shifts: Sequence[int], new_width: int) -> torch.Tensor:
     """`realign` for a plain tensor `[B, width]`, as used without a cache."""
     source = _source_slots(shifts, 0, range(new_width), rows.shape[1], rows.device)

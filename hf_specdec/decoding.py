@@ -88,11 +88,11 @@ class Decoder:
         ids, lookahead = transcript.ids, proposal.tokens.shape[1]
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
         tokens = torch.cat([tail(ids, lengths, unread), proposal.tokens], dim=1)
-        logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32)
+        logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=True)
         scores = logits
         if self.processors:
             counts = _judged(proposal, live, transcript.eos_tokens)
-            scores = self.processors(ids, lengths, counts, logits.clone())
+            scores = self.processors(ids, lengths, counts, logits.clone() if transcript.keeps_logits else logits)
         draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
         relaxed = scores
         if self.relaxation is not None and lookahead:

@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from hf_specdec.cache import release
 from hf_specdec.checks import check_call, check_model, needs_translation, vocabulary_size
 from hf_specdec.config import SpeculationConfig, check_fields
 from hf_specdec.cross_tokenizer import cross_tokenizer_drafter
@@ -118,9 +119,14 @@ class SpeculativeDecoding:
             do_sample=do_sample,
         )
         self.stats = _last[model] = SpeculationStats(config.strategy)
-        decoder.decode(transcript, self.stats)
+        returns_dict = bool(generation_config.return_dict_in_generate)
+        try:
+            decoder.decode(transcript, self.stats)
+        finally:
+            if target.cache is not None and (returns_dict or getattr(target.cache, "_is_user_defined", False)):
+                release(target.cache)
         transcript.end()
-        if not generation_config.return_dict_in_generate:
+        if not returns_dict:
             return transcript.sequences
         return _output(model, transcript, target, self.stats)
 
