@@ -28,7 +28,7 @@ class RawForwards:
         self.times: dict[str, dict[str, Any]] = {}
         self._steps: dict[str, tuple[Callable[[int], None], Callable[[int], None] | None]] = {}
 
-    @torch.no_grad()
+    @torch.inference_mode()  # as our passes run
     def sample(self, prompt: Prompt) -> None:
         """Times each shape at the context that decoding this prompt has half-way: prompt and half the new
         tokens.
