@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specdec.embedded.corpus.examples import SUBTASKS, Example, generate
-from hf_specdec.embedded.corpus.prompts import encoder_text, prompt_ids, render_prompt
+from hf_specdec.embedded.corpus.prompts import SPECIAL_TOKENS, encoder_text, prompt_ids, render_prompt
 
 PROMPT_WEIGHT = 0.1  # of a prompt token's loss; some of it helps induction to form
 IGNORED = -100
@@ -42,10 +42,36 @@ def _dialogue(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[lis
     return ids, weights
 
 
-def packed_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int) -> Batch:
-    """Rows `[B, length]` of `<bos>` and several solved examples; half of them begin inside an example."""
+def _noise(tokenizer: PreTrainedTokenizerBase, rng: Random, least: int, most: int) -> list[int]:
+    """Random tokens, none of them special."""
+    return [rng.randrange(len(SPECIAL_TOKENS), len(tokenizer)) for _ in range(rng.randrange(least, most))]
+
+
+def _copying_row(tokenizer: PreTrainedTokenizerBase, rng: Random, length: int) -> tuple[list[int], list[float]]:
+    """Random tokens, each run of them twice: only looking back tells the second time."""
+    ids: list[int] = []
+    weights: list[float] = []
+    while len(ids) < length:
+        run = _noise(tokenizer, rng, 8, 60)
+        ids += run * 2
+        weights += [0.0] * len(run) + [1.0] * len(run)
+    return [tokenizer.bos_token_id, *ids[:length]], weights[:length]
+
+
+def packed_batch(
+    tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, copying: float = 0.0
+) -> Batch:
+    """Rows `[B, length]` of `<bos>` and several solved examples; half of them begin inside an example.
+
+    A share `copying` of the rows, in expectation, drills looking back instead.
+    """
     all_ids, all_weights = [], []
     for _ in range(rows):
+        if copying and rng.random() < copying:
+            drill, drill_weights = _copying_row(tokenizer, rng, length)
+            all_ids.append(drill)
+            all_weights.append(drill_weights)
+            continue
         ids: list[int] = []
         weights: list[float] = []
         begins_inside = rng.random() < 0.5
@@ -62,11 +88,21 @@ def packed_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, len
     return Batch({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous(), torch.tensor(all_weights))
 
 
-def pair_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, few_shot: bool) -> Batch:
-    """Encoder inputs `[B, length]` (left-padded, or filled with solved examples) and answers `[B, 80]`."""
+def pair_batch(
+    tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, few_shot: bool, copying: float = 0.0
+) -> Batch:
+    """Encoder inputs `[B, length]` (left-padded, or filled with solved examples) and answers `[B, 80]`.
+
+    A share `copying` of the pairs, in expectation, drills copying random tokens instead.
+    """
     answer_length, pad = 80, tokenizer.pad_token_id
     sources, answers = [], []
     while len(sources) < rows:
+        if copying and rng.random() < copying:
+            run = _noise(tokenizer, rng, 8, answer_length)
+            sources.append([pad] * (length - len(run)) + run)
+            answers.append(run + [pad] * (answer_length - len(run)))
+            continue
         example = generate(rng.choice(_MIX), "train", rng)
         turn = rng.randrange(len(example.turns))
         if few_shot:
@@ -86,7 +122,7 @@ def pair_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, lengt
 
 
 def batch_for_step(
-    tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool, rows: int, seed: int, step: int
+    tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool, rows: int, seed: int, step: int, copying: float = 0.0
 ) -> Batch:
     """The batch of a step: about `rows` x 256 tokens, in longer rows every now and then.
 
@@ -96,6 +132,7 @@ def batch_for_step(
     rng = Random(f"batch/{seed}/{step}")
     if encoder_decoder:
         few_shot = step % 4 == 3
-        return pair_batch(tokenizer, rng, rows // 2 if few_shot else rows * 2, 512 if few_shot else 160, few_shot)
+        pairs, length = (rows // 2, 512) if few_shot else (rows * 2, 160)
+        return pair_batch(tokenizer, rng, pairs, length, few_shot, copying)
     length = 1024 if step % 32 == 31 else 512 if step % 4 == 3 else 256
-    return packed_batch(tokenizer, rng, max(1, rows * 256 // length), length)
+    return packed_batch(tokenizer, rng, max(1, rows * 256 // length), length, copying)

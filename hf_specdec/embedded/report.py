@@ -21,8 +21,8 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "target": ("draft-small", "draft", "draft-large"),
     "t5-target": ("t5-draft",),
 }
-EXAMPLES = 48  # per subtask, of the held-out split
-FEW_SHOT_EXAMPLES = 16  # per subtask, with the prompt filled up to FEW_SHOT_LENGTH tokens
+EXAMPLES = 24  # per subtask, of the held-out split
+FEW_SHOT_EXAMPLES = 4  # per subtask, with the prompt filled up to FEW_SHOT_LENGTH tokens
 FEW_SHOT_LENGTH = 512
 
 
@@ -105,6 +105,12 @@ def total(agreement: dict[str, dict[str, int]]) -> Agreement:
     return sum((Agreement(**counts) for counts in agreement.values()), Agreement())
 
 
+def total_steps(recipe: dict[str, Any]) -> int:
+    """Steps of a recipe and of the seedlings that it grows from."""
+    earlier = total_steps(recipe["seedling"]) if recipe["seedling"] else 0
+    return earlier + (recipe["until"] or recipe["steps"])
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     rule = ["---"] + ["---:"] * (len(head) - 1)
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)] + [""]
@@ -160,7 +166,7 @@ def _model_rows(report: dict[str, Any]) -> list[list[str]]:
         ratio = report["models"][target]["parameters"]["layers"] / counts["layers"]
         rows.append([
             name, f"{counts['layers']:,}", f"{ratio:.1f}", f"{counts['embeddings']:,}",
-            f"{facts['safetensors_bytes'] / 1e6:.2f}", f"{record['steps']:,}", f"{record['tokens']:,}",
+            f"{facts['safetensors_bytes'] / 1e6:.2f}", f"{total_steps(recipe):,}", f"{record['tokens']:,}",
             f"{record['seconds']:,.0f}", f"{record['loss']:.4f}", str(recipe["seed"]),
         ])  # fmt: skip
     return rows

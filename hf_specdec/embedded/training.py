@@ -23,6 +23,8 @@ class Recipe:
 
     Attributes:
         decay: the share of the steps, at their end, over which the learning rates fall to 0.
+        until: stop after this many steps of a schedule laid out for `steps`; None goes to its end.
+        copying: share of the data that drills copying random tokens, so that attention learns to look back.
         seedling: trains a shallower model first, from which this one grows: much cheaper than training all
             the layers from the start, since attention learns to look things up in the shallow model.
     """
@@ -36,6 +38,8 @@ class Recipe:
     seed: int = 0
     checkpoint_every: int = 50
     decay: float = 0.5
+    until: int | None = None
+    copying: float = 0.0
     seedling: Recipe | None = None
 
 
@@ -148,12 +152,13 @@ def train(
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         record = state["record"]
-    last = recipe.steps if stop_after is None else min(recipe.steps, record["steps"] + stop_after)
+    end = recipe.until or recipe.steps
+    last = end if stop_after is None else min(end, record["steps"] + stop_after)
     began = time.perf_counter()
     while record["steps"] < last:
         step = record["steps"]
         batch = batch_for_step(tokenizer, encoder_decoder=recipe.shape.encoder_layers > 0, rows=recipe.rows,
-                               seed=recipe.seed, step=step)  # fmt: skip
+                               seed=recipe.seed, step=step, copying=recipe.copying)  # fmt: skip
         loss = _loss(model, batch, device)
         loss.backward()
         optimizers.step(step)
