@@ -21,8 +21,10 @@ _TASKS = {
     "benchmark": (30, 3),
     "decode": (30, 1),
     "subtasks": (128, 3),
+    "sweep": (128, 5),
+    "ablation": (64, 3),
 }
-_JOURNALED = ("subtasks",)
+_JOURNALED = ("subtasks", "sweep", "ablation")
 _CONTINUE = "; what was measured is kept, and the same command continues it"
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -120,7 +122,12 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     add("--reference_column", metavar="COLUMN", help="holds right answers, to judge quality by")
     template = "put around each prompt; {prompt} stands for it (%(default)s)"
     add("--prompt_template", type=_template, default="{prompt}", metavar="TEXT", help=template)
-    add("--limit", type=_at_least(1), metavar="N", help="examples of each subtask; embedded 20, otherwise all")
+    add(
+        "--limit",
+        type=_at_least(1),
+        metavar="N",
+        help="examples of each subtask; embedded: subtasks 20, sweep 5, ablation 3; others: all",
+    )
 
 
 def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:

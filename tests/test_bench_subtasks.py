@@ -8,14 +8,11 @@ from statistics import mean
 from typing import Any
 
 import pytest
-import torch
 from tiny_pair import CONTEXT, save_pair
 
 from hf_specdec import embedded
 from hf_specdec.bench import datasets, rendering
 from hf_specdec.bench import subtasks_report as report
-from hf_specdec.bench.collect import logit_margin
-from hf_specdec.bench.data import Prompt
 from hf_specdec.bench.loading import load_pair
 from hf_specdec.bench.processes import Processes
 from hf_specdec.bench.quality import quality
@@ -205,17 +202,7 @@ def test_prompts_that_were_cut_are_said(result: dict[str, Any], printed: str) ->
     assert f"{len(cut)} of {len(result['prompts'])} prompts were longer than the context and cut on the left" in printed
 
 
-def test_divergences_and_their_margins(settings: Settings, result: dict[str, Any]) -> None:
-    pair = load_pair(settings)
-    prompt = Prompt(0, "x", tuple(range(5, 25)))
-    ids = torch.tensor([prompt.token_ids])
-    reference = pair.target.generate(ids, max_new_tokens=6, do_sample=False)[0, 20:].tolist()
-    with torch.no_grad():
-        logits = pair.target(torch.tensor([[*prompt.token_ids, *reference[:3]]])).logits[0, -1]
-    other = [*reference[:3], 7, *reference[4:]]
-    margin = logit_margin(pair, prompt, reference, other, 3)
-    assert margin == pytest.approx(float(logits[reference[3]] - logits[7]), abs=1e-6) and margin > 0
-    assert logit_margin(pair, prompt, reference, reference[:3], 3) is None
+def test_divergences_and_their_margins(result: dict[str, Any]) -> None:
     # In float64 the lossless methods leave plain decoding nowhere; BiLD does, where its rollback lets it.
     differing = {name for prompt in result["prompts"] for name in prompt["divergences"]}
     assert differing <= {"bild"}

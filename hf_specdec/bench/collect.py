@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from hf_specdec.bench import environment, metrics, results
+from hf_specdec.bench import environment, results
 from hf_specdec.bench.data import Prompt, question_prompt
 from hf_specdec.bench.datasets import Question
 from hf_specdec.bench.journal import Journal, Record, discard
@@ -18,6 +18,7 @@ from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.measure import run_once, warm_up
 from hf_specdec.bench.methods import Method
 from hf_specdec.bench.processes import Processes
+from hf_specdec.bench.quality import divergence
 from hf_specdec.bench.raw_forwards import RawForwards
 from hf_specdec.bench.settings import Settings
 
@@ -124,13 +125,13 @@ class Collection:
     def _divergences(self, prompt: Prompt) -> dict[str, Any]:
         """Of each contender whose greedy output leaves the baseline's: where, and by which margin of logits."""
         reference: list[int] = self._run(prompt.index, self.baseline)["tokens"]
+        ids = torch.tensor([prompt.token_ids], device=self.baseline.pair.target.device)
         found = {}
         for contender in self.contenders[1:]:
             tokens: list[int] = self._run(prompt.index, contender)["tokens"]
-            position = metrics.first_divergence(tokens, reference)
-            if position is not None:
-                margin = logit_margin(self.baseline.pair, prompt, reference, tokens, position)
-                found[contender.method.name] = {"position": position, "margin": margin}
+            found_here = divergence(self.baseline.pair.target, {"input_ids": ids}, tokens, reference)
+            if found_here is not None:
+                found[contender.method.name] = rounded(asdict(found_here))
         return found
 
     def _run(self, index: int, contender: Contender) -> Record:
@@ -171,28 +172,6 @@ def rounded(value: Any) -> Any:
     return [rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-@torch.no_grad()
-def logit_margin(
-    pair: LoadedPair, prompt: Prompt, reference: Sequence[int], tokens: Sequence[int], position: int
-) -> float | None:
-    """How much the target prefers the reference's token over the other one at the first that differs, in logits.
-
-    None where one output only ends before the other.
-    """
-    if position >= min(len(reference), len(tokens)):
-        return None
-    device = pair.target.device
-    prompt_ids = torch.tensor([prompt.token_ids], device=device)
-    common = torch.tensor([list(reference[:position])], dtype=torch.long, device=device)
-    if pair.encoder_decoder:
-        start = torch.tensor([[pair.target.generation_config.decoder_start_token_id]], device=device)
-        logits = pair.target(input_ids=prompt_ids, decoder_input_ids=torch.cat([start, common], dim=1)).logits
-    else:
-        logits = pair.target(input_ids=torch.cat([prompt_ids, common], dim=1)).logits
-    last = logits[0, -1].double()
-    return round(float(last[reference[position]] - last[tokens[position]]), _DIGITS)
-
-
 def collect(
     settings: Settings,
     contenders: Sequence[Contender],
@@ -213,7 +192,8 @@ def collect(
     del kept["output_dir"]
     journal = Journal(settings.output_dir, stem, kept, shared.rank)
     shared.wait()
-    journal.begin(environment=environment.describe())
+    now = environment.describe()
+    journal.begin(environment=now)
     collection = Collection(settings, contenders, journal, shared)
     collection.run(dialogues)
     collection.sample_forwards(dialogues, lookahead)
@@ -225,7 +205,7 @@ def collect(
     result = results.new(settings, contenders[0].pair, methods, [])
     result |= results.from_records(records, result["methods"])
     result["processes"] = shared.count
-    _take_environment(result, journal)
+    _take_environment(result, journal, now)
     cut = [prompt for prompt in result["prompts"] if prompt["cut"]]
     if cut:
         result["notes"].append(
@@ -241,14 +221,14 @@ def finish(result: dict[str, Any], settings: Settings) -> None:
     discard(settings.output_dir, results.stem(settings))
 
 
-def _take_environment(result: dict[str, Any], journal: Journal) -> None:
+def _take_environment(result: dict[str, Any], journal: Journal, now: Record) -> None:
     """The environment is the one in which measuring began; a restart in another one is said."""
     assert journal.header is not None
-    before, now = journal.header["environment"], result["environment"]
+    before = journal.header["environment"]
     for name in ("cpu", "gpus", "packages", "torch_threads", "commit"):
         if before[name] != now[name]:
             result["notes"].append(
                 f"Measured in several sittings that differ in {name} ({before[name]}, then {now[name]}): "
                 "times can't be compared safely."
             )
-    result["environment"] = {**before, "load_average_at_end": now["load_average"]}
+    result["environment"] = {**before, "load_average_at_end": environment.load_average()}

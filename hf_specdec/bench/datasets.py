@@ -13,7 +13,8 @@ from hf_specdec.bench.settings import BenchError, Settings
 
 # What Spec-Bench takes from MT-Bench and reports as one subtask.
 _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
-_EMBEDDED_LIMIT = 20
+# Examples of each embedded subtask, by task: what takes minutes, not hours.
+_EMBEDDED_LIMITS = {"subtasks": 20, "sweep": 5, "ablation": 3}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def dialogues(settings: Settings) -> list[list[Question]]:
     """
     name = settings.dataset
     if name == "embedded":
-        raw = _embedded(settings.limit or _EMBEDDED_LIMIT)
+        raw = _embedded(settings.limit or _EMBEDDED_LIMITS[settings.task])
     elif name == "spec_bench":
         if settings.dataset_path is None:
             raise BenchError("--dataset: 'spec_bench' needs the place of its question.jsonl; give it by --dataset_path")

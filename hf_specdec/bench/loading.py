@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
 )
 
 from hf_specdec import embedded
+from hf_specdec.attention import attention_of, better_transformer_refusal, to_better_transformer
 from hf_specdec.bench.pairs import default_draft, full_name
 from hf_specdec.bench.settings import BenchError, Settings
 
@@ -75,12 +77,41 @@ def load_pair(settings: Settings) -> LoadedPair:
             )
     tokenizer = _read("--model_name", target_name, AutoTokenizer)
     target = _load_model("--model_name", target_name, config, settings.dtype, device)
-    if draft_name is None:
-        return LoadedPair(target_name, target, tokenizer)
+    pair = LoadedPair(target_name, target, tokenizer)
+    if draft_name is not None:
+        pair = _with_draft(pair, draft_name, settings, draft_device)
+    if settings.better_transformer:
+        better_transformer(pair)
+    return pair
+
+
+def load_pairs(settings: Settings, drafts: Sequence[str]) -> list[LoadedPair]:
+    """One target with each of several drafts, all in memory at once; raises `BenchError` as `load_pair`."""
+    for name in drafts:
+        _read("--draft_models", full_name(name), AutoConfig)
+    first = load_pair(replace(settings, assistant_model=drafts[0]))
+    pairs = [first]
+    for name in drafts[1:]:
+        device = _device("--draft_device", settings.draft_device, default=first.target.device)
+        pairs.append(_with_draft(first, full_name(name), settings, device))
+        if settings.better_transformer:
+            better_transformer(pairs[-1])
+    return pairs
+
+
+def better_transformer(pair: LoadedPair) -> None:
+    """Both models to SDPA attention; raises `BenchError` for a model that can't have it."""
+    for model in pair.models:
+        if refusal := better_transformer_refusal(model):
+            raise BenchError(f"--better_transformer: {refusal}")
+        to_better_transformer(model)
+
+
+def _with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.device) -> LoadedPair:
     draft_dtype = settings.draft_dtype if settings.draft_dtype != "auto" else settings.dtype
-    draft = _load_model("--assistant_model", draft_name, config, draft_dtype, draft_device)
-    draft_tokenizer = _read("--assistant_model", draft_name, AutoTokenizer)
-    return LoadedPair(target_name, target, tokenizer, draft_name, draft, draft_tokenizer)
+    draft = _load_model("--assistant_model", name, pair.target.config, draft_dtype, device)
+    draft_tokenizer = _read("--assistant_model", name, AutoTokenizer)
+    return replace(pair, draft_name=name, draft=draft, draft_tokenizer=draft_tokenizer)
 
 
 def _draft_name(settings: Settings) -> str:
@@ -148,5 +179,5 @@ def _describe(name: str, model: PreTrainedModel) -> dict[str, Any]:
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "attention": model.config._attn_implementation,
+        "attention": attention_of(model),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean, stdev
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -28,6 +29,15 @@ def capital(title: str) -> str:
 def number(value: float | None, digits: int) -> str:
     """Fixed point; – for None."""
     return "–" if value is None else f"{value:.{digits}f}"
+
+
+def mean_and_spread(values: Sequence[float], digits: int) -> str:
+    """Mean ± standard deviation of repeats; the mean alone for one, – for none."""
+    if not values:
+        return "–"
+    if len(values) == 1:
+        return number(values[0], digits)
+    return f"{number(mean(values), digits)} ± {number(stdev(values), digits)}"
 
 
 def percent(value: float | None) -> str:

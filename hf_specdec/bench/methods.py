@@ -45,12 +45,13 @@ class Method:
 
     `options` are added to generate()'s arguments. `surroundings(pair)` is entered around the call, outside
     the clock; what it yields is handed to `read_rounds(output, puts, log)`, which returns None for a method
-    that doesn't draft.
+    that doesn't draft. `facts` say in data what the title says in words, for reports over many methods.
     """
 
     name: str
     title: str
     options: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     surroundings: Callable[[LoadedPair], AbstractContextManager[Any]] = lambda pair: nullcontext()
     read_rounds: Callable[[Any, Sequence[int], Any], list[RoundRecord] | None] = lambda output, puts, log: None
 

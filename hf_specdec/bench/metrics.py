@@ -87,6 +87,12 @@ def macro_speedup(runs: Mapping[int, RunDict], baseline: Mapping[int, RunDict]) 
     return None if rate is None or base is None else rate / base
 
 
+def by_repeat(runs: Sequence[RunDict], method: str) -> list[list[RunDict]]:
+    """The runs of a method, one list a repeat."""
+    repeats = sorted({run["repeat"] for run in runs})
+    return [[run for run in runs if run["repeat"] == repeat and run["method"] == method] for repeat in repeats]
+
+
 def end_to_end_speedup(runs: Mapping[int, RunDict], baseline: Mapping[int, RunDict]) -> float:
     """Ratio of end-to-end rates."""
     return end_to_end_rate(runs.values()) / end_to_end_rate(baseline.values())

@@ -63,12 +63,17 @@ def full_name(name: str) -> str:
 
 def default_draft(target: str) -> str | None:
     """The draft that goes with a target under any of its names; None for a target that the table lacks."""
+    return next(iter(known_drafts(target)), None)
+
+
+def known_drafts(target: str) -> tuple[str, ...]:
+    """All drafts that go with a target under any of its names; none for a target that the table lacks."""
     name = full_name(target)
     for pair in KNOWN_PAIRS:
         # A folder or a mirror of a known model keeps its draft: only the last part of the name is compared.
         if pair.target.rsplit("/", 1)[-1].lower() == name.rstrip("/").rsplit("/", 1)[-1].lower():
-            return pair.drafts[0]
-    return None
+            return pair.drafts
+    return ()
 
 
 def _hub_names() -> list[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_specdec.bench import report, subtasks_report
+from hf_specdec.bench import ablation_report, report, subtasks_report, sweep_report
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "benchmark": report.render,
     "decode": report.render,
     "subtasks": subtasks_report.render,
+    "sweep": sweep_report.render,
+    "ablation": ablation_report.render,
 }
 
 

@@ -32,7 +32,7 @@ def new(settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts
         "models": pair.describe(),
         "sampling": settings.sampling,
         "lookahead": lookahead(settings, pair),
-        "methods": [{"name": method.name, "title": method.title} for method in methods],
+        "methods": [{"name": method.name, "title": method.title, **method.facts} for method in methods],
         "prompts": [{"index": p.index, "label": p.label, "tokens": len(p.token_ids)} for p in prompts],
         "notes": [],
         "runs": [],
@@ -58,7 +58,7 @@ def stem(settings: Settings) -> str:
     if settings.task in ("benchmark", "decode"):
         parts.append(settings.generation_strategy if settings.assisted_generation else "plain")
     elif settings.dataset != "embedded":
-        parts.append(re.sub(r"[^A-Za-z0-9._]+", "_", settings.dataset))
+        parts.append(re.sub(r"[^A-Za-z0-9._]+", "_", Path(settings.dataset).name))
     return "-".join([*parts, "sampling" if settings.sampling else "greedy"])
 
 

@@ -148,7 +148,7 @@ def divergence_table(result: Result) -> str:
     rows = []
     for method in result["methods"][1:]:
         found = [p["divergences"][method["name"]] for p in result["prompts"] if method["name"] in p["divergences"]]
-        margins = [item["margin"] for item in found if item["margin"] is not None]
+        margins = [item["margin"] for item in found]
         rows.append(
             [
                 capital(method["title"]),

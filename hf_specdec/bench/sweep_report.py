@@ -1,0 +1,208 @@
+"""The results of `sweep` as tables and a recommendation: pure functions from the dict that the JSON holds."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from statistics import mean
+from typing import Any
+
+from hf_specdec.bench import metrics
+from hf_specdec.bench.markdown import mean_and_spread, number, table
+from hf_specdec.bench.report import heading, remarks
+
+Result = Mapping[str, Any]
+MethodDict = Mapping[str, Any]
+
+LEGEND = (
+    "Each figure is the mean of the repeats ± their standard deviation. Speedup: ratio of decode tokens/s (micro: all "
+    "tokens / all seconds after the first delivery) over plain decoding in the same repeat. c: one draft step / one "
+    "target step, bare forward passes. The predicted speedup takes each token's acceptance for independent of the "
+    "others', so it is an estimate. Quality is measured against the references, 0 to 100."
+)
+
+
+def render(result: Result) -> str:
+    """The whole report."""
+    lines = [*recommendations(result), *remarks(result)]
+    parts = [
+        heading(result),
+        LEGEND,
+        _tables(result),
+        "## Best settings\n\n" + "\n".join(f"- {line}" for line in lines),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def terminal(result: Result) -> str:
+    """The tables, the best row and its command."""
+    return "\n\n".join([_tables(result), *recommendations(result), *remarks(result)]) + "\n"
+
+
+def _tables(result: Result) -> str:
+    parts = [f"## Drafts and lookaheads\n\n{draft_table(result)}"]
+    if methods_of(result, "bild"):
+        parts.append(f"## BiLD's thresholds\n\n{threshold_table(result)}")
+    return "\n\n".join(parts)
+
+
+def methods_of(result: Result, strategy: str) -> list[MethodDict]:
+    """The rows of a strategy."""
+    return [method for method in result["methods"] if method.get("strategy") == strategy]
+
+
+def speedups(result: Result, method: MethodDict) -> list[float]:
+    """Over plain decoding, one a repeat."""
+    return metrics.speedup_by_repeat(result["runs"], method["name"], "plain")
+
+
+def speed_ratios(result: Result, method: MethodDict) -> list[float]:
+    """c, one a repeat."""
+    samples = [item["times"] for item in result["forwards"] if item["draft"] == method["draft"]]
+    return [metrics.cost_ratios(times, method["lookahead"])[0] for times in samples]
+
+
+def draft_table(result: Result) -> str:
+    """One row a draft and lookahead: the published columns, and what they predict."""
+    header = ["Draft", "Parameters", "n_lookahead", "Mean acceptance rate", "Inference speed ratio (c)", "Speedup"]
+    header += ["Predicted speedup", "Tokens/Round", "α", "Tokens/Sec", "Outputs as plain"]
+    rows = [
+        [
+            method["draft"],
+            _parameters(method["draft_parameters"]),
+            str(method["lookahead"]),
+            *_acceptance_and_ratio(result, method),
+            mean_and_spread(speedups(result, method), 2),
+            number(_predicted(result, method), 2),
+            *_round_figures(result, method),
+            _same(result, method),
+        ]
+        for method in methods_of(result, "speculative")
+    ]
+    plain = _rates(result, {"name": "plain"})
+    rows.insert(0, ["none (plain decoding)", *["–"] * 4, "1.00", *["–"] * 3, mean_and_spread(plain, 1), "–"])
+    return table(header, rows)
+
+
+def threshold_table(result: Result) -> str:
+    """One row a draft, lookahead and pair of thresholds: speed and quality, beside plain and speculative decoding."""
+    header = ["Draft", "n_lookahead", "Fallback", "Rollback", "Mean acceptance rate", "Speedup", "Tokens/Round", "α"]
+    header += ["Tokens/Sec", "Outputs as plain", "BLEU", "ROUGE-L", "Exact match"]
+    rows = [
+        ["none (plain decoding)", *["–"] * 4, "1.00", *["–"] * 2, mean_and_spread(_rates(result, {"name": "plain"}), 1)]
+    ]
+    rows[0] += ["–", *_quality(result, "plain")]
+    for method in [*methods_of(result, "speculative"), *methods_of(result, "bild")]:
+        lossless = method["strategy"] == "speculative"
+        rows.append(
+            [
+                method["draft"] + (" (speculative)" if lossless else ""),
+                str(method["lookahead"]),
+                "–" if lossless else f"{method['fallback']:g}",
+                "–" if lossless else f"{method['rollback']:g}",
+                _acceptance_and_ratio(result, method)[0],
+                mean_and_spread(speedups(result, method), 2),
+                *_round_figures(result, method),
+                _same(result, method),
+                *_quality(result, method["name"]),
+            ]
+        )
+    return table(header, rows)
+
+
+def recommendations(result: Result) -> list[str]:
+    """The fastest row of each strategy with its command; of BiLD also the fastest that loses no quality."""
+    lines = []
+    for strategy in ("speculative", "bild"):
+        best = _fastest(result, methods_of(result, strategy))
+        if best is not None:
+            lines.append(_recommended(f"Fastest {strategy}", result, best))
+    if methods_of(result, "bild") and result["quality"]:
+        plain = quality_of(result, "plain")
+        kept = [
+            method
+            for method in methods_of(result, "bild")
+            if all(quality_of(result, method["name"])[name] >= plain[name] for name in ("rougeL", "exact_match"))
+        ]
+        best = _fastest(result, kept)
+        without_loss = "Fastest bild with ROUGE-L and exact match no lower than plain decoding's"
+        lines.append(f"{without_loss}: none." if best is None else _recommended(without_loss, result, best))
+    return lines
+
+
+def quality_of(result: Result, name: str) -> Mapping[str, float]:
+    """A method's quality over all subtasks."""
+    return next(item for item in result["quality"] if item["method"] == name and item["subtask"] is None)
+
+
+def command(result: Result, method: MethodDict) -> str:
+    """What to type to run the benchmark with a row's settings."""
+    arguments = result["arguments"]
+    words = ["assisted_generation.py", "--task", "benchmark", "--assisted_generation"]
+    words += ["--model_name", result["models"]["target"]["name"], "--assistant_model", method["draft"]]
+    words += ["--generation_strategy", method["strategy"], "--num_assistant_tokens", str(method["lookahead"])]
+    if method["strategy"] == "bild":
+        words += ["--fallback_threshold", f"{method['fallback']:g}", "--rollback_threshold", f"{method['rollback']:g}"]
+    for name in ("dtype", "draft_dtype"):
+        if arguments[name] != "auto":
+            words += [f"--{name}", arguments[name]]
+    if result["sampling"]:
+        words.append("--do_sample")
+        words += [f"--{name}={arguments[name]:g}" for name in ("temperature", "top_k", "top_p")]
+    return shlex.join(words)
+
+
+def _recommended(what: str, result: Result, method: MethodDict) -> str:
+    return f"{what}: {method['title']}, {mean(speedups(result, method)):.2f} times plain: `{command(result, method)}`"
+
+
+def _fastest(result: Result, methods: list[MethodDict]) -> MethodDict | None:
+    rated = [(mean(ratios), number) for number, m in enumerate(methods) if (ratios := speedups(result, m))]
+    return methods[max(rated)[1]] if rated else None
+
+
+def _acceptance_and_ratio(result: Result, method: MethodDict) -> list[str]:
+    repeats = metrics.by_repeat(result["runs"], method["name"])
+    rates = [rate for runs in repeats if (rate := metrics.acceptance_rate(runs)) is not None]
+    return [mean_and_spread(rates, 3), mean_and_spread(speed_ratios(result, method), 3)]
+
+
+def _round_figures(result: Result, method: MethodDict) -> list[str]:
+    """Tokens a round, α, and tokens/s."""
+    runs = [run for run in result["runs"] if run["method"] == method["name"]]
+    figures = [number(metrics.tokens_per_round(runs), 2), number(metrics.alpha(runs), 3)]
+    return [*figures, mean_and_spread(_rates(result, method), 1)]
+
+
+def _rates(result: Result, method: MethodDict) -> list[float]:
+    repeats = metrics.by_repeat(result["runs"], method["name"])
+    return [rate for runs in repeats if (rate := metrics.micro_rate(runs)) is not None]
+
+
+def _predicted(result: Result, method: MethodDict) -> float | None:
+    """From the mean α, c and v of all repeats."""
+    alpha = metrics.alpha(run for run in result["runs"] if run["method"] == method["name"])
+    samples = [item["times"] for item in result["forwards"] if item["draft"] == method["draft"]]
+    if alpha is None or not samples:
+        return None
+    ratios = [metrics.cost_ratios(times, method["lookahead"]) for times in samples]
+    c, v = (mean(pair[place] for pair in ratios) for place in (0, 1))
+    return metrics.predicted_speedup(alpha, c, v, method["lookahead"])
+
+
+def _quality(result: Result, name: str) -> list[str]:
+    if not result["quality"]:
+        return ["–"] * 3
+    measured = quality_of(result, name)
+    return [number(measured[key], 1) for key in ("bleu", "rougeL", "exact_match")]
+
+
+def _same(result: Result, method: MethodDict) -> str:
+    if result["sampling"]:
+        return "–"
+    total = len(result["prompts"])
+    return f"{total - sum(method['name'] in prompt['divergences'] for prompt in result['prompts'])} of {total}"
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
