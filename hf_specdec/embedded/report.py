@@ -174,7 +174,9 @@ def _model_rows(report: dict[str, Any]) -> list[list[str]]:
 
 def render(report: dict[str, Any]) -> str:
     """`REPORT.md` from `report.json`."""
-    megabytes = sum(facts["folder_bytes"] for facts in report["models"].values()) / 1e6
+    weights, folders = (
+        sum(facts[key] for facts in report["models"].values()) / 1e6 for key in ("safetensors_bytes", "folder_bytes")
+    )
     head = ["Model", "Layer parameters", "Target's / its", "Embedding parameters", "safetensors (MB)", "Steps",
             "Tokens trained", "Seconds", "Last loss", "Seed"]  # fmt: skip
     versions = {json.dumps(facts["training"]["versions"]) for facts in report["models"].values()}
@@ -184,7 +186,8 @@ def render(report: dict[str, Any]) -> str:
         "Rendered by `python -m hf_specdec.embedded.train --report_only` from `report.json`; not edited by hand.",
         "",
         *_table(head, _model_rows(report)),
-        f"All six folders: {megabytes:.2f} MB. Trained with {', '.join(sorted(versions))}. Seconds are wall-clock "
+        f"Weights: {weights:.2f} MB, with tokenizers and configurations {folders:.2f} MB. "
+        f"Trained with {', '.join(sorted(versions))}. Seconds are wall-clock "
         "time on shared CPU cores, several models at a time.",
         "",
     ]
