@@ -55,6 +55,7 @@ class ModelRunner:
         self._history = input_ids[:, :0]
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
+        self._mode = pass_mode(model)
         prefix = "decoder_" if model.config.is_encoder_decoder else ""
         self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
         self._ids_key = f"{prefix}input_ids"
@@ -95,8 +96,7 @@ class ModelRunner:
         inputs = self._inputs(tokens, self._slot_kwargs(lags, first_slot, last_slot))
         if self._keeps_logits:
             inputs["logits_to_keep"] = count
-        # A tenth faster than no_grad; a cache that the caller keeps is copied out of it (`cache.release`).
-        with torch.inference_mode():
+        with self._mode():
             outputs = self.model(**inputs, return_dict=True)
         self.passes += 1
         self._width = last_slot
@@ -214,6 +214,16 @@ def runner_for(
     """The runner that a model needs for a batch of `input_ids` `[B, P]`; see `ModelRunner`."""
     batched = len(input_ids) == 1 or takes_row_positions(model)
     return (ModelRunner if batched else RowByRowRunner)(model, model_kwargs, input_ids, capacity, hidden)
+
+
+def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[torch.no_grad]:
+    """How passes are kept from recording gradients: `inference_mode`, a tenth faster, or `no_grad`.
+
+    A cache that the caller keeps is copied out of the former (`cache.release`). The latter is for weights of a
+    tensor class of their own, int4 of quanto among them, of which inference mode can't make views.
+    """
+    plain = all(type(weight) is torch.nn.Parameter for model in models for weight in model.parameters())
+    return torch.inference_mode if plain else torch.no_grad
 
 
 def takes_row_positions(model: PreTrainedModel) -> bool:

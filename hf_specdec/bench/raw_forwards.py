@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_specdec.bench.data import Prompt, context_length
 from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.measure import synchronize
+from hf_specdec.runner import pass_mode
 
 
 class RawForwards:
@@ -28,7 +29,6 @@ class RawForwards:
         self.times: dict[str, dict[str, Any]] = {}
         self._steps: dict[str, tuple[Callable[[int], None], Callable[[int], None] | None]] = {}
 
-    @torch.inference_mode()  # as our passes run
     def sample(self, prompt: Prompt) -> None:
         """Times each shape at the context that decoding this prompt has half-way: prompt and half the new
         tokens.
@@ -36,6 +36,10 @@ class RawForwards:
         In the order of decoding, draft steps and then a verification, for every width that a round may have:
         a model that was just run finds its weights in the processor's cache, and so it is in a round.
         """
+        with pass_mode(*self.pair.models)():  # as our passes run
+            self._sample(prompt)
+
+    def _sample(self, prompt: Prompt) -> None:
         length = str(len(prompt.token_ids))
         if length not in self.times:
             self.times[length] = {
