@@ -1,0 +1,178 @@
+"""Precision and place: weights in int8 or int4, models spread over devices, and what a precision can resolve.
+
+How the script loads a model, target or draft alike, with its own arguments' names for the messages:
+
+    kwargs = load_kwargs(settings.precision, dtype=settings.dtype, device_map=settings.device_map,
+                         offload_folder=settings.offload_folder)
+    model = auto.from_pretrained(location, **kwargs)
+    if settings.device_map is None:
+        model.to(device)
+    check_loaded(model, settings.precision, settings.device_map)
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, QuantoConfig
+
+from hf_specdec.bench.settings import BenchError
+
+QUANTIZED = ("int8", "int4")
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+# The maps that accelerate works out itself; a device's name puts the whole model there.
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_kwargs(
+    precision: str | None = None,
+    *,
+    dtype: str = "auto",
+    device_map: str | None = None,
+    offload_folder: Path | None = None,
+    argument: str = "--precision",
+) -> dict[str, Any]:
+    """Arguments for `from_pretrained`.
+
+    Args:
+        precision: of the weights. `int8` and `int4`: linear layers but the head, one scale a row of 8 bits, or a
+            scale and an offset for each 128 weights of 4 bits at most; they are multiplied in `dtype`. A float's
+            name stands for `dtype` itself; None leaves the weights as `dtype` says.
+        dtype: `auto` (as stored) or a float's name.
+        device_map: `auto` or another of `DEVICE_MAPS`, or a device; models so placed must not be moved.
+        offload_folder: takes what fits no device's memory.
+        argument: the name that messages give `precision`.
+
+    Raises:
+        BenchError: a value that is none of these, two that exclude each other, or a package that is missing.
+    """
+    if precision is not None and precision not in (*QUANTIZED, *FLOATS):
+        raise BenchError(f"{argument}: {precision!r} is none of {', '.join((*QUANTIZED, *FLOATS))}; give one of these")
+    if dtype not in ("auto", *FLOATS):
+        raise BenchError(f"dtype: {dtype!r} is none of auto, {', '.join(FLOATS)}; give one of these")
+    kwargs: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+    if precision in FLOATS:
+        kwargs["dtype"] = getattr(torch, str(precision))
+    elif precision is not None:
+        _require(f"{argument}: {precision!r}", "optimum.quanto", "accelerate")
+        if offload_folder is not None:
+            raise BenchError(
+                f"--offload_folder: {str(offload_folder)!r} with {argument} {precision}: quanto makes its weights "
+                "while it loads and can't offload them; leave one of the two out"
+            )
+        kwargs["quantization_config"] = QuantoConfig(weights=precision)
+        if precision == "int4":
+            unpack_without_compiler()
+    if device_map is not None:
+        _require(f"--device_map: {device_map!r}", "accelerate")
+        kwargs["device_map"] = _device_map(device_map)
+    if offload_folder is not None:
+        if device_map is None:
+            raise BenchError(f"--offload_folder: {str(offload_folder)!r} needs --device_map auto; give that too")
+        kwargs["offload_folder"] = str(offload_folder)
+    return kwargs
+
+
+def check_loaded(
+    model: PreTrainedModel,
+    precision: str | None = None,
+    device_map: str | None = None,
+    *,
+    argument: str = "--precision",
+) -> None:
+    """Refuse a model that didn't become what was asked for, or that speculation can't run where it lies.
+
+    Weights offloaded to memory or disk are fetched for each pass and work as target and as draft, but for those of
+    the first layer: its place is where transformers says that the model is, and offloaded that is `meta`.
+
+    Raises:
+        BenchError: names the argument, its value and the way out.
+    """
+    name = type(model).__name__
+    if precision in QUANTIZED and not quantized_layers(model):
+        raise BenchError(
+            f"{argument}: {precision!r} changes nothing in {name}, whose layers are of a kind that quanto doesn't "
+            f"know; leave {argument} out for this model"
+        )
+    if model.device.type == "meta":
+        raise BenchError(
+            f"--device_map: {device_map!r} offloads even the first layer of {name}, which speculation can't do with; "
+            "free some memory, choose a smaller model, or give --precision int8 or int4"
+        )
+
+
+def quantized_layers(model: PreTrainedModel) -> int:
+    """How many layers hold int8 or int4 weights."""
+    if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
+        return 0
+    from optimum.quanto import QModuleMixin
+
+    return sum(isinstance(module, QModuleMixin) and module.weight_qtype is not None for module in model.modules())
+
+
+def resolution(model: PreTrainedModel, logits: Tensor) -> float:
+    """The margin between two logits below which the model's arithmetic doesn't tell them apart.
+
+    A pass over several tokens and passes over single ones add the same numbers up in other orders, so each rounds
+    differently. A decoder layer rounds its residual stream about 6 times (attention, its projection and sum, MLP,
+    its projection and sum), the final norm and the head twice: r = 6 layers + 2 roundings. Types narrower than
+    float32 add up in float32 and round the sum; from float32 on a sum rounds inside too, blockwise, about
+    log2(width) times more. Each error is at most eps / 2 of the numbers' size, for which the largest logit stands,
+    and eps / (2 sqrt(3)) in the root mean square. Independent errors grow as the square root of their number n,
+    which is 4 r (two logits in two runs), and 4 standard deviations are allowed for.
+
+    int8 and int4 weights are the same numbers in both runs, so their own coarseness doesn't count: the type in
+    which they are multiplied does.
+
+    Args:
+        logits: `[..., V]`, of the position in question.
+
+    Returns:
+        4 sqrt(n) eps / (2 sqrt(3)) max |logit|, in logits (nats).
+    """
+    config = model.config.get_text_config(decoder=True)
+    eps = torch.finfo(model.dtype).eps
+    sums = 1 + math.log2(config.hidden_size) if eps <= torch.finfo(torch.float32).eps else 1
+    n = 4 * (6 * config.num_hidden_layers + 2) * sums
+    return 4 * math.sqrt(n) * eps / (2 * math.sqrt(3)) * float(logits.abs().max())
+
+
+def unpack_without_compiler() -> None:
+    """Have quanto unpack int4 weights on CPUs with torch's own operations.
+
+    It would compile a C++ extension on first use, which takes a compiler, most of a minute and a writable
+    installation, and which then calls the very same operations. One that has been loaded is left in place.
+    """
+    from optimum.quanto.library.extensions import get_extension
+
+    extension = get_extension("quanto_cpp")
+    if extension._lib is None:
+        extension._lib = SimpleNamespace(unpack=_unpack)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """uint8 numbers of `bits` bits from bytes `[N, ...]`, the lowest bits of all bytes first: `[N * 8 / bits, ...]`."""
+    return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
+
+
+def _require(what: str, *packages: str) -> None:
+    for package in packages:
+        if find_spec(package.partition(".")[0]) is None or find_spec(package) is None:
+            raise BenchError(f"{what} needs {package.replace('.', '-')}; pip install 'hf_specdec[precision]'")
+
+
+def _device_map(name: str) -> str:
+    if name not in DEVICE_MAPS:
+        try:
+            torch.device(name)
+        except RuntimeError as error:
+            raise BenchError(
+                f"--device_map: {name!r} is neither {', '.join(DEVICE_MAPS)} nor a device; give one of these"
+            ) from error
+    return name
