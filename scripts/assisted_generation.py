@@ -23,6 +23,7 @@ _TASKS = {
     "subtasks": (128, 3),
     "sweep": (128, 5),
     "ablation": (64, 3),
+    "report": (1, 1),
 }
 _JOURNALED = ("subtasks", "sweep", "ablation")
 _CONTINUE = "; what was measured is kept, and the same command continues it"
@@ -55,7 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    tokens = "new tokens at most; " + ", ".join(f"{task} {most}" for task, (most, _) in _TASKS.items() if most)
+    tokens = "new tokens at most; " + ", ".join(
+        f"{task} {most}" for task, (most, _) in _TASKS.items() if task != "report"
+    )
     add("--max_new_tokens", "--max_tokens", type=_at_least(1), metavar="N", help=tokens)
     add(
         "--prompt_lengths",
@@ -73,7 +76,9 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="TEXT",
         help="decode: a prompt; repeatable",
     )
-    times = "times that all is measured; " + ", ".join(f"{task} {most}" for task, (_, most) in _TASKS.items() if most)
+    times = "times that all is measured; " + ", ".join(
+        f"{task} {most}" for task, (_, most) in _TASKS.items() if task != "report"
+    )
     add("--repeats", type=_at_least(1), metavar="N", help=times)
     add(
         "--output_dir",

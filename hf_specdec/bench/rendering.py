@@ -15,6 +15,8 @@ _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "ablation": ablation_report.render,
 }
 
+TASKS = tuple(_RENDERERS)
+
 
 def render(result: Mapping[str, Any]) -> str:
     """The whole report of a result."""

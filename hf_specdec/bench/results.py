@@ -79,19 +79,23 @@ def save(result: dict[str, Any], settings: Settings) -> tuple[Path, Path]:
     """Writes `<stem>.json` and its rendering `.md`; returns both paths."""
     name = stem(settings)
     data, rendered = settings.output_dir / f"{name}.json", settings.output_dir / f"{name}.md"
-    try:
-        _write(data, to_json(result))
-        _write(rendered, rendering.render(result))
-    except OSError as error:
-        raise BenchError(
-            f"--output_dir: writing to {str(settings.output_dir)!r} failed ({error.strerror}); give a folder "
-            "that has room and can be written to"
-        ) from error
+    write_text(data, to_json(result))
+    write_text(rendered, rendering.render(result))
     return data, rendered
 
 
+def write_text(path: Path, text: str) -> None:
+    """All or nothing: a full disk leaves what was there before; raises `BenchError` then."""
+    try:
+        _write(path, text)
+    except OSError as error:
+        raise BenchError(
+            f"--output_dir: writing to {str(path.parent)!r} failed ({error.strerror}); give a folder "
+            "that has room and can be written to"
+        ) from error
+
+
 def _write(path: Path, text: str) -> None:
-    """All or nothing: a full disk leaves what was there before."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -69,7 +69,7 @@ def draft_table(result: Result) -> str:
     rows = [
         [
             method["draft"],
-            _parameters(method["draft_parameters"]),
+            parameters(method["draft_parameters"]),
             str(method["lookahead"]),
             *_acceptance_and_ratio(result, method),
             mean_and_spread(speedups(result, method), 2),
@@ -204,5 +204,5 @@ def _same(result: Result, method: MethodDict) -> str:
     return f"{total - sum(method['name'] in prompt['divergences'] for prompt in result['prompts'])} of {total}"
 
 
-def _parameters(count: int) -> str:
+def parameters(count: int) -> str:
     return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"

@@ -1,0 +1,104 @@
+"""The task `report`: markdown and pictures from JSON alone, warnings, and files that can't be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_pair import save_pair
+
+from hf_specdec.bench import metrics, pictures, plots
+from hf_specdec.bench.ablation import run_ablation
+from hf_specdec.bench.benchmark import run_benchmark
+from hf_specdec.bench.processes import Processes
+from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.subtasks import run_subtasks
+from hf_specdec.bench.sweep import run_sweep
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All four tasks on a tiny pair and two short questions, and their report."""
+    folder = tmp_path_factory.mktemp("pictures")
+    target, draft = save_pair(folder)
+    questions = folder / "two.jsonl"
+    questions.write_text('{"q": "How much is 2 and 2?", "a": "4"}\n{"q": "How much is 2 and 3?", "a": "5"}\n')
+    common: dict[str, Any] = {
+        "model_name": str(target), "assistant_model": str(draft), "assisted_generation": True, "max_new_tokens": 8,
+        "repeats": 2, "dataset": str(questions), "prompt_column": "q", "reference_column": "a",
+        "output_dir": folder / "out",
+    }  # fmt: skip
+    run_benchmark(Settings(**common, prompt_lengths=(20, 30)))
+    run_subtasks(Settings(task="subtasks", **common), Processes())
+    grid: dict[str, Any] = {"fallback_thresholds": (0.1, 0.2), "rollback_thresholds": (1.0, 2.0), "lookaheads": (2, 3)}
+    run_sweep(Settings(task="sweep", **common, **grid), Processes())
+    run_ablation(Settings(task="ablation", **common), Processes())
+    for path in (folder / "out").glob("*.md"):
+        path.rename(path.with_suffix(".first"))
+    pictures.run_report(Settings(task="report", output_dir=folder / "out"))
+    return folder / "out"
+
+
+def test_every_picture_is_there(folder: Path) -> None:
+    rounds = ["acceptance-by-position", "time-per-round"]
+    assert sorted(path.stem for path in folder.glob("*.png")) == sorted(
+        ["ablation-two.jsonl-greedy-speed"]
+        + [f"benchmark-speculative-greedy-{name}" for name in ("speed-by-length", *rounds)]
+        + [f"subtasks-two.jsonl-greedy-{name}" for name in ("speedup-by-subtask", "speed-against-quality", *rounds)]
+        + [f"sweep-two.jsonl-greedy-{name}" for name in ("speedup-over-lookahead", "speed-against-quality")]
+        + [f"sweep-two.jsonl-greedy-thresholds-draft-{lookahead}" for lookahead in (2, 3)]
+    )
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
+
+
+def test_markdown_is_what_the_tasks_wrote(folder: Path) -> None:
+    for path in folder.glob("*.first"):
+        assert path.with_suffix(".md").read_text() == path.read_text()
+
+
+def test_axes_say_what_they_show(folder: Path) -> None:
+    for path in folder.glob("*.json"):
+        for figure in pictures.pictures(json.loads(path.read_text())).values():
+            for axes in figure.axes:
+                if axes.get_label() != "<colorbar>":
+                    assert axes.get_xlabel() and axes.get_title() and (axes.get_ylabel() or axes.get_yticklabels())
+
+
+def test_drawn_numbers_are_those_of_the_raw_data(folder: Path) -> None:
+    result = json.loads((folder / "benchmark-speculative-greedy.json").read_text())
+    heights = [bar.get_height() for bar in plots.speed_by_length(result).axes[0].patches]
+    for number, method in enumerate(("plain", "speculative", "assisted")):
+        for place, prompts in enumerate((range(5), range(5, 10))):
+            rate = metrics.micro_rate(metrics.typical_runs(result["runs"], method, prompts).values())
+            assert heights[3 * place + number] == pytest.approx(rate)
+    rounds = [item for r in result["runs"] if r["method"] == "speculative" for item in r["rounds"]]
+    reached = [item for item in rounds if item["drafted"] > 1 and item["accepted"] >= 1]
+    share = sum(item["accepted"] >= 2 for item in reached) / len(reached)
+    assert plots.acceptance_by_position(result).axes[0].lines[0].get_ydata()[1] == pytest.approx(share)
+
+
+def test_results_of_different_machines_are_warned_about(folder: Path) -> None:
+    result = json.loads((folder / "ablation-two.jsonl-greedy.json").read_text())
+    other = json.loads(json.dumps(result))
+    assert pictures.differences([(Path("a.json"), result), (Path("b.json"), other)]) == []
+    other["environment"]["cpu"] = "another"
+    (line,) = pictures.differences([(Path("a.json"), result), (Path("b.json"), other)])
+    assert "differ in processor" in line and "a.json" in line and 'b.json: "another"' in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "is damaged"), ("[]", "is damaged"), ('{"format": 0, "task": "sweep"}', "another version"),
+     ('{"format": 1, "task": "sweep"}', "no result of this version")],
+)  # fmt: skip
+def test_files_that_are_no_results_are_named(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(BenchError, match=rf"x\.json' .*{words}"):
+        pictures.run_report(Settings(task="report", output_dir=tmp_path))
+
+
+def test_a_folder_without_results_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"--output_dir: .* holds no JSON"):
+        pictures.run_report(Settings(task="report", output_dir=tmp_path))
