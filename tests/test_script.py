@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tiny_pair import save_pair
 
+from hf_specdec.bench import datasets
 from hf_specdec.bench.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,6 +142,67 @@ def test_a_target_without_a_known_draft(
     finally:
         os.rename(renamed, models[1])
     assert status == 1 and "--assistant_model: not given" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--gamma 2 3", ["--num_assistant_tokens", "2 values", "--task sweep"]),
+        ("--task subtasks --rollback_thres 1 2", ["--rollback_threshold", "--task sweep"]),
+        ("--draft_models a b", ["--draft_models", "--task sweep"]),
+        ("--prompt_template nothing", ["--prompt_template", "'nothing'", "{prompt}"]),
+        ("--task sweep --fallback_thres 0.5 2", ["--fallback_threshold", "'2'", "from 0 to 1"]),
+    ],
+)
+def test_grids_and_templates_are_checked(
+    script: ModuleType, line: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.main(line.split())
+    error = one_line(capsys)
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (None, "can't be read (No such file or directory)"),
+        ("", "has no question in it"),
+        ('{"q": "one"}\nnot JSON\n', "line 2 of"),
+        ('{"q": "one"}\n{"x": "two"}\n', "--prompt_column: 'q' is not in row 2"),
+        ('{"q": 7}\n', "line 1 of"),
+    ],
+)
+def test_data_sets_that_cannot_be_used(
+    script: ModuleType,
+    models: list[str],
+    tmp_path: Path,
+    lines: str | None,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "questions.jsonl"
+    if lines is not None:
+        path.write_text(lines)
+    task = ["--task", "subtasks", "--dataset", str(path), "--prompt_column", "q"]
+    assert script.main([*models, *task, "--output_dir", str(tmp_path / "out")]) == 1
+    assert words in one_line(capsys)
+
+
+def test_spec_bench_categories(tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    rows = [
+        {"category": "coding", "turns": ["a", "b"], "reference": ["", "r2"]},
+        {"category": "rag", "turns": ["c"], "reference": [["x", "y"]]},
+        {"category": "qa", "turns": ["d"]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    settings = Settings(task="subtasks", dataset="spec_bench", dataset_path=path)
+    (first, second), (rag,), (qa,) = datasets.dialogues(settings)
+    assert (first.subtask, second.subtask, rag.subtask, qa.subtask) == ("multi-turn", "multi-turn", "rag", "qa")
+    assert second.turns == ("a", "b") and second.earlier == (0,) and second.references == ("r2",)
+    assert first.references == () and rag.references == ("x", "y") and qa.references == ()
+    assert [first.index, second.index, rag.index, qa.index] == [0, 1, 2, 3]
 
 
 def test_temperature_zero_is_greedy(

@@ -19,15 +19,8 @@ from transformers import (
 from hf_specdec import embedded
 from hf_specdec.attention import attention_of, better_transformer_refusal, to_better_transformer
 from hf_specdec.bench.pairs import default_draft, full_name
+from hf_specdec.bench.precision import check_loaded, load_kwargs
 from hf_specdec.bench.settings import BenchError, Settings
-
-DTYPES = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 
 @dataclass(frozen=True)
@@ -67,6 +60,8 @@ def load_pair(settings: Settings) -> LoadedPair:
     target_name = full_name(settings.model_name)
     draft_name = _draft_name(settings) if settings.assisted_generation else None
 
+    place: dict[str, Any] = {"device_map": settings.device_map, "offload_folder": settings.offload_folder}
+    kwargs = load_kwargs(settings.precision, dtype=settings.dtype, **place)
     config = _read("--model_name", target_name, AutoConfig)
     if draft_name is not None:
         draft_config = _read("--assistant_model", draft_name, AutoConfig)
@@ -76,7 +71,8 @@ def load_pair(settings: Settings) -> LoadedPair:
                 "encoder-decoder model; give a draft of the target's kind"
             )
     tokenizer = _read("--model_name", target_name, AutoTokenizer)
-    target = _load_model("--model_name", target_name, config, settings.dtype, device)
+    target = _load_model("--model_name", target_name, config, device, kwargs)
+    check_loaded(target, settings.precision, settings.device_map)
     pair = LoadedPair(target_name, target, tokenizer)
     if draft_name is not None:
         pair = _with_draft(pair, draft_name, settings, draft_device)
@@ -109,7 +105,9 @@ def better_transformer(pair: LoadedPair) -> None:
 
 def _with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.device) -> LoadedPair:
     draft_dtype = settings.draft_dtype if settings.draft_dtype != "auto" else settings.dtype
-    draft = _load_model("--assistant_model", name, pair.target.config, draft_dtype, device)
+    kwargs = load_kwargs(settings.draft_precision, dtype=draft_dtype, argument="--draft_precision")
+    draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs)
+    check_loaded(draft, settings.draft_precision, argument="--draft_precision")
     draft_tokenizer = _read("--assistant_model", name, AutoTokenizer)
     return replace(pair, draft_name=name, draft=draft, draft_tokenizer=draft_tokenizer)
 
@@ -150,14 +148,15 @@ def _read(argument: str, name: str, source: Any) -> Any:
         raise _unreachable(argument, name, error) from error
 
 
-def _load_model(argument: str, name: str, config: Any, dtype: str, device: torch.device) -> PreTrainedModel:
+def _load_model(argument: str, name: str, config: Any, device: torch.device, kwargs: dict[str, Any]) -> PreTrainedModel:
     location = embedded.model_path(name) if name in embedded.names() else name
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        model = auto.from_pretrained(location, dtype=DTYPES[dtype])
+        model = auto.from_pretrained(location, **kwargs)
     except Exception as error:
         raise _unreachable(argument, name, error) from error
-    return model.to(device).eval()
+    # What accelerate has spread over devices must stay where it is.
+    return model.eval() if "device_map" in kwargs else model.to(device).eval()
 
 
 def _unreachable(argument: str, name: str, error: Exception) -> BenchError:
@@ -173,11 +172,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _describe(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    dtype = str(model.dtype).removeprefix("torch.")
+    weights = getattr(getattr(model.config, "quantization_config", None), "weights", None)
     return {
         "name": name,
         "class": type(model).__name__,
         "parameters": model.num_parameters(),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype if weights is None else f"{weights} weights, {dtype}",
         "device": str(model.device),
         "attention": attention_of(model),
     }
