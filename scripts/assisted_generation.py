@@ -173,9 +173,9 @@ def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--top_k",
         type=_at_least(0),
-        default=0,
+        default=50,
         metavar="K",
-        help="draw from the K likeliest tokens; 0: from all",
+        help="draw from the K likeliest tokens; 0: from all (%(default)s, as in transformers)",
     )
     add(
         "--top_p",

@@ -1,4 +1,4 @@
-"""Settings of every test: offline, and one thread, since tiny models lose more by waiting for threads than they gain."""
+"""Settings of every test: offline, and one thread, as tiny models lose more by waiting for threads than they gain."""
 
 import os
 

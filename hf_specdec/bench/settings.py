@@ -22,7 +22,7 @@ class Settings:
     generation_strategy: str = "speculative"
     do_sample: bool = False
     temperature: float = 1.0
-    top_k: int = 0
+    top_k: int = 50  # transformers' own default
     top_p: float = 1.0
     seed: int = 0
     num_assistant_tokens: int | None = None

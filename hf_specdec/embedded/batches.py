@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -9,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specdec.embedded.corpus.examples import SUBTASKS, Example, generate
-from hf_specdec.embedded.corpus.prompts import SPECIAL_TOKENS, encoder_text, prompt_ids, render_prompt
+from hf_specdec.embedded.corpus.prompts import encoder_text, prompt_ids, render_prompt
 
 PROMPT_WEIGHT = 0.1  # of a prompt token's loss; some of it helps induction to form
 IGNORED = -100
@@ -42,40 +43,14 @@ def _dialogue(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[lis
     return ids, weights
 
 
-def _noise(tokenizer: PreTrainedTokenizerBase, rng: Random, least: int, most: int) -> list[int]:
-    """Random tokens, none of them special."""
-    return [rng.randrange(len(SPECIAL_TOKENS), len(tokenizer)) for _ in range(rng.randrange(least, most))]
-
-
-def _copying_row(tokenizer: PreTrainedTokenizerBase, rng: Random, length: int) -> tuple[list[int], list[float]]:
-    """Random tokens, each run of them twice: only looking back tells the second time."""
-    ids: list[int] = []
-    weights: list[float] = []
-    while len(ids) < length:
-        run = _noise(tokenizer, rng, 8, 60)
-        ids += run * 2
-        weights += [0.0] * len(run) + [1.0] * len(run)
-    return [tokenizer.bos_token_id, *ids[:length]], weights[:length]
-
-
-def packed_batch(
-    tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, copying: float = 0.0
-) -> Batch:
-    """Rows `[B, length]` of `<bos>` and several solved examples; half of them begin inside an example.
-
-    A share `copying` of the rows, in expectation, drills looking back instead.
-    """
+def packed_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, mix: Sequence[str]) -> Batch:
+    """Rows `[B, length]` of `<bos>` and several solved examples; half of them begin inside an example."""
     all_ids, all_weights = [], []
     for _ in range(rows):
-        if copying and rng.random() < copying:
-            drill, drill_weights = _copying_row(tokenizer, rng, length)
-            all_ids.append(drill)
-            all_weights.append(drill_weights)
-            continue
         ids: list[int] = []
         weights: list[float] = []
         begins_inside = rng.random() < 0.5
-        few = rng.sample(SUBTASKS, rng.randrange(1, 9)) if rng.random() < 0.3 else _MIX
+        few = rng.sample(SUBTASKS, rng.randrange(1, 9)) if rng.random() < 0.3 else mix
         wanted = length + (110 if begins_inside else 0)
         while len(ids) < wanted:
             more, their_weights = _dialogue(tokenizer, generate(rng.choice(few), "train", rng))
@@ -89,21 +64,14 @@ def packed_batch(
 
 
 def pair_batch(
-    tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, few_shot: bool, copying: float = 0.0
+    tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, few_shot: bool, mix: Sequence[str]
 ) -> Batch:
-    """Encoder inputs `[B, length]` (left-padded, or filled with solved examples) and answers `[B, 80]`.
-
-    A share `copying` of the pairs, in expectation, drills copying random tokens instead.
-    """
+    """Encoder inputs `[B, length]` (left-padded, or filled with solved examples) and answers `[B, 80]`."""
     answer_length, pad = 80, tokenizer.pad_token_id
-    sources, answers = [], []
+    sources: list[list[int]] = []
+    answers: list[list[int]] = []
     while len(sources) < rows:
-        if copying and rng.random() < copying:
-            run = _noise(tokenizer, rng, 8, answer_length)
-            sources.append([pad] * (length - len(run)) + run)
-            answers.append(run + [pad] * (answer_length - len(run)))
-            continue
-        example = generate(rng.choice(_MIX), "train", rng)
+        example = generate(rng.choice(mix), "train", rng)
         turn = rng.randrange(len(example.turns))
         if few_shot:
             wanted = rng.choice((length, length, rng.randrange(length // 2, length)))
@@ -122,7 +90,13 @@ def pair_batch(
 
 
 def batch_for_step(
-    tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool, rows: int, seed: int, step: int, copying: float = 0.0
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    encoder_decoder: bool,
+    rows: int,
+    seed: int,
+    step: int,
+    emphasis: Sequence[str] = (),
 ) -> Batch:
     """The batch of a step: about `rows` x 256 tokens, in longer rows every now and then.
 
@@ -130,9 +104,10 @@ def batch_for_step(
     tokens, at every fourth step of 512, two sources for every row of 256.
     """
     rng = Random(f"batch/{seed}/{step}")
+    mix = (*_MIX, *emphasis, *emphasis)
     if encoder_decoder:
         few_shot = step % 4 == 3
         pairs, length = (rows // 2, 512) if few_shot else (rows * 2, 160)
-        return pair_batch(tokenizer, rng, pairs, length, few_shot, copying)
+        return pair_batch(tokenizer, rng, pairs, length, few_shot, mix)
     length = 1024 if step % 32 == 31 else 512 if step % 4 == 3 else 256
-    return packed_batch(tokenizer, rng, max(1, rows * 256 // length), length, copying)
+    return packed_batch(tokenizer, rng, max(1, rows * 256 // length), length, mix)

@@ -31,7 +31,7 @@ _DRAFT = Recipe(SHAPES["draft"], steps=450, seed=SEED)
 # The target grows from what its draft is: first to a third of its layers, then to all of them.
 _TARGET_SHALLOW = Shape(192, 512, 3)
 _TARGET_SEEDLING = Recipe(
-    _TARGET_SHALLOW, steps=1500, until=1000, rows=8, muon_lr=0.007, adam_lr=1.5e-3, decay=0.5, seed=SEED + 2,
+    _TARGET_SHALLOW, steps=4000, rows=8, muon_lr=0.007, adam_lr=1.5e-3, decay=0.5, seed=SEED + 2,
     seedling=Recipe(
         _TARGET_SHALLOW, steps=900, until=300, rows=8, muon_lr=0.006, adam_lr=1.5e-3, decay=0.8, seed=SEED + 1,
         seedling=_DRAFT,
@@ -45,10 +45,14 @@ _T5_LOWER = Recipe(
 _T5_SEEDLING = Recipe(
     _T5_SHALLOW, steps=450, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.8, seed=SEED + 2, seedling=_T5_LOWER
 )
+_TARGET_LOOK_UP = Recipe(
+    _TARGET_SHALLOW, steps=2300, rows=8, muon_lr=0.006, adam_lr=1.2e-3, decay=0.8, seed=SEED + 5,
+    emphasis=("qa", "rag", "multi-turn", "law analytics"), seedling=_TARGET_SEEDLING,
+)  # fmt: skip
 RECIPES: dict[str, Recipe] = {
     "target": Recipe(
-        SHAPES["target"], steps=130, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 3,
-        seedling=_TARGET_SEEDLING,
+        SHAPES["target"], steps=200, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 3,
+        seedling=_TARGET_LOOK_UP,
     ),
     "draft-small": Recipe(SHAPES["draft-small"], steps=400, seed=SEED),
     "draft": _DRAFT,

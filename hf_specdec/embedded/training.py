@@ -23,8 +23,8 @@ class Recipe:
 
     Attributes:
         decay: the share of the steps, at their end, over which the learning rates fall to 0.
+        emphasis: subtasks that are drawn about three times as often as others.
         until: stop after this many steps of a schedule laid out for `steps`; None goes to its end.
-        copying: share of the data that drills copying random tokens, so that attention learns to look back.
         seedling: trains a shallower model first, from which this one grows: much cheaper than training all
             the layers from the start, since attention learns to look things up in the shallow model.
     """
@@ -39,7 +39,7 @@ class Recipe:
     checkpoint_every: int = 50
     decay: float = 0.5
     until: int | None = None
-    copying: float = 0.0
+    emphasis: tuple[str, ...] = ()
     seedling: Recipe | None = None
 
 
@@ -47,7 +47,8 @@ class Optimizers:
     """Muon for the matrices of the layers, AdamW for embeddings and norms, under one schedule."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
-        matrices, others = [], []
+        matrices: list[torch.nn.Parameter] = []
+        others: list[torch.nn.Parameter] = []
         for name, parameter in model.named_parameters():
             in_layer = ".layers." in name or ".block." in name
             is_matrix = parameter.ndim == 2 and "relative_attention_bias" not in name
@@ -158,7 +159,7 @@ def train(
     while record["steps"] < last:
         step = record["steps"]
         batch = batch_for_step(tokenizer, encoder_decoder=recipe.shape.encoder_layers > 0, rows=recipe.rows,
-                               seed=recipe.seed, step=step, copying=recipe.copying)  # fmt: skip
+                               seed=recipe.seed, step=step, emphasis=recipe.emphasis)  # fmt: skip
         loss = _loss(model, batch, device)
         loss.backward()
         optimizers.step(step)
