@@ -118,7 +118,7 @@ def _base(model: Any) -> Any:
 
 def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(replaced)
-    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def _generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         in_force = [enabled for enabled in _stack if enabled.covers(self)]
         if not in_force:
             return replaced(self, *args, **kwargs)
@@ -137,7 +137,7 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
         with _nested():
             return replaced(self, **call)
 
-    return generate
+    return _generate
 
 
 def _speculative_call(

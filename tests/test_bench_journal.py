@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +124,8 @@ def start_and_kill(settings: Settings, records: int, delay: float) -> bool:
     process = multiprocessing.get_context("fork").Process(target=run_subtasks, args=(settings, Processes()))
     process.start()
     while process.is_alive() and count_lines(settings.output_dir) < records:
-        time.sleep(0.001)
-    time.sleep(delay)
+        process.join(0.001)
+    process.join(delay)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()

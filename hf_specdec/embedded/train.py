@@ -86,6 +86,7 @@ def train_and_save(name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Train, evaluate and write what the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="hf_specdec.embedded.train"
     )
