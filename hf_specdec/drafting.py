@@ -63,6 +63,7 @@ class ModelDrafter(CandidateGenerator):
         keep_probs: hand out the distributions; without them drafts count as point masses.
         eos_tokens: nothing is drafted after one of these.
         max_length: the most tokens that a row can reach, for `get_candidates`.
+        max_positions: the draft's own context; nothing is drafted beyond it. None where it has no bound.
         rollback: a processor that has to hold the proposal, for `get_candidates` in transformers' own loop.
     """
 
