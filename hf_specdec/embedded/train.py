@@ -22,20 +22,24 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_specdec.embedded import MODELS_DIR, model_path, names
 from hf_specdec.embedded.architectures import SHAPES, Shape
+from hf_specdec.embedded.corpus.examples import DRILL
 from hf_specdec.embedded.report import measure, write
 from hf_specdec.embedded.tokenization import train_tokenizer
 from hf_specdec.embedded.training import Recipe, train
 
 SEED = 0
 _DRAFT = Recipe(SHAPES["draft"], steps=450, seed=SEED)
-# The target grows from what its draft is: first to a third of its layers, then to all of them.
+# The target grows from what its draft is: first to a third of its layers, which learn to look things up by
+# drills, then to all of them.
 _TARGET_SHALLOW = Shape(192, 512, 3)
+_LOOK_UPS = ("qa", "rag", "multi-turn", "law analytics")
+_TARGET_DRILLED = Recipe(
+    _TARGET_SHALLOW, steps=8000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 1,
+    emphasis=(DRILL, DRILL, DRILL, *_LOOK_UPS), seedling=_DRAFT,
+)  # fmt: skip
 _TARGET_SEEDLING = Recipe(
-    _TARGET_SHALLOW, steps=4000, rows=8, muon_lr=0.007, adam_lr=1.5e-3, decay=0.5, seed=SEED + 2,
-    seedling=Recipe(
-        _TARGET_SHALLOW, steps=900, until=300, rows=8, muon_lr=0.006, adam_lr=1.5e-3, decay=0.8, seed=SEED + 1,
-        seedling=_DRAFT,
-    ),
+    _TARGET_SHALLOW, steps=7000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=1.0, seed=SEED + 2,
+    emphasis=(DRILL, *_LOOK_UPS), seedling=_TARGET_DRILLED,
 )  # fmt: skip
 _T5_SHALLOW = Shape(160, 448, 2, encoder_layers=1)
 _T5_START = Recipe(_T5_SHALLOW, steps=450, rows=8, decay=0.0, seed=SEED)
@@ -45,14 +49,10 @@ _T5_LOWER = Recipe(
 _T5_SEEDLING = Recipe(
     _T5_SHALLOW, steps=450, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.8, seed=SEED + 2, seedling=_T5_LOWER
 )
-_TARGET_LOOK_UP = Recipe(
-    _TARGET_SHALLOW, steps=2300, rows=8, muon_lr=0.006, adam_lr=1.2e-3, decay=0.8, seed=SEED + 5,
-    emphasis=("qa", "rag", "multi-turn", "law analytics"), seedling=_TARGET_SEEDLING,
-)  # fmt: skip
 RECIPES: dict[str, Recipe] = {
     "target": Recipe(
         SHAPES["target"], steps=200, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 3,
-        seedling=_TARGET_LOOK_UP,
+        seedling=_TARGET_SEEDLING,
     ),
     "draft-small": Recipe(SHAPES["draft-small"], steps=400, seed=SEED),
     "draft": _DRAFT,

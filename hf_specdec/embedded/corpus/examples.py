@@ -26,6 +26,7 @@ SPLITS: tuple[str, ...] = ("train", "heldout")
 METRIC: dict[str, str] = {
     name: "rougeL" if name in ("summarization", "law analytics") else "exact_match" for name in SUBTASKS
 }
+DRILL = "drill"  # an exercise of the training alone
 _HELDOUT_SHARE = 8  # one prompt in eight is held out
 
 
@@ -48,8 +49,8 @@ def split_of(example: Example) -> str:
 
 
 def generate(subtask: str, split: str, rng: Random) -> Example:
-    """The next example of a split that `rng` leads to."""
-    make = _GENERATORS[subtask]
+    """The next example of a split that `rng` leads to; `subtask` may be `DRILL`."""
+    make = facts.drill if subtask == DRILL else _GENERATORS[subtask]
     while True:
         example = Example(subtask, *make(rng))
         if split_of(example) == split:

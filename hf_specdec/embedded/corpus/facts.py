@@ -1,7 +1,8 @@
-"""Subtasks that look facts up: qa, rag and multi-turn."""
+"""Subtasks that look facts up: qa, rag and multi-turn, and a drill for all three."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from random import Random
 
 from hf_specdec.embedded.corpus import words
@@ -29,6 +30,14 @@ def _portrait(rng: Random, person: Person) -> str:
     return f"{person.name} {order[0]} and {order[1]}. {person.first} {order[2]} and {order[3]}."
 
 
+def _introduction(person: Person) -> str:
+    """One sentence with everything about a person."""
+    return (
+        f"{person.name}, {with_article(person.job)} from {person.town}, was born in {person.year} "
+        f"and owns {with_article(person.owned)}."
+    )
+
+
 def qa(rng: Random) -> Dialogue:
     """Three attributes of one of three described people."""
     cast = words.people(rng, 3)
@@ -43,38 +52,51 @@ def qa(rng: Random) -> Dialogue:
     return (f"Read the text and answer. {context} {question}",), (answer,)
 
 
-def rag(rng: Random) -> Dialogue:
-    """One of four passages answers; the others share its building or its feature."""
+@dataclass(frozen=True)
+class _Passage:
+    """One numbered passage about a building."""
+
+    number: int
+    subject: str
+    year: int
+    builder: str
+    equipment: str
+
+    def __str__(self) -> str:
+        return (
+            f"[{self.number}] The {self.subject} was built in {self.year} by {self.builder} and has {self.equipment}."
+        )
+
+
+def _passages(rng: Random, n: int) -> list[_Passage]:
+    """`n` passages about one kind of building, with two features between them."""
     kind = rng.choice(words.BUILDINGS)
     features = rng.sample(words.FEATURES, 2)
-    passages, facts = [], []
-    for place in words.towns(rng, 4):
-        fact = (place, rng.randrange(1700, 1950), words.full_name(rng), rng.randrange(10, 99),
-                rng.choice(features))  # fmt: skip
-        facts.append(fact)
-        place, year, builder, count, feature = fact
-        passages.append(
-            f"[{len(facts)}] The {kind} of {place} was built in {year} by {builder} and has {count} {feature}."
-        )
-    index = rng.randrange(4)
-    place, year, builder, count, feature = facts[index]
-    question = rng.choice((f"Who built the {kind} of {place}?", f"What is known about the {kind} of {place}?"))
+    return [
+        _Passage(i + 1, f"{kind} of {place}", rng.randrange(1700, 1950), words.full_name(rng),
+                 f"{rng.randrange(10, 99)} {rng.choice(features)}")
+        for i, place in enumerate(words.towns(rng, n))
+    ]  # fmt: skip
+
+
+def rag(rng: Random) -> Dialogue:
+    """One of four passages answers; the others share its building or its feature."""
+    passages = _passages(rng, 4)
+    found = rng.choice(passages)
+    question = rng.choice((f"Who built the {found.subject}?", f"What is known about the {found.subject}?"))
     answer = (
-        f"The {kind} of {place} is described in passage [{index + 1}]. According to this passage, "
-        f"it was built in {year} by {builder}, "
-        f"and it has {count} {feature}. Source: passage [{index + 1}]."
+        f"The {found.subject} is described in passage [{found.number}]. According to this passage, "
+        f"it was built in {found.year} by {found.builder}, "
+        f"and it has {found.equipment}. Source: passage [{found.number}]."
     )
-    return (f"Use the passages. {' '.join(passages)} {question}",), (answer,)
+    return (f"Use the passages. {' '.join(map(str, passages))} {question}",), (answer,)
 
 
 def multi_turn(rng: Random) -> Dialogue:
     """First who owns a thing, then what else is known of that person or of that town."""
     cast = words.people(rng, 3)
     person = rng.choice(cast)
-    context = " ".join(
-        f"{p.name}, {with_article(p.job)} from {p.town}, was born in {p.year} and owns {with_article(p.owned)}."
-        for p in cast
-    )
+    context = " ".join(_introduction(p) for p in cast)
     first = rng.choice((f"Who owns the {person.thing}?", f"To whom does the {person.thing} belong?"))
     answer = (
         f"The {person.thing} belongs to {person.name}. The owner works as "
@@ -91,3 +113,51 @@ def multi_turn(rng: Random) -> Dialogue:
         )
     )  # fmt: skip
     return (f"Listen. {context} {first}", second), (answer, detail)
+
+
+def _about_people(rng: Random) -> tuple[str, list[tuple[str, str]]]:
+    """Two or three people, and every short question about them with its answer."""
+    cast = words.people(rng, rng.choice((2, 3)))
+    portrayed = rng.random() < 0.5
+    context = " ".join(_portrait(rng, p) if portrayed else _introduction(p) for p in cast)
+    questions = [
+        pair
+        for p in cast
+        for pair in (
+            (f"Who owns the {p.thing}?", p.name),
+            (f"Who comes from {p.town}?", p.name),
+            (f"Who was born in {p.year}?", p.name),
+            (f"What is the home of {p.name}?", p.town),
+            (f"What is the job of {p.name}?", p.job),
+            (f"What is the birth year of {p.name}?", str(p.year)),
+            (f"What is the property of {p.name}?", p.owned),
+        )
+    ]
+    return ("Read the text and answer. " if portrayed else "Listen. ") + context, questions
+
+
+def _about_passages(rng: Random) -> tuple[str, list[tuple[str, str]]]:
+    """Two to four passages, and every short question about them with its answer."""
+    passages = _passages(rng, rng.choice((2, 3, 4)))
+    questions = [
+        pair
+        for p in passages
+        for pair in (
+            (f"Which passage describes the {p.subject}?", f"[{p.number}]"),
+            (f"Who built the {p.subject}?", p.builder),
+            (f"In which year was the {p.subject} built?", str(p.year)),
+            (f"What does the {p.subject} have?", p.equipment),
+        )
+    ]
+    return f"Use the passages. {' '.join(map(str, passages))}", questions
+
+
+def drill(rng: Random) -> Dialogue:
+    """Up to eight short look-ups in one context: what the three subtasks need, asked more densely.
+
+    Trained on, never evaluated.
+    """
+    context, questions = rng.choice((_about_people, _about_people, _about_passages))(rng)
+    chosen = rng.sample(questions, min(8, len(questions)))
+    turns = [question for question, _ in chosen]
+    return (f"{context} {turns[0]}", *turns[1:]), tuple(f"{answer}." for _, answer in chosen)
