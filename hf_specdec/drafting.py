@@ -107,11 +107,14 @@ class ModelDrafter(CandidateGenerator):
         places = [n if space > 0 else ids.shape[1] - limit for n, space in zip(lengths, room, strict=True)]
         open_rows = [row for row, space in enumerate(room) if space > 0]
         kept_probs: list[Tensor] = []
+        uniforms = sampling.uniforms(limit, len(ids), device=ids.device).unbind() if self.do_sample else None
         for step in range(limit):
             if self.draft_vocabulary < self.vocabulary:
                 tokens = tokens.clamp(max=self.draft_vocabulary - 1)
             logits = self.runner.forward(tokens, 1)[:, -1]
-            probs, choice = self._choose(ids, [n + step for n in lengths], logits, open_rows)
+            probs, choice = self._choose(
+                ids, [n + step for n in lengths], logits, open_rows, uniforms[step] if uniforms else None
+            )
             stops = self.rule.before_append(probs).tolist() if self.rule.reads_probabilities else None
             ends = choice.tolist()
             write_column(ids, [place + step for place in places], choice)
@@ -166,9 +169,12 @@ class ModelDrafter(CandidateGenerator):
         return tail(ids, lengths, unread)
 
     def _choose(
-        self, ids: Tensor, lengths: Sequence[int], logits: Tensor, open_rows: Sequence[int]
+        self, ids: Tensor, lengths: Sequence[int], logits: Tensor, open_rows: Sequence[int], uniforms: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The next token's distribution `[B, V]` (or its logits where nobody asks for more) and the token `[B]`."""
+        """The next token's distribution `[B, V]` (or its logits where nobody asks for more) and the token `[B]`.
+
+        It is drawn by `uniforms` `[B]`, or the most probable one where there are none.
+        """
         needs_probs = self.do_sample or self.keep_probs or self.rule.reads_probabilities
         if not needs_probs and not self.processors:
             return logits, logits[:, : self.vocabulary].argmax(dim=-1).to(ids.device)
@@ -178,15 +184,15 @@ class ModelDrafter(CandidateGenerator):
         if not needs_probs:
             return scores, scores.argmax(dim=-1)
         probs = sampling.probabilities(scores)
-        if self.do_sample:
-            return probs, sampling.draw(probs, sampling.uniforms(len(probs), device=probs.device))
-        return probs, probs.argmax(dim=-1)
+        return probs, probs.argmax(dim=-1) if uniforms is None else sampling.draw(probs, uniforms)
 
 
 def align_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
     """Logits `[..., V']` over the target's vocabulary: padding is cut, what is missing has probability 0."""
     missing = vocabulary - logits.shape[-1]
-    if missing <= 0:
+    if missing == 0:
+        return logits
+    if missing < 0:
         return logits[..., :vocabulary]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 

@@ -71,11 +71,9 @@ class HostProcessors:
         Returns:
             Processed scores `[B, K, V]`.
         """
-        batch_size, positions, vocabulary = scores.shape
         for processor in self.processors:
             if type(processor) in PREFIX_FREE:
-                flat = processor(ids, scores.reshape(batch_size * positions, vocabulary))
-                scores = flat.view(batch_size, positions, vocabulary)
+                scores = processor(ids, scores.flatten(0, 1)).view_as(scores)
             else:
                 self._by_prefix(processor, ids, starts, counts, scores)
         return scores

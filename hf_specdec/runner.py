@@ -101,7 +101,8 @@ class ModelRunner:
         self.passes += 1
         self._width = last_slot
         self.read = [n + appended for n in self.read]
-        return outputs.logits[:, -count:]
+        logits: Tensor = outputs.logits
+        return logits if logits.shape[1] == count else logits[:, -count:]
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget what each row has read beyond its entry of `lengths`."""

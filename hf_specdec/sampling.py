@@ -28,8 +28,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
         `uniform * total` stays below `total` for every float32 number below one.
     """
     # Apple's GPUs have no float64; there a draw can hit the total, hence the bound.
-    wide = torch.float32 if weights.device.type == "mps" else torch.float64
-    cumulative = weights.cumsum(dim=-1, dtype=wide)
-    threshold = uniform.to(wide).unsqueeze(-1) * cumulative[..., -1:]
+    on_mps = weights.device.type == "mps"
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float32 if on_mps else torch.float64)
+    threshold = cumulative[..., -1:] * uniform.unsqueeze(-1)
     tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    return tokens.clamp_(max=weights.shape[-1] - 1)
+    return tokens.clamp_(max=weights.shape[-1] - 1) if on_mps else tokens

@@ -78,14 +78,16 @@ def speculative_sampling(
     """
     assert uniforms is not None
     lookahead = draft_tokens.shape[1]
-    p_token = _of_tokens(target_probs[:, :lookahead], draft_tokens)
-    q_token = torch.ones_like(p_token) if draft_probs is None else _of_tokens(draft_probs, draft_tokens)
-    accepted = (uniforms[:, :lookahead] * q_token < p_token) & _drafted(lengths, lookahead)
-    n_accepted = _leading(accepted)
+    judged = target_probs[:, :lookahead]
+    p_token = _of_tokens(judged, draft_tokens)
+    bar, overlap = uniforms[:, :lookahead], p_token
+    if draft_probs is not None:
+        bar = bar * _of_tokens(draft_probs, draft_tokens)
+        overlap = torch.minimum(judged, draft_probs).sum(dim=-1)
+    drafted = _drafted(lengths, lookahead)
+    n_accepted = _leading((bar < p_token) & drafted)
     next_token = draw(_residual(target_probs, draft_tokens, lengths, draft_probs, n_accepted), uniforms[:, -1])
-    overlap = _overlap(target_probs, p_token, draft_probs)
-    reached = torch.arange(lookahead, device=lengths.device) <= n_accepted.unsqueeze(1)
-    reached &= _drafted(lengths, lookahead)
+    reached = drafted & _drafted(n_accepted + 1, lookahead)
     return Verification(n_accepted, next_token, (overlap * reached).sum(dim=1))
 
 
@@ -119,10 +121,3 @@ def _residual(
     # A rejection where p and q agree to the last bit leaves nothing to draw from; its odds are rounding's.
     rejected = (n_accepted < lengths) & (weights.sum(dim=1) > 0)
     return torch.where(rejected.unsqueeze(1), weights, p)
-
-
-def _overlap(target_probs: Tensor, p_token: Tensor, draft_probs: Tensor | None) -> Tensor:
-    """`[B, γ]`: Σ_x min(p(x), q(x)) at each drafted position."""
-    if draft_probs is None:
-        return p_token
-    return torch.minimum(target_probs[:, : draft_probs.shape[1]], draft_probs).sum(dim=-1)

@@ -180,8 +180,8 @@ def test_control_a_draft_judged_by_unprocessed_scores_fails(pair, monkeypatch) -
     """Drawn from the processed distribution, handed out with the raw one: silently not lossless."""
     handed_out = ModelDrafter._choose
 
-    def choose(self: ModelDrafter, ids: Tensor, lengths: Any, logits: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
-        _, tokens = handed_out(self, ids, lengths, logits, rows)
+    def choose(self: ModelDrafter, ids: Tensor, lengths: Any, logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        _, tokens = handed_out(self, ids, lengths, logits, *rest)
         return sampling.probabilities(logits.float()), tokens
 
     monkeypatch.setattr(ModelDrafter, "_choose", choose)

@@ -41,13 +41,10 @@ _TARGET_SEEDLING = Recipe(
     _TARGET_SHALLOW, steps=7000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=1.0, seed=SEED + 2,
     emphasis=(DRILL, *_LOOK_UPS), seedling=_TARGET_DRILLED,
 )  # fmt: skip
-_T5_SHALLOW = Shape(160, 448, 2, encoder_layers=1)
-_T5_START = Recipe(_T5_SHALLOW, steps=450, rows=8, decay=0.0, seed=SEED)
-_T5_LOWER = Recipe(
-    _T5_SHALLOW, steps=600, until=400, muon_lr=0.01, adam_lr=2e-3, decay=0.7, seed=SEED + 1, seedling=_T5_START
-)
+_T5_SHALLOW = Shape(160, 448, 2, encoder_layers=2)
+_T5_START = Recipe(_T5_SHALLOW, steps=600, rows=8, decay=0.0, seed=SEED)
 _T5_SEEDLING = Recipe(
-    _T5_SHALLOW, steps=450, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.8, seed=SEED + 2, seedling=_T5_LOWER
+    _T5_SHALLOW, steps=6000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.6, seed=SEED + 1, seedling=_T5_START
 )
 RECIPES: dict[str, Recipe] = {
     "target": Recipe(
@@ -56,12 +53,12 @@ RECIPES: dict[str, Recipe] = {
     ),
     "draft-small": Recipe(SHAPES["draft-small"], steps=400, seed=SEED),
     "draft": _DRAFT,
-    "draft-large": Recipe(SHAPES["draft-large"], steps=360, until=300, seed=SEED),
+    "draft-large": Recipe(SHAPES["draft-large"], steps=2000, rows=8, muon_lr=0.015, adam_lr=3e-3, decay=0.8, seed=SEED),
     "t5-target": Recipe(
-        SHAPES["t5-target"], steps=60, rows=8, muon_lr=0.004, adam_lr=5e-4, decay=1.0, seed=SEED + 4,
+        SHAPES["t5-target"], steps=200, rows=8, muon_lr=0.004, adam_lr=5e-4, decay=1.0, seed=SEED + 4,
         seedling=_T5_SEEDLING,
     ),
-    "t5-draft": Recipe(SHAPES["t5-draft"], steps=300, seed=SEED),
+    "t5-draft": Recipe(SHAPES["t5-draft"], steps=600, seed=SEED),
 }  # fmt: skip
 _DEFAULT_WORK_DIR = MODELS_DIR.parents[2] / "build" / "embedded"
 
