@@ -91,7 +91,10 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    model_help = "target: hub name, folder, short name of a known pair, or embedded model (%(default)s)"
+    model_help = (
+        "target: hub name, folder, short name of a known pair, embedded model (%(default)s), or a pair with random "
+        "weights, synthetic:SHAPE[:layers=N][:epsilon=E | :alpha=A], with SHAPE llama-2-7b, qwen2-7b or opt-6.7b"
+    )
     add("--model_name", "--target_model_name", default="target", metavar="NAME", help=model_help)
     add(
         "--assistant_model",

@@ -18,6 +18,7 @@ from transformers import (
 
 from hf_specdec import embedded
 from hf_specdec.attention import attention_of, better_transformer_refusal, to_better_transformer
+from hf_specdec.bench import synthetic
 from hf_specdec.bench.pairs import default_draft, full_name
 from hf_specdec.bench.precision import check_loaded, load_kwargs
 from hf_specdec.bench.settings import BenchError, Settings
@@ -25,7 +26,10 @@ from hf_specdec.bench.settings import BenchError, Settings
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """A target with its tokenizer, and with assistance its draft; names are the full ones."""
+    """A target with its tokenizer, and with assistance its draft; names are the full ones.
+
+    `synthetic` is the sentence that reports have to carry where weights are random, None otherwise.
+    """
 
     target_name: str
     target: PreTrainedModel
@@ -33,6 +37,7 @@ class LoadedPair:
     draft_name: str | None = None
     draft: PreTrainedModel | None = None
     draft_tokenizer: PreTrainedTokenizerBase | None = None
+    synthetic: str | None = None
 
     @property
     def encoder_decoder(self) -> bool:
@@ -45,6 +50,8 @@ class LoadedPair:
     def describe(self) -> dict[str, Any]:
         """What the report says about the models, JSON-serialisable."""
         described = {"target": _describe(self.target_name, self.target)}
+        if self.synthetic is not None:
+            described["target"]["synthetic"] = self.synthetic
         if self.draft is not None and self.draft_name is not None:
             described["draft"] = _describe(self.draft_name, self.draft)
         return described
@@ -58,6 +65,8 @@ def load_pair(settings: Settings) -> LoadedPair:
     device = _device("--device", settings.device)
     draft_device = _device("--draft_device", settings.draft_device, default=device)
     target_name = full_name(settings.model_name)
+    if synthetic.is_synthetic(target_name):
+        return _synthetic_pair(settings, device, draft_device)
     draft_name = _draft_name(settings) if settings.assisted_generation else None
 
     place: dict[str, Any] = {"device_map": settings.device_map, "offload_folder": settings.offload_folder}
@@ -104,12 +113,36 @@ def better_transformer(pair: LoadedPair) -> None:
 
 
 def _with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.device) -> LoadedPair:
-    draft_dtype = settings.draft_dtype if settings.draft_dtype != "auto" else settings.dtype
-    kwargs = load_kwargs(settings.draft_precision, dtype=draft_dtype, argument="--draft_precision")
+    kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
     draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs)
     check_loaded(draft, settings.draft_precision, argument="--draft_precision")
     draft_tokenizer = _read("--assistant_model", name, AutoTokenizer)
     return replace(pair, draft_name=name, draft=draft, draft_tokenizer=draft_tokenizer)
+
+
+def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torch.device) -> LoadedPair:
+    spec = synthetic.parse(settings.model_name)
+    for argument in ("assistant_model", "precision", "draft_precision", "device_map"):
+        if (value := getattr(settings, argument)) is not None:
+            raise BenchError(f"--{argument}: {value!r} can't be had with a synthetic target; leave it out")
+    dtypes = [
+        synthetic.default_dtype(place) if name == "auto" else getattr(torch, name)
+        for place, name in ((device, settings.dtype), (draft_device, _draft_dtype(settings)))
+    ]
+    target, draft, sentence = synthetic.build(spec, device, dtypes[0], draft_device, dtypes[1], settings.seed)
+    # Its ids are valid in every shape; what they stand for does not matter here.
+    tokenizer = _read("--model_name", "target", AutoTokenizer)
+    pair = LoadedPair(settings.model_name, target, tokenizer, synthetic=sentence)
+    if settings.assisted_generation:
+        name = f"{settings.model_name} (first {spec.layers} layers)"
+        pair = replace(pair, draft_name=name, draft=draft, draft_tokenizer=tokenizer)
+    if settings.better_transformer:
+        better_transformer(pair)
+    return pair
+
+
+def _draft_dtype(settings: Settings) -> str:
+    return settings.draft_dtype if settings.draft_dtype != "auto" else settings.dtype
 
 
 def _draft_name(settings: Settings) -> str:

@@ -81,6 +81,9 @@ def pictures(result: Result) -> dict[str, Figure]:
             found["time-per-round"] = plots.time_per_round(result)
         if any(item["drafted"] for run in runs for item in run["rounds"]):
             found["acceptance-by-position"] = plots.acceptance_by_position(result)
+    if rendering.synthetic_pair(result):
+        for figure in found.values():
+            figure.axes[0].set_title("Synthetic pair (random weights)\n" + figure.axes[0].get_title())
     return found
 
 

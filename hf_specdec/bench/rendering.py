@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,5 +20,13 @@ TASKS = tuple(_RENDERERS)
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The whole report of a result."""
-    return _RENDERERS[result["task"]](result)
+    """The whole report of a result; every title says where the pair is synthetic."""
+    text = _RENDERERS[result["task"]](result)
+    if synthetic_pair(result):
+        text = re.sub(r"^(#+ .*)$", r"\1 (synthetic pair)", text, flags=re.MULTILINE)
+    return text
+
+
+def synthetic_pair(result: Mapping[str, Any]) -> bool:
+    """Whether a result's models have random weights."""
+    return "synthetic" in result["models"]["target"]

@@ -34,7 +34,7 @@ def new(settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts
         "lookahead": lookahead(settings, pair),
         "methods": [{"name": method.name, "title": method.title, **method.facts} for method in methods],
         "prompts": [{"index": p.index, "label": p.label, "tokens": len(p.token_ids)} for p in prompts],
-        "notes": [],
+        "notes": [] if pair.synthetic is None else [f"{pair.synthetic}. Timings are real, texts mean nothing."],
         "runs": [],
         "raw_forwards": {},
     }
