@@ -25,7 +25,8 @@ _TASKS = {
     "ablation": (64, 3),
     "report": (1, 1),
 }
-_JOURNALED = ("subtasks", "sweep", "ablation")
+_JOURNALED = ("benchmark", "decode", "subtasks", "sweep", "ablation")
+_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation")
 _CONTINUE = "; what was measured is kept, and the same command continues it"
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -125,7 +126,8 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     names = "embedded, spec_bench, a local file, or a name that `datasets` knows, as NAME[:CONFIG] (%(default)s)"
     add("--dataset", default="embedded", metavar="NAME", help=names)
     add("--dataset_path", type=Path, metavar="FILE", help="spec_bench: its question.jsonl")
-    add("--split", default="test", help="of a data set on the hub (%(default)s)")
+    split = "of the data: embedded: train or heldout (heldout); of a data set on the hub: any that it has (test)"
+    add("--split", metavar="NAME", help=split)
     add("--prompt_column", metavar="COLUMN", help="holds the prompts; dots lead into nested ones: translation.de")
     add("--reference_column", metavar="COLUMN", help="holds right answers, to judge quality by")
     template = "put around each prompt; {prompt} stands for it (%(default)s)"
@@ -237,7 +239,7 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
     most_tokens, repeats = _TASKS[task]
     options["max_new_tokens"] = options["max_new_tokens"] or most_tokens
     options["repeats"] = options["repeats"] or repeats
-    options["assisted_generation"] |= task in _JOURNALED
+    options["assisted_generation"] |= task in _ALWAYS_ASSISTED
     grids = {
         "num_assistant_tokens": "lookaheads",
         "fallback_threshold": "fallback_thresholds",

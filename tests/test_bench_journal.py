@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import pytest
 from tiny_pair import save_pair
 
 from hf_specdec.bench import journal as journal_room
+from hf_specdec.bench.benchmark import run_benchmark
+from hf_specdec.bench.decode import run_decode
 from hf_specdec.bench.journal import Journal, discard, parts
 from hf_specdec.bench.processes import Processes
+from hf_specdec.bench.results import stem
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.subtasks import run_subtasks
 
@@ -27,6 +31,12 @@ def opened(folder: Path, arguments: dict[str, Any] = ARGUMENTS, rank: int = 0) -
     journal = Journal(folder, "run", arguments, rank)
     journal.begin(environment={})
     return journal
+
+
+def test_a_start_that_measured_nothing_binds_nobody(tmp_path: Path) -> None:
+    opened(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    opened(tmp_path, ARGUMENTS | {"max_new_tokens": 9}).append({"kind": "x"})
 
 
 def test_records_come_back_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
@@ -45,11 +55,11 @@ def test_records_come_back_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
 
 
 def test_any_process_continues_what_others_began(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        opened(tmp_path, rank=rank).append({"kind": "x", "number": rank})
-    opened(tmp_path, rank=5)
+    journals = [opened(tmp_path, rank=rank) for rank in (0, 1, 5)]
+    for journal, number in zip(journals[:2], (0, 1), strict=True):
+        journal.append({"kind": "x", "number": number})
     assert [record["number"] for record in Journal(tmp_path, "run", ARGUMENTS).records] == [0, 1]
-    assert len(parts(tmp_path, "run")) == 3
+    assert len(parts(tmp_path, "run")) == 2
     discard(tmp_path, "run")
     assert list(tmp_path.iterdir()) == []
 
@@ -59,23 +69,26 @@ def test_each_line_is_written_through(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
     journal = opened(tmp_path)
     journal.append({"kind": "x"})
+    # The header comes with the first record.
     assert synced[-1] == journal.path.stat().st_size and len(synced) == 2
 
 
 def test_other_arguments_are_refused_by_name(tmp_path: Path) -> None:
-    opened(tmp_path)
+    opened(tmp_path).append({"kind": "x"})
     with pytest.raises(BenchError, match="max_new_tokens=8, which is now 9; give the same arguments"):
         Journal(tmp_path, "run", ARGUMENTS | {"max_new_tokens": 9})
 
 
 def test_a_damaged_or_unreadable_journal_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = opened(tmp_path).path
+    journal = opened(tmp_path)
+    journal.append({"kind": "x"})
+    path = journal.path
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
         with pytest.raises(BenchError, match=r"can't be read \(Permission denied\); make it readable"):
             Journal(tmp_path, "run", ARGUMENTS)
     path.write_text(path.read_text() + "not JSON\n")
-    with pytest.raises(BenchError, match=r"line 2 of .* is damaged; delete that file"):
+    with pytest.raises(BenchError, match=r"line 3 of .* is damaged; delete that file"):
         Journal(tmp_path, "run", ARGUMENTS)
 
 
@@ -108,22 +121,43 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     )  # fmt: skip
 
 
-def without_times(folder: Path) -> dict[str, Any]:
+RUNS: dict[str, Callable[[Settings], None]] = {
+    "subtasks": lambda settings: run_subtasks(settings, Processes()),
+    "benchmark": run_benchmark,
+    "decode": run_decode,
+}
+KILLED = ("subtasks", "benchmark", "decode")
+
+
+def asked(settings: Settings, task: str, folder: Path) -> Settings:
+    """Short enough for a test, long enough to be killed three times."""
+    more = {"repeats": 4, "prompt_lengths": (20, 30)} if task != "subtasks" else {}
+    return Settings(**vars(settings) | {"task": task, "output_dir": folder} | more)
+
+
+def without_times(settings: Settings) -> dict[str, Any]:
     """What has to be the same in every run."""
-    result = json.loads((folder / "subtasks-sampling.json").read_text())
+    result = json.loads((settings.output_dir / f"{stem(settings)}.json").read_text())
     for run in result["runs"]:
         del run["seconds"], run["puts"]
         for item in run["rounds"] or ():
             for key in ("draft_seconds", "verify_seconds", "seconds"):
                 del item[key]
-    return {key: result[key] for key in ("prompts", "runs", "quality", "methods", "notes")}
+    shapes = {length: counts(forwards) for length, forwards in result["raw_forwards"].items()}
+    kept = ("prompts", "runs", "quality", "methods", "notes")
+    return {key: result[key] for key in kept if key in result} | {"forwards": shapes}
+
+
+def counts(forwards: dict[str, Any]) -> list[int]:
+    """How many times were taken of each kind."""
+    return [len(forwards["draft_step"]), *(len(times) for times in forwards["target"].values())]
 
 
 def start_and_kill(settings: Settings, records: int, delay: float) -> bool:
     """Kills a run some time after its journal has so many lines; returns whether it was still running."""
-    process = multiprocessing.get_context("fork").Process(target=run_subtasks, args=(settings, Processes()))
+    process = multiprocessing.get_context("fork").Process(target=RUNS[settings.task], args=(settings,))
     process.start()
-    while process.is_alive() and count_lines(settings.output_dir) < records:
+    while process.is_alive() and count_lines(settings) < records:
         process.join(0.001)
     process.join(delay)
     assert process.pid is not None
@@ -132,43 +166,55 @@ def start_and_kill(settings: Settings, records: int, delay: float) -> bool:
     return process.exitcode == -signal.SIGKILL
 
 
-def count_lines(folder: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in parts(folder, "subtasks-sampling"))
+def count_lines(settings: Settings) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in parts(settings.output_dir, stem(settings)))
 
 
+@pytest.mark.parametrize("task", KILLED)
 def test_killed_at_random_points_it_ends_with_the_same_table(
-    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: Settings, tmp_path: Path, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_subtasks(settings, Processes())
-    whole = without_times(settings.output_dir)
-    total = len(whole["runs"]) + len(whole["prompts"])
-    broken = Settings(**vars(settings) | {"output_dir": tmp_path})
-    tmp_path.mkdir(exist_ok=True)
+    whole_settings, broken = (asked(settings, task, tmp_path / name) for name in ("whole", "broken"))
+    RUNS[task](whole_settings)
+    whole = without_times(whole_settings)
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
+    broken.output_dir.mkdir()
     kept = []
-    for records in sorted(rng.sample(range(2, total - 5), 3)):
+    for records in sorted(rng.sample(range(2, len(whole["runs"]) - 5), 3)):
         assert start_and_kill(broken, records, rng.random() * 0.01)
-        kept.append(count_lines(tmp_path))
+        kept.append(count_lines(broken))
     assert kept == sorted(kept) and kept[0] >= 2
-    before = journal_room.Journal(tmp_path, "subtasks-sampling", kept_arguments(broken)).records
-    run_subtasks(broken, Processes())
-    assert without_times(tmp_path) == whole
+    before = journal_room.Journal(broken.output_dir, stem(broken), kept_arguments(broken)).records
+    RUNS[task](broken)
+    assert without_times(broken) == whole
     # Times of what was measured before the kills are the ones in the result, so nothing was measured twice.
-    result = json.loads((tmp_path / "subtasks-sampling.json").read_text())
+    result = json.loads((broken.output_dir / f"{stem(broken)}.json").read_text())
     seconds = {(r["repeat"], r["prompt"], r["method"]): r["seconds"] for r in result["runs"]}
     runs = [record for record in before if record["kind"] == "run"]
     assert runs and all(seconds[r["repeat"], r["prompt"], r["method"]] == r["seconds"] for r in runs)
-    assert parts(tmp_path, "subtasks-sampling") == []
+    assert parts(broken.output_dir, stem(broken)) == []
 
 
 def kept_arguments(settings: Settings) -> dict[str, Any]:
     return {key: value for key, value in settings.to_dict().items() if key != "output_dir"}
 
 
+def test_what_was_decoded_before_is_shown_again(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = asked(settings, "decode", tmp_path)
+    assert start_and_kill(broken, 4, 0.0)
+    capsys.readouterr()
+    run_decode(broken)
+    again = capsys.readouterr().out.split("# Decode")[0]
+    run_decode(broken)
+    assert capsys.readouterr().out.split("# Decode")[0] == again and again.count("--- ") == 8
+
+
 def test_a_restart_with_other_arguments_is_refused(settings: Settings, tmp_path: Path) -> None:
-    broken = Settings(**vars(settings) | {"output_dir": tmp_path})
+    broken = asked(settings, "subtasks", tmp_path)
     assert start_and_kill(broken, 3, 0.0)
     with pytest.raises(BenchError, match="seed=0, which is now 1"):
         run_subtasks(Settings(**vars(broken) | {"seed": 1}), Processes())

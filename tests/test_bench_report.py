@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -79,7 +82,12 @@ def test_rows_follow_from_the_raw_times(result: dict[str, Any], method: str) -> 
         rate = after / (run["seconds"] - run["puts"][0][0])
         assert float(row[5]) == pytest.approx(1000 / rate, abs=6e-3)
         assert float(row[6]) == pytest.approx(rate, abs=6e-2)
-    assert float(rows[-1][6]) == pytest.approx(tokens / seconds, abs=6e-2)
+    runs = [middle(result, method, prompt) for prompt in range(4)]
+    whole = sum(len(run["tokens"]) for run in runs), sum(run["seconds"] for run in runs)
+    prefill = 1000 * mean(run["puts"][0][0] for run in runs)
+    expected = [*whole, prefill, 1000 * seconds / tokens, tokens / seconds]
+    for cell, value, digits in zip(rows[-1][2:7], expected, (0, 3, 2, 2, 1), strict=True):
+        assert float(cell) == pytest.approx(value, abs=0.6 * 10**-digits)
 
 
 def test_acceptance_follows_from_the_rounds(result: dict[str, Any]) -> None:
@@ -99,20 +107,94 @@ def test_both_loops_do_the_same_rounds_in_greedy_decoding(result: dict[str, Any]
             assert [item[key] for item in ours["rounds"]] == [item[key] for item in theirs["rounds"]]
 
 
+def after(run: dict[str, Any]) -> tuple[int, float]:
+    """Tokens and seconds after the first delivery."""
+    first = run["rounds"][0]["new_tokens"] if run["rounds"] else 1
+    return len(run["tokens"]) - first, run["seconds"] - run["puts"][0][0]
+
+
+def speedup(result: dict[str, Any], method: str, base: str, prompts: Sequence[int], ends: bool = False) -> list[float]:
+    """The ratio of micro rates in each of both repeats; of end-to-end rates with `ends`."""
+    ratios = []
+    for repeat in range(2):
+        rates = []
+        for name in (method, base):
+            runs = [
+                r for r in result["runs"] if (r["method"], r["repeat"]) == (name, repeat) and r["prompt"] in prompts
+            ]
+            parts = [(len(r["tokens"]), r["seconds"]) if ends else after(r) for r in runs]
+            rates.append(sum(tokens for tokens, _ in parts) / sum(seconds for _, seconds in parts))
+        ratios.append(rates[0] / rates[1])
+    return ratios
+
+
 def test_last_lines_name_their_baselines(result: dict[str, Any]) -> None:
-    *_, over_plain, over_assisted = report.render(result).splitlines()
-    seconds = {m: 0.0 for m in ("plain", "speculative", "assisted")}
-    tokens = dict.fromkeys(seconds, 0)
-    for method in seconds:
-        for prompt in range(4):
-            run = middle(result, method, prompt)
-            seconds[method] += run["seconds"] - run["puts"][0][0]
-            tokens[method] += len(run["tokens"]) - (run["rounds"][0]["new_tokens"] if run["rounds"] else 1)
-    rate = {method: tokens[method] / seconds[method] for method in seconds}
-    assert "over plain decoding" in over_plain
-    assert f"**{rate['speculative'] / rate['plain']:.2f}**" in over_plain
-    assert "over transformers' assisted generation" in over_assisted
-    assert f"**{rate['speculative'] / rate['assisted']:.2f}**" in over_assisted
+    lines = report.render(result).splitlines()[-2:]
+    named = (("plain", "plain decoding"), ("assisted", "transformers' assisted generation"))
+    for line, (base, title) in zip(lines, named, strict=True):
+        ratios = speedup(result, "speculative", base, range(4))
+        end_to_end = median(speedup(result, "speculative", base, range(4), ends=True))
+        shown = [float(figure) for figure in re.findall(r"\d+\.\d\d", line)]
+        assert f"over {title}" in line
+        assert shown == pytest.approx([median(ratios), min(ratios), max(ratios), end_to_end], abs=0.006)
+
+
+def forwards_at(result: dict[str, Any], prompt: int) -> dict[str, float]:
+    """The medians of the raw forwards at a prompt's length: "draft", and by width."""
+    times = result["raw_forwards"]["30" if prompt < 2 else "60"]
+    return {"draft": median(times["draft_step"])} | {width: median(t) for width, t in times["target"].items()}
+
+
+def test_every_number_of_the_summary(result: dict[str, Any]) -> None:
+    header, _, *rows = cells(report.summary_table(result))
+    for name, row in zip(("plain", "speculative", "assisted"), rows, strict=True):
+        shown = dict(zip(header, row, strict=True))
+        runs = [middle(result, name, prompt) for prompt in range(4)]
+        parts = [after(run) for run in runs]
+        measured = sum(seconds for _, seconds in parts)
+        assert float(shown["Tokens/Sec (micro)"]) == pytest.approx(sum(n for n, _ in parts) / measured, abs=0.06)
+        assert float(shown["Tokens/Sec (macro)"]) == pytest.approx(mean(n / s for n, s in parts), abs=0.06)
+        ends = sum(len(run["tokens"]) for run in runs) / sum(run["seconds"] for run in runs)
+        assert float(shown["Tokens/Sec (end to end)"]) == pytest.approx(ends, abs=0.06)
+        needed = 0.0
+        for prompt, run in enumerate(runs):
+            forwards = forwards_at(result, prompt)
+            needed += after(run)[0] * forwards["1"] if run["rounds"] is None else 0.0
+            for item in (run["rounds"] or ())[1:]:
+                needed += item["draft_steps"] * forwards["draft"] + forwards[str(item["width"])]
+        assert float(shown["η"]) == pytest.approx(needed / measured, abs=0.006)
+        rounds = [item for run in runs for item in run["rounds"] or ()]
+        if not rounds:
+            assert [shown[column] for column in ("Acceptance", "Tokens/Round", "α")] == ["–"] * 3
+            continue
+        drafted, accepted = (sum(item[key] for item in rounds) for key in ("drafted", "accepted"))
+        assert shown["Acceptance"] == f"{100 * accepted / drafted:.1f}%"
+        assert shown["Tokens/Round"] == f"{sum(item['new_tokens'] for item in rounds) / len(rounds):.2f}"
+        reached = sum(min(item["accepted"] + 1, item["drafted"]) for item in rounds)
+        assert shown["α"] == f"{sum(item['overlap'] for item in rounds) / reached:.3f}"
+        assert shown["Outputs as plain"] == "4 of 4"
+
+
+def test_every_number_of_the_costs(result: dict[str, Any]) -> None:
+    header, _, *rows = cells(report.cost_table(result))
+    named = [(prompts, name) for prompts in ((0, 1), (2, 3)) for name in ("speculative", "assisted")]
+    for (prompts, name), row in zip(named, rows, strict=True):
+        shown = dict(zip(header, row, strict=True))
+        forwards = forwards_at(result, prompts[0])
+        assert shown["Prompt Length (tokens)"] == ("30" if prompts == (0, 1) else "60")
+        for column, key in (("Draft step", "draft"), ("Target step", "1"), ("Verification of 5", "5")):
+            assert float(shown[f"{column} (ms)"]) == pytest.approx(1000 * forwards[key], abs=0.006)
+        c, v = forwards["draft"] / forwards["1"], forwards["5"] / forwards["1"]
+        assert (float(shown["c"]), float(shown["v"])) == pytest.approx((c, v), abs=0.0006)
+        rounds = [item for prompt in prompts for item in middle(result, name, prompt)["rounds"]]
+        reached = sum(min(item["accepted"] + 1, item["drafted"]) for item in rounds)
+        alpha = sum(item["overlap"] for item in rounds) / reached
+        assert shown["α"] == f"{alpha:.3f}"
+        assert float(shown["Predicted speedup"]) == pytest.approx(
+            (1 - alpha**5) / ((1 - alpha) * (4 * c + v)), abs=0.006
+        )
+        measured = median(speedup(result, name, "plain", prompts))
+        assert float(shown["Measured speedup"]) == pytest.approx(measured, abs=0.006)
 
 
 def test_outputs_are_compared_with_plain(result: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -76,6 +76,21 @@ def rate(runs: list[dict[str, Any]]) -> float:
     return sum(tokens for tokens, _ in parts) / sum(seconds for _, seconds in parts)
 
 
+def repeats_of(result: dict[str, Any], method: str, label: str | None) -> list[dict[int, dict[str, Any]]]:
+    """The runs of each repeat."""
+    wanted = {prompt["index"] for prompt in result["prompts"] if label in (None, prompt["label"])}
+    return [
+        {r["prompt"]: r for r in result["runs"] if (r["method"], r["repeat"]) == (method, k) and r["prompt"] in wanted}
+        for k in range(3)
+    ]
+
+
+def ratios(result: dict[str, Any], method: str, base: str, label: str | None, macro: bool = False) -> list[float]:
+    """One a repeat."""
+    sides = (repeats_of(result, name, label) for name in (method, base))
+    return [ratio(ours, theirs, macro) for ours, theirs in zip(*sides, strict=True)]
+
+
 def ratio(runs: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], macro: bool = False) -> float:
     both = [index for index in runs if after(runs[index])[0] > 0 and after(base[index])[0] > 0]
     if macro:
@@ -92,6 +107,7 @@ def test_every_number_of_a_subtask(result: dict[str, Any], label: str | None) ->
     header, _, *rows = cells(report.group_table(result, label))
     assert len(rows) == len(NAMES)
     base = chosen(result, "plain", label)
+    forwards = forwards_of(result)
     for name, row in zip(NAMES, rows, strict=True):
         shown = dict(zip(header, row, strict=True))
         runs = chosen(result, name, label)
@@ -102,8 +118,10 @@ def test_every_number_of_a_subtask(result: dict[str, Any], label: str | None) ->
         )
         tokens, seconds = sum(len(run["tokens"]) for run in listed), sum(run["seconds"] for run in listed)
         assert float(shown["Tokens/Sec (end to end)"]) == pytest.approx(tokens / seconds, abs=0.06)
-        assert float(shown["Speedup (micro)"].split()[0]) == pytest.approx(ratio(runs, base), abs=0.006)
-        assert float(shown["Speedup (macro)"]) == pytest.approx(ratio(runs, base, macro=True), abs=0.006)
+        micro, macro = (median(ratios(result, name, "plain", label, macro=way)) for way in (False, True))
+        assert float(shown["Speedup (micro)"].split()[0]) == pytest.approx(micro, abs=0.006)
+        assert float(shown["Speedup (macro)"]) == pytest.approx(macro, abs=0.006)
+        assert float(shown["η"]) == pytest.approx(efficiency(runs, forwards), abs=0.006)
         assert int(shown["Without a rate"]) == sum(after(run)[0] == 0 for run in listed)
         rounds = [item for run in listed for item in run["rounds"] or ()]
         if name == "plain":
@@ -119,6 +137,41 @@ def test_every_number_of_a_subtask(result: dict[str, Any], label: str | None) ->
         assert shown["Outputs as plain"] == f"{same} of {len(base)}"
 
 
+def forwards_of(result: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """Of each prompt the medians of its subtask's raw forwards: "draft", and by width."""
+    found = {}
+    for prompt in result["prompts"]:
+        mine = [item["times"] for item in result["forwards"] if item["label"] == prompt["label"]]
+        assert len(mine) == 3
+        medians = {"draft": median(seconds for times in mine for seconds in times["draft_step"])}
+        for width in range(1, 12):
+            medians[str(width)] = median(seconds for times in mine for seconds in times["target"][str(width)])
+        found[prompt["index"]] = medians
+    return found
+
+
+def efficiency(runs: dict[int, dict[str, Any]], forwards: dict[int, dict[str, float]]) -> float:
+    needed = measured = 0.0
+    for index, run in runs.items():
+        tokens, seconds = after(run)
+        if tokens == 0:
+            continue
+        measured += seconds
+        if run["rounds"] is None:
+            needed += tokens * forwards[index]["1"]
+        for item in (run["rounds"] or ())[1:]:
+            needed += item["draft_steps"] * forwards[index]["draft"] + forwards[index][str(item["width"])]
+    return needed / measured
+
+
+def check_range(cell: str, values: list[float]) -> None:
+    """The median, inside its range."""
+    value, within = cell.split(" ")
+    low, high = (float(part) for part in within.strip("()").split("–"))
+    assert (float(value), low, high) == pytest.approx((median(values), min(values), max(values)), abs=0.006)
+    assert low <= float(value) <= high
+
+
 def test_speedups_by_subtask_and_their_range(result: dict[str, Any]) -> None:
     _, _, *rows = cells(report.speedup_table(result))
     assert [row[0] for row in rows] == [*embedded.SUBTASKS, "overall"]
@@ -127,17 +180,74 @@ def test_speedups_by_subtask_and_their_range(result: dict[str, Any]) -> None:
         assert int(row[1]) == len(base)
         assert float(row[2]) == pytest.approx(rate(list(base.values())), abs=0.06)
         for name, cell in zip(NAMES[1:], row[3:], strict=True):
-            value, within = cell.split(" ")
-            assert float(value) == pytest.approx(ratio(chosen(result, name, label), base), abs=0.006)
-            ratios = []
-            for repeat in range(3):
-                one, other = (
-                    {r["prompt"]: r for r in result["runs"] if (r["method"], r["repeat"]) == (m, repeat)}
-                    for m in (name, "plain")
-                )
-                ratios.append(ratio({index: one[index] for index in base}, {index: other[index] for index in base}))
-            low, high = (float(part) for part in within.strip("()").split("–"))
-            assert (low, high) == pytest.approx((min(ratios), max(ratios)), abs=0.006)
+            check_range(cell, ratios(result, name, "plain", label))
+
+
+def test_where_the_time_goes(result: dict[str, Any]) -> None:
+    header, _, *rows = cells(report.time_table(result))
+    named = [(label, name) for label in [*embedded.SUBTASKS, None] for name in ("speculative", "bild")]
+    shown = {(row[0], row[1].split()[0]): dict(zip(header, row, strict=True)) for row in rows}
+    for label, name in named:
+        rounds = [item for run in chosen(result, name, label).values() for item in run["rounds"][1:]]
+        row = shown.get((label or "overall", "BiLD" if name == "bild" else "Speculative"))
+        if not rounds:
+            assert row is None
+            continue
+        draft, verify, whole = (
+            1000 * mean(item[key] for item in rounds) for key in ("draft_seconds", "verify_seconds", "seconds")
+        )
+        assert float(row["Draft (ms/round)"]) == pytest.approx(draft, abs=0.006)
+        assert float(row["Verification (ms/round)"]) == pytest.approx(verify, abs=0.006)
+        assert float(row["Overhead (ms/round)"]) == pytest.approx(whole - draft - verify, abs=0.006)
+        assert float(row["Overhead share"].strip("%")) == pytest.approx(100 * (1 - (draft + verify) / whole), abs=0.06)
+        assert float(row["Draft steps/Round"]) == pytest.approx(mean(r["draft_steps"] for r in rounds), abs=0.006)
+
+
+def judged(result: dict[str, Any], label: str | None) -> tuple[list[float], float, float]:
+    """BiLD over speculative decoding a repeat, and what it changes in ROUGE-L and exact match."""
+    prompts = [prompt for prompt in result["prompts"] if label in (None, prompt["label"])]
+    scores = []
+    for name in ("plain", "bild"):
+        texts = {r["prompt"]: r["text"] for r in result["runs"] if (r["method"], r["repeat"]) == (name, 0)}
+        scores.append(quality([texts[p["index"]] for p in prompts], [p["references"] for p in prompts]))
+    rouge, exact = (scores[1][key] - scores[0][key] for key in ("rougeL", "exact_match"))
+    return ratios(result, "bild", "speculative", label), rouge, exact
+
+
+def test_bild_against_speculative_decoding(result: dict[str, Any]) -> None:
+    _, _, *rows = cells(report.bild_table(result))
+    count = 0
+    for label, row in zip([*embedded.SUBTASKS, None], rows, strict=True):
+        speeds, rouge, exact = judged(result, label)
+        assert row[0] == (label or "overall") and int(row[1]) == len(chosen(result, "bild", label))
+        check_range(row[2], speeds)
+        assert (float(row[3]), float(row[4])) == pytest.approx((rouge, exact), abs=0.06)
+        yes = min(speeds) > 1 and rouge >= -1e-6 and exact >= -1e-6
+        assert (row[5] == "yes") == yes
+        count += yes and label is not None
+    line = "BiLD (fallback 0.1, rollback 3) is faster than speculative decoding at no loss of quality on"
+    assert f"{line} {count} of 8 subtasks." in report.render(result)
+
+
+def test_verdicts_are_no_easier_than_they_say(result: dict[str, Any]) -> None:
+    """A BiLD that is faster wins; not with a worse answer, nor with one slow repeat, nor without references."""
+    fast = json.loads(json.dumps(result))
+    for run in fast["runs"]:
+        if run["method"] == "bild":
+            run["seconds"], run["puts"][0][0] = 1e-6 * (1 + len(run["tokens"])), 1e-6
+    for entry in fast["quality"]:
+        entry |= {"rougeL": 50.0, "exact_match": 50.0}
+    assert "on 8 of 8 subtasks" in report.count_line(fast)
+    worse = json.loads(json.dumps(fast))
+    next(e for e in worse["quality"] if (e["method"], e["subtask"]) == ("bild", "qa"))["rougeL"] = 49.9
+    assert "on 7 of 8 subtasks" in report.count_line(worse)
+    assert cells(report.bild_table(worse))[2:][embedded.SUBTASKS.index("qa")][5] == "no: loses quality"
+    slow = json.loads(json.dumps(fast))
+    for run in slow["runs"]:
+        if run["method"] == "bild" and run["repeat"] == 1:
+            run["seconds"] = 1000.0
+    assert "on 0 of 8 subtasks" in report.count_line(slow)
+    assert "is not known" in report.count_line(fast | {"quality": []})
 
 
 def test_quality_of_each_method(result: dict[str, Any]) -> None:
@@ -160,7 +270,7 @@ def test_terminal_lines(settings: Settings, printed: str, result: dict[str, Any]
     ):  # fmt: skip
         assert line in printed
     plain, ours = (list(chosen(result, name, None).values()) for name in ("plain", "bild"))
-    speedup = ratio(chosen(result, "bild", None), chosen(result, "plain", None))
+    speedup = median(ratios(result, "bild", "plain", None))
     both = f"AS: {rate(plain):.1f} tokens/sec, BiLD: {rate(ours):.1f} tokens/sec"
     assert f"Overall Result: {both} -> {speedup:.2f} X Speedup" in printed
     assert printed.count("X Speedup") == 4 * 9 and "\nlaw analytics Result: AS: " in printed
@@ -207,9 +317,18 @@ def test_divergences_and_their_margins(result: dict[str, Any]) -> None:
     differing = {name for prompt in result["prompts"] for name in prompt["divergences"]}
     assert differing <= {"bild"}
     _, _, *rows = cells(report.divergence_table(result))
-    margins = [p["divergences"]["bild"]["margin"] for p in result["prompts"] if "bild" in p["divergences"]]
-    assert rows[1][1] == f"{len(margins)} of {len(result['prompts'])}"
-    assert not margins or rows[1][3:] == [f"{min(margins):.3g}", f"{max(margins):.3g}"]
+    assert len(rows) == 4
+    for name, row in zip(NAMES[1:], rows, strict=True):
+        plain, ours = ({r["prompt"]: r["tokens"] for r in result["runs"] if r["method"] == m} for m in ("plain", name))
+        firsts = [
+            next((k for k, (a, b) in enumerate(zip(ours[i], plain[i], strict=False), 1) if a != b), len(plain[i]) + 1)
+            for i in plain
+            if ours[i] != plain[i]
+        ]
+        assert row[1] == f"{len(firsts)} of {len(plain)}"
+        margins = [p["divergences"][name]["margin"] for p in result["prompts"] if name in p["divergences"]]
+        shown = [f"{mean(firsts):.1f}", f"{min(margins):.3g}", f"{max(margins):.3g}"] if firsts else ["–"] * 3
+        assert row[2:] == shown
 
 
 def test_outputs_of_one_token_have_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,10 @@ from itertools import product
 from typing import Any
 
 from hf_specdec.attention import to_better_transformer, to_eager_attention
-from hf_specdec.bench import ablation_report, collect, datasets
+from hf_specdec.bench import ablation_report, collect, datasets, sitting
 from hf_specdec.bench.collect import Contender
 from hf_specdec.bench.loading import LoadedPair, better_transformer, load_pair
-from hf_specdec.bench.methods import Method, lookahead, plain, strategy
+from hf_specdec.bench.methods import Method, plain, strategy
 from hf_specdec.bench.processes import Processes
 from hf_specdec.bench.settings import Settings
 
@@ -28,12 +28,12 @@ def run_ablation(settings: Settings, shared: Processes) -> None:
     # Refuses before anything is measured; the rows switch it on and off themselves.
     better_transformer(pair)
     contenders = [Contender(_row(settings, pair, *switches), pair) for switches in product((False, True), repeat=3)]
-    result = collect.collect(settings, contenders, dialogues, shared, lookahead(settings, pair))
+    result = collect.collect(settings, contenders, dialogues, shared, lookahead=None)
     if result is None:
         return
     for model in result["models"].values():
         model["attention"] = "eager or Better Transformer"
-    collect.finish(result, settings)
+    sitting.finish(result, settings)
     sys.stdout.write(ablation_report.terminal(result))
 
 

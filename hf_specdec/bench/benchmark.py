@@ -7,13 +7,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_specdec.bench import environment, rendering, results
+from hf_specdec.bench import rendering, results
 from hf_specdec.bench.data import Prompt, benchmark_prompts
 from hf_specdec.bench.loading import LoadedPair, load_pair
 from hf_specdec.bench.measure import interleaved, run_once, warm_up
 from hf_specdec.bench.methods import Method, assisted_refusal, lookahead, methods_for
+from hf_specdec.bench.metrics import pooled_forwards
+from hf_specdec.bench.processes import Processes
 from hf_specdec.bench.raw_forwards import RawForwards
 from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.sitting import Sitting, finish, forwards_key, run_key, without_kind
 
 PROMPTS_PER_LENGTH = 5
 
@@ -29,24 +32,34 @@ def run_benchmark(settings: Settings) -> None:
     result = measure(settings, pair, methods_for(settings, pair), prompts)
     if refusal := assisted_refusal(settings, pair):
         result["notes"].append(refusal)
-    results.save(result, settings)
+    finish(result, settings)
     sys.stdout.write(rendering.render(result))
 
 
 def measure(settings: Settings, pair: LoadedPair, methods: list[Method], prompts: list[Prompt]) -> dict[str, Any]:
-    """All runs and raw forwards, as the dict that the JSON will hold."""
+    """All runs and raw forwards, as the dict that the JSON will hold; what the journal holds is not run again."""
     result = results.new(settings, pair, methods, prompts)
-    gamma = lookahead(settings, pair)
-    forwards = RawForwards(pair, gamma, settings.max_new_tokens)
-    warm_up(pair, methods, prompts, settings)
+    sitting = Sitting(settings, Processes())
+    forwards = RawForwards(pair, lookahead(settings, pair), settings.max_new_tokens)
     order = list(interleaved(prompts, methods, settings.repeats))
-    for position, (repeat, prompt, method) in enumerate(tqdm(order, desc="benchmark", unit="run", file=sys.stderr)):
-        run = run_once(pair, method, prompt, settings, repeat=repeat, position=position)
-        result["runs"].append(vars(run))
+    keys = [run_key(repeat, prompt.index, method.name) for repeat, prompt, method in order]
+    if not sitting.done.keys() >= set(keys):
+        warm_up(pair, methods, prompts, settings)
+    bar = tqdm(order, desc="benchmark", unit="run", file=sys.stderr)
+    for position, (repeat, prompt, method) in enumerate(bar):
+        if keys[position] not in sitting.done:
+            run = run_once(pair, method, prompt, settings, repeat=repeat, position=position)
+            sitting.keep({"kind": "run", **vars(run)})
         # After the last method of each prompt, so that raw forwards meet the same state of the machine as
         # runs do.
-        if (position + 1) % len(methods) == 0:
-            forwards.sample(prompt)
-    result["raw_forwards"] = forwards.times
-    result["environment"]["load_average_at_end"] = environment.load_average()
+        last = (position + 1) % len(methods) == 0
+        if last and forwards_key(repeat, prompt.index, pair.draft_name) not in sitting.done:
+            about = {"kind": "forwards", "repeat": repeat, "prompt": prompt.index, "draft": pair.draft_name}
+            sitting.keep(about | {"times": forwards.sample(prompt)})
+    result["runs"] = [without_kind(sitting.done[key]) for key in keys]
+    for length in dict.fromkeys(len(prompt.token_ids) for prompt in prompts):
+        same = {prompt.index for prompt in prompts if len(prompt.token_ids) == length}
+        samples = [r["times"] for r in sitting.done.values() if r["kind"] == "forwards" and r["prompt"] in same]
+        result["raw_forwards"][str(length)] = pooled_forwards(samples)
+    sitting.conclude(result)
     return result

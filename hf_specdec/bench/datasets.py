@@ -44,7 +44,7 @@ def dialogues(settings: Settings) -> list[list[Question]]:
     """
     name = settings.dataset
     if name == "embedded":
-        raw = _embedded(settings.limit or _EMBEDDED_LIMITS[settings.task])
+        raw = _embedded(settings.split or "heldout", settings.limit or _EMBEDDED_LIMITS[settings.task])
     elif name == "spec_bench":
         if settings.dataset_path is None:
             raise BenchError("--dataset: 'spec_bench' needs the place of its question.jsonl; give it by --dataset_path")
@@ -74,9 +74,11 @@ def dialogues(settings: Settings) -> list[list[Question]]:
 Raw = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]
 
 
-def _embedded(limit: int) -> Iterator[Raw]:
+def _embedded(split: str, limit: int) -> Iterator[Raw]:
+    if split not in embedded.SPLITS:
+        raise BenchError(f"--split: {split!r} is none of the embedded data set's: {', '.join(embedded.SPLITS)}")
     for subtask in embedded.SUBTASKS:
-        for example in embedded.examples(subtask, split="heldout", n=limit):
+        for example in embedded.examples(subtask, split=split, n=limit):
             yield subtask, example.turns, tuple((reference,) for reference in example.references)
 
 
@@ -114,18 +116,19 @@ def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
 
     name, _, config = settings.dataset.partition(":")
     path = Path(name)
+    split = settings.split or "test"
     try:
         datasets.disable_progress_bars()
         if path.is_file():
             kind = {".csv": "csv", ".tsv": "csv", ".json": "json", ".parquet": "parquet"}.get(path.suffix, "text")
             options = {"sep": "\t"} if path.suffix == ".tsv" else {}
             return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
-        return datasets.load_dataset(name, config or None, split=settings.split)
+        return datasets.load_dataset(name, config or None, split=split)
     # `datasets` raises many kinds for what is missing, damaged, private or unreachable; all mean one thing.
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise BenchError(
-            f"--dataset: {settings.dataset!r} with --split {settings.split!r} can't be loaded "
+            f"--dataset: {settings.dataset!r} with --split {split!r} can't be loaded "
             f"({lines[0].rstrip('.')}); give embedded, spec_bench, a local file, or a name that the hub has and this "
             "machine can reach"
         ) from error

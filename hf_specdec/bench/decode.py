@@ -7,11 +7,14 @@ import sys
 from transformers import TextStreamer
 
 from hf_specdec.bench import rendering, results
-from hf_specdec.bench.data import decode_prompts
-from hf_specdec.bench.loading import load_pair
+from hf_specdec.bench.data import Prompt, decode_prompts
+from hf_specdec.bench.journal import Record
+from hf_specdec.bench.loading import LoadedPair, load_pair
 from hf_specdec.bench.measure import run_once, warm_up
-from hf_specdec.bench.methods import plain, strategy
+from hf_specdec.bench.methods import Method, plain, strategy
+from hf_specdec.bench.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.sitting import Sitting, finish, run_key, without_kind
 
 
 def run_decode(settings: Settings) -> None:
@@ -30,15 +33,29 @@ def run_decode(settings: Settings) -> None:
     method = strategy(settings, pair) if settings.assisted_generation else plain()
     result = results.new(settings, pair, [method], prompts)
     result["notes"] = notes
-    warm_up(pair, [method], prompts[:1], settings)
-    for repeat in range(settings.repeats):
-        for prompt in prompts:
-            shown = repeat == 0
-            if shown:
-                print(f"--- {prompt.index + 1}: {prompt.label}, {len(prompt.token_ids)} tokens")
-            shower = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True) if shown else None
-            position = len(result["runs"])
-            run = run_once(pair, method, prompt, settings, repeat=repeat, position=position, inner=shower)
-            result["runs"].append(vars(run))
-    results.save(result, settings)
+    sitting = Sitting(settings, Processes())
+    work = [(repeat, prompt) for repeat in range(settings.repeats) for prompt in prompts]
+    if not all(run_key(repeat, prompt.index, method.name) in sitting.done for repeat, prompt in work):
+        warm_up(pair, [method], prompts[:1], settings)
+    for position, (repeat, prompt) in enumerate(work):
+        result["runs"].append(_run(sitting, pair, method, prompt, settings, repeat, position))
+    sitting.conclude(result)
+    finish(result, settings)
     sys.stdout.write("\n" + rendering.render(result))
+
+
+def _run(
+    sitting: Sitting, pair: LoadedPair, method: Method, prompt: Prompt, settings: Settings, repeat: int, position: int
+) -> Record:
+    """One run from the journal or measured now; its text is shown in the first repeat."""
+    shower = None
+    if repeat == 0:
+        print(f"--- {prompt.index + 1}: {prompt.label}, {len(prompt.token_ids)} tokens")
+        shower = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    key = run_key(repeat, prompt.index, method.name)
+    if key not in sitting.done:
+        run = run_once(pair, method, prompt, settings, repeat=repeat, position=position, inner=shower)
+        sitting.keep({"kind": "run", **vars(run)})
+    elif shower is not None:
+        print(pair.tokenizer.decode(sitting.done[key]["tokens"], skip_special_tokens=True))
+    return without_kind(sitting.done[key])

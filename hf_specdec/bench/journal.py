@@ -49,22 +49,21 @@ class Journal:
         return bool(self.records)
 
     def begin(self, **header: Any) -> None:
-        """Opens this process's file for `append`; `header` is kept with the arguments if the file is new.
+        """From here on `append` may be called; `header` is kept with the arguments if no earlier start left one.
 
         With several processes, all have to have opened their journals before one begins to write.
         """
-        try:
-            whole = _cut_torn_line(self.path)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`, after the last record
-        except OSError as error:
-            raise self._unwritable(error) from error
         if self.header is None:
             self.header = {"kind": "header", "arguments": self._arguments, **header}
-        if not whole:
-            self._write(self.header)
 
     def append(self, record: Record) -> None:
-        """Writes a record through to the disk; what was written before survives whatever happens here."""
+        """Writes a record through to the disk; what was written before survives whatever happens here.
+
+        The file is made with the first record, so that a start that measured nothing binds no later one to its
+        arguments.
+        """
+        if self._file is None:
+            self._open()
         self._write(record)
         self.records.append(record)
 
@@ -74,8 +73,18 @@ class Journal:
             self._file.close()
             self._file = None
 
+    def _open(self) -> None:
+        assert self.header is not None, "begin() comes first"
+        try:
+            whole = _cut_torn_line(self.path)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`, after the last record
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if not whole:
+            self._write(self.header)
+
     def _write(self, record: Record) -> None:
-        assert self._file is not None, "begin() comes first"
+        assert self._file is not None
         line = json.dumps(record).encode() + b"\n"
         try:
             # Unbuffered, and a full disk may take a part of the line: the rest is then a torn line.

@@ -7,7 +7,7 @@ decode rate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
@@ -98,15 +98,46 @@ def end_to_end_speedup(runs: Mapping[int, RunDict], baseline: Mapping[int, RunDi
     return end_to_end_rate(runs.values()) / end_to_end_rate(baseline.values())
 
 
-def speedup_by_repeat(runs: Sequence[RunDict], method: str, baseline: str) -> list[float]:
-    """`speedup` within each repeat on its own: what the spread is read from."""
+def speedup_by_repeat(
+    runs: Sequence[RunDict],
+    method: str,
+    baseline: str,
+    prompts: Iterable[int] | None = None,
+    ratio: Callable[[Mapping[int, RunDict], Mapping[int, RunDict]], float | None] = speedup,
+) -> list[float]:
+    """`ratio` within each repeat on its own, where methods took turns on each prompt; of the given prompts only.
+
+    Tables show the median of these, and their extremes: no drift of the machine between repeats is in either.
+    """
+    wanted = None if prompts is None else set(prompts)
+    both = [run for run in runs if run["method"] in (method, baseline)]
     ratios = []
-    for repeat in sorted({run["repeat"] for run in runs}):
-        these = [run for run in runs if run["repeat"] == repeat]
-        ratio = speedup(typical_runs(these, method), typical_runs(these, baseline))
-        if ratio is not None:
-            ratios.append(ratio)
+    for repeat in sorted({run["repeat"] for run in both}):
+        these = [run for run in both if run["repeat"] == repeat]
+        sides = typical_runs(these, method, wanted), typical_runs(these, baseline, wanted)
+        found = ratio(*sides) if all(sides) else None
+        if found is not None:
+            ratios.append(found)
     return ratios
+
+
+def middle(values: Sequence[float]) -> float | None:
+    """The median; None without values."""
+    return median(values) if values else None
+
+
+def round_parts(runs: Iterable[RunDict]) -> dict[str, float] | None:
+    """Mean seconds of a round's `draft`, `verify` and `overhead` (the rest of it), and mean `draft_steps`.
+
+    Without each run's first round, which holds the prompt. None for a method that doesn't tell.
+    """
+    rounds = [item for run in runs for item in (run["rounds"] or ())[1:] if item["seconds"] is not None]
+    if not rounds:
+        return None
+    draft, verify = (mean(item[key] for item in rounds) for key in ("draft_seconds", "verify_seconds"))
+    overhead = mean(item["seconds"] for item in rounds) - draft - verify
+    steps = mean(item["draft_steps"] for item in rounds)
+    return {"draft": draft, "verify": verify, "overhead": overhead, "draft_steps": steps}
 
 
 def acceptance_rate(runs: Iterable[RunDict]) -> float | None:
@@ -144,6 +175,17 @@ def alpha(runs: Iterable[RunDict]) -> float | None:
     if not reached or any(item["overlap"] is None for item in rounds):
         return None
     return sum(item["overlap"] for item in rounds) / reached
+
+
+def pooled_forwards(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One set of raw forwards from several, each {"draft_step": [seconds], "target": {width: [seconds]}}."""
+    widths = dict.fromkeys(width for sample in samples for width in sample["target"])
+    return {
+        "draft_step": [seconds for sample in samples for seconds in sample["draft_step"]],
+        "target": {
+            width: [seconds for sample in samples for seconds in sample["target"].get(width, ())] for width in widths
+        },
+    }
 
 
 def cost_ratios(forwards: Mapping[str, Any], lookahead: int) -> tuple[float, float]:

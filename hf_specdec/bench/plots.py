@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hf_specdec.bench import metrics, subtasks_report, sweep_report
+from hf_specdec.bench import metrics, subtasks_report, sweep_report, tradeoff
 from hf_specdec.bench.markdown import capital
 
 Result = Mapping[str, Any]
@@ -27,7 +27,7 @@ _COLOURS = {
     "prompt_lookup": "#CC79A7",
 }
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
-_PARTS = {"Draft": "#56B4E9", "Verification": "#0072B2", "Overhead": "#BBBBBB"}
+_PARTS = {"Draft": ("draft", "#56B4E9"), "Verification": ("verify", "#0072B2"), "Overhead": ("overhead", "#BBBBBB")}
 
 
 def speed_by_length(result: Result) -> Figure:
@@ -45,7 +45,7 @@ def speed_by_length(result: Result) -> Figure:
             label = capital(method["title"]) if place == 0 else None
             _bar(axes, _offset(place, number, len(result["methods"])), rate, rates, _colour(method), label, result)
             if number == 1:
-                ratio = metrics.speedup(runs, metrics.typical_runs(result["runs"], "plain", prompts))
+                ratio = metrics.middle(metrics.speedup_by_repeat(result["runs"], method["name"], "plain", prompts))
                 gains.append("–" if ratio is None else f"{ratio:.2f}× at {length} tokens")
     axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
     axes.set_xlabel("Prompt length (tokens)")
@@ -58,17 +58,15 @@ def speed_by_length(result: Result) -> Figure:
 
 def speedup_by_subtask(result: Result) -> Figure:
     """Subtasks: speedup over plain decoding of each method on each subtask; the bars' ends are repeats' extremes."""
-    labels: list[str | None] = [*subtasks_report.groups(result), None]
+    labels: list[str | None] = [*tradeoff.labels(result), None]
     methods = result["methods"][1:]
     figure, axes = _new(max(8.0, 2 + 1.15 * len(labels)), 5)
     overall = []
     for place, label in enumerate(labels):
-        prompts = subtasks_report.prompts_of(result, label)
-        plain = metrics.typical_runs(result["runs"], "plain", prompts)
+        prompts = tradeoff.prompts_of(result, label)
         for number, method in enumerate(methods):
-            ratio = metrics.speedup(metrics.typical_runs(result["runs"], method["name"], prompts), plain) or 0.0
-            chosen = [run for run in result["runs"] if run["prompt"] in plain]
-            ratios = metrics.speedup_by_repeat(chosen, method["name"], "plain")
+            ratios = metrics.speedup_by_repeat(result["runs"], method["name"], "plain", prompts)
+            ratio = metrics.middle(ratios) or 0.0
             title = capital(method["title"]) if place == 0 else None
             if label is None and method["name"] in ("speculative", "bild"):
                 overall.append(f"{subtasks_report.SHORT[method['name']]} {ratio:.2f}×")
@@ -168,21 +166,21 @@ def speed_against_quality(result: Result) -> Figure:
 
 def time_per_round(result: Result) -> Figure:
     """Mean time of a round after the first, split into draft, verification and the rest; of methods that tell."""
-    methods = [m for m in result["methods"] if any(_timed_rounds(result, m["name"]))]
-    figure, axes = _new(8, 1.8 + 0.55 * len(methods))
+    parts_of = {}
+    for method in result["methods"]:
+        found = metrics.round_parts(run for run in result["runs"] if run["method"] == method["name"])
+        if found is not None:
+            parts_of[method["title"]] = found
+    figure, axes = _new(8, 1.8 + 0.55 * len(parts_of))
     shares = []
-    for place, method in enumerate(methods):
-        rounds = _timed_rounds(result, method["name"])
-        draft = 1000 * mean(item["draft_seconds"] for item in rounds)
-        verify = 1000 * mean(item["verify_seconds"] for item in rounds)
-        whole = 1000 * mean(item["seconds"] for item in rounds)
-        parts = {"Draft": draft, "Verification": verify, "Overhead": whole - draft - verify}
+    for place, found in enumerate(parts_of.values()):
         left = 0.0
-        for part, value in parts.items():
-            axes.barh(place, value, left=left, color=_PARTS[part], label=part if place == 0 else None)
+        for part, (key, colour) in _PARTS.items():
+            value = 1000 * found[key]
+            axes.barh(place, value, left=left, color=colour, label=part if place == 0 else None)
             left += value
-        shares.append(parts["Overhead"] / whole)
-    axes.set_yticks(range(len(methods)), [_wrapped(method["title"]) for method in methods])
+        shares.append(1000 * found["overhead"] / left)
+    axes.set_yticks(range(len(parts_of)), [_wrapped(title) for title in parts_of])
     axes.invert_yaxis()
     axes.set_xlabel("Mean time per round (ms)")
     axes.set_title(f"What a round costs: at most {100 * max(shares):.1f}% is neither draft nor target")
@@ -272,12 +270,6 @@ def _heat_map(
     axes.set_ylabel("Fallback threshold (probability)")
     axes.set_title(title)
     figure.colorbar(image, ax=axes)
-
-
-def _timed_rounds(result: Result, name: str) -> list[Mapping[str, Any]]:
-    """The rounds of a method after the first of each run, which holds the prompt; none where it has no times."""
-    runs = [run for run in result["runs"] if run["method"] == name and run["rounds"]]
-    return [item for run in runs for item in run["rounds"][1:] if item["seconds"] is not None]
 
 
 def _rouge(result: Result, name: str) -> float:

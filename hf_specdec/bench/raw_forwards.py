@@ -14,55 +14,53 @@ from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.measure import synchronize
 from hf_specdec.runner import pass_mode
 
+# Draft steps before each verification; more of them would tell nothing new.
+_STEPS = 4
+
 
 class RawForwards:
-    """Raw forward times, by prompt length; `sample` adds to them, so that they can be taken between runs.
+    """Takes the times of bare forward passes, a sample at a time, so that they can be taken between runs.
 
-    `times[str(prompt length)]` is {"draft_step": [seconds, ...], "target": {"1": [...], ..., str(lookahead +
-    1)}}.
+    Args:
+        pair: what is timed; without a draft the target's steps alone.
+        lookahead: the widest verification has one token more.
+        new_tokens: half of them stand behind the prompt.
     """
 
     def __init__(self, pair: LoadedPair, lookahead: int, new_tokens: int):
         self.pair = pair
         self.lookahead = lookahead if pair.draft is not None else 0
         self.new_tokens = new_tokens
-        self.times: dict[str, dict[str, Any]] = {}
-        self._steps: dict[str, tuple[Callable[[int], None], Callable[[int], None] | None]] = {}
+        self._steps: dict[int, tuple[Callable[[int], None], Callable[[int], None] | None]] = {}
 
-    def sample(self, prompt: Prompt) -> None:
+    def sample(self, prompt: Prompt) -> dict[str, Any]:
         """Times each shape at the context that decoding this prompt has half-way: prompt and half the new
         tokens.
 
         In the order of decoding, draft steps and then a verification, for every width that a round may have:
         a model that was just run finds its weights in the processor's cache, and so it is in a round.
+
+        Returns:
+            {"draft_step": [seconds, ...], "target": {"1": [seconds], ..., str(lookahead + 1): [seconds]}}
         """
+        length = len(prompt.token_ids)
         with pass_mode(*self.pair.models)():  # as our passes run
-            self._sample(prompt)
+            if length not in self._steps:
+                self._steps[length] = self._build_steps(prompt.token_ids)
+                # The first pass of a shape allocates: run it uncounted.
+                self._round_of_each_width(length)
+            return self._round_of_each_width(length)
 
-    def _sample(self, prompt: Prompt) -> None:
-        length = str(len(prompt.token_ids))
-        if length not in self.times:
-            self.times[length] = {
-                "draft_step": [],
-                "target": {str(width): [] for width in range(1, self.lookahead + 2)},
-            }
-            self._steps[length] = self._build_steps(prompt.token_ids)
-            # The first pass of a shape allocates: run it uncounted.
-            self._round_of_each_width(length, keep=False)
-        self._round_of_each_width(length, keep=True)
-
-    def _round_of_each_width(self, length: str, keep: bool) -> None:
+    def _round_of_each_width(self, length: int) -> dict[str, Any]:
         target_step, draft_step = self._steps[length]
-        times = self.times[length]
+        draft_times: list[float] = []
+        target_times: dict[str, list[float]] = {}
         for width in range(1, self.lookahead + 2):
-            for _ in range(self.lookahead):
+            for _ in range(min(self.lookahead, _STEPS)):
                 assert draft_step is not None
-                seconds = self._timed(draft_step, 1)
-                if keep:
-                    times["draft_step"].append(seconds)
-            seconds = self._timed(target_step, width)
-            if keep:
-                times["target"][str(width)].append(seconds)
+                draft_times.append(self._timed(draft_step, 1))
+            target_times[str(width)] = [self._timed(target_step, width)]
+        return {"draft_step": draft_times, "target": target_times}
 
     def _timed(self, step: Callable[[int], None], width: int) -> float:
         synchronize(self.pair)

@@ -22,6 +22,9 @@ _COLUMNS = [
 ]
 _ASSISTED_COLUMNS = ["Acceptance", "Tokens/Round"]
 
+# What is measured on questions of a data set.
+DATA_TASKS = ("subtasks", "sweep", "ablation")
+
 # Repeats of the same work that differ by more than this share of their median were disturbed.
 _CALM = 0.25
 
@@ -95,7 +98,6 @@ def cost_table(result: Result) -> str:
         verification = forwards["target"][str(lookahead + 1)]
         raw = (forwards["draft_step"], forwards["target"]["1"], verification)
         costs = [number(1000 * median(times), 2) for times in raw] + [number(c, 3), number(v, 3)]
-        plain = metrics.typical_runs(result["runs"], "plain", prompts)
         for method in result["methods"][1:]:
             runs = metrics.typical_runs(result["runs"], method["name"], prompts)
             alpha = metrics.alpha(runs.values())
@@ -103,7 +105,7 @@ def cost_table(result: Result) -> str:
             # BiLD's rounds have no fixed length, which the formula takes for granted.
             if alpha is not None and method["name"] != "bild":
                 predicted = metrics.predicted_speedup(alpha, c, v, lookahead)
-            measured = metrics.speedup(runs, plain)
+            measured = metrics.middle(metrics.speedup_by_repeat(result["runs"], method["name"], "plain", prompts))
             figures = [number(alpha, 3), number(predicted, 2), number(measured, 2)]
             rows.append([length, *costs, capital(method["title"]), *figures])
     return table(header, rows)
@@ -169,8 +171,18 @@ def heading(result: Result) -> str:
     )
     lookahead = f", lookahead {result['lookahead']}" if "draft" in result["models"] else ""
     repeats = f"{arguments['repeats']} repeats" if arguments["repeats"] > 1 else "1 repeat"
+    if result["task"] in DATA_TASKS:
+        models.append(f"- data: {_data(result)}")
     models.append(f"- {how}, at most {arguments['max_new_tokens']} new tokens{lookahead}, batch size 1, {repeats}")
     return f"# {result['task'].capitalize()}\n\n" + "\n".join(models)
+
+
+def _data(result: Result) -> str:
+    arguments = result["arguments"]
+    embedded = arguments["dataset"] == "embedded"
+    split = arguments["split"] or ("heldout" if embedded else "test")
+    of_split = "" if arguments["dataset"] == "spec_bench" else f", split {split}"
+    return f"{arguments['dataset']}{of_split}, {len(result['prompts'])} answers of each method"
 
 
 def _legend(result: Result) -> str:
@@ -180,7 +192,7 @@ def _legend(result: Result) -> str:
         "`all` is micro: all tokens / all seconds (its prefill: the mean)."
     )
     if result["arguments"]["repeats"] > 1:
-        text += " Each row is the repeat with the median total time."
+        text += " Each row is the repeat with the median total time. Speedups: the median of the repeats' own."
     return text
 
 
@@ -221,16 +233,15 @@ def _same_outputs_in_words(result: Result, method: str) -> str:
 
 
 def _speedup_in_words(result: Result, method: Mapping[str, str], baseline: Mapping[str, str]) -> str:
-    runs = metrics.typical_runs(result["runs"], method["name"])
-    base = metrics.typical_runs(result["runs"], baseline["name"])
-    ratio = metrics.speedup(runs, base)
+    names = method["name"], baseline["name"]
+    ratios = metrics.speedup_by_repeat(result["runs"], *names)
     named = f"Speedup of {method['title']} over {baseline['title']}"
-    end_to_end = f"end to end {metrics.end_to_end_speedup(runs, base):.2f}"
-    if ratio is None:
+    ends = metrics.speedup_by_repeat(result["runs"], *names, ratio=metrics.end_to_end_speedup)
+    end_to_end = f"end to end {median(ends):.2f}"
+    if not ratios:
         return f"{named}: no example had tokens after its first delivery; {end_to_end}."
-    repeats = metrics.speedup_by_repeat(result["runs"], method["name"], baseline["name"])
-    within = f"; {min(repeats):.2f} to {max(repeats):.2f} over {len(repeats)} repeats" if len(repeats) > 1 else ""
-    return f"{named}: **{ratio:.2f}** (decode tokens/s, micro{within}); {end_to_end}."
+    within = f"; {min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} repeats" if len(ratios) > 1 else ""
+    return f"{named}: **{median(ratios):.2f}** (decode tokens/s, micro{within}); {end_to_end}."
 
 
 def _unrest(result: Result) -> str:

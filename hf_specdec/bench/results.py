@@ -53,12 +53,14 @@ def check_writable(folder: Path) -> None:
 
 
 def stem(settings: Settings) -> str:
-    """What the files of a run are called: `<task>-<method or data set>-<greedy|sampling>`."""
+    """What the files of a run are called: `<task>-<method, or data set and split where given>-<greedy|sampling>`."""
     parts = [settings.task]
     if settings.task in ("benchmark", "decode"):
         parts.append(settings.generation_strategy if settings.assisted_generation else "plain")
     elif settings.dataset != "embedded":
         parts.append(re.sub(r"[^A-Za-z0-9._]+", "_", Path(settings.dataset).name))
+    if settings.split is not None:
+        parts.append(re.sub(r"[^A-Za-z0-9._]+", "_", settings.split))
     return "-".join([*parts, "sampling" if settings.sampling else "greedy"])
 
 
@@ -71,7 +73,7 @@ def from_records(records: Sequence[dict[str, Any]], methods: Sequence[Mapping[st
     return {
         "prompts": sorted(kinds["prompt"], key=lambda prompt: prompt["index"]),
         "runs": sorted(kinds["run"], key=lambda run: (run["repeat"], run["prompt"], order[run["method"]])),
-        "forwards": sorted(kinds["forwards"], key=lambda item: (item["draft"], item["repeat"])),
+        "forwards": sorted(kinds["forwards"], key=lambda item: (item["draft"], item["repeat"], item["prompt"])),
     }
 
 

@@ -43,7 +43,7 @@ class Settings:
     rollback_thresholds: tuple[float, ...] = ()
     dataset: str = "embedded"
     dataset_path: Path | None = None
-    split: str = "test"
+    split: str | None = None  # embedded: heldout; hub: test
     prompt_column: str | None = None
     reference_column: str | None = None
     prompt_template: str = "{prompt}"

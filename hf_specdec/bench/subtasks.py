@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from hf_specdec.bench import collect, datasets, subtasks_report
+from hf_specdec.bench import collect, datasets, sitting, subtasks_report
 from hf_specdec.bench.collect import Contender
 from hf_specdec.bench.loading import LoadedPair, load_pair
 from hf_specdec.bench.methods import (
+    LOOKUP_TOKENS,
     Method,
     assisted_refusal,
     lookahead,
@@ -29,13 +30,15 @@ def run_subtasks(settings: Settings, shared: Processes) -> None:
     dialogues = datasets.dialogues(settings)
     pair = load_pair(settings)
     contenders = [Contender(method, pair) for method in contestants(settings, pair)]
-    result = collect.collect(settings, contenders, dialogues, shared, lookahead(settings, pair))
+    # Looking up drafts most.
+    widest = max(lookahead(settings, pair), LOOKUP_TOKENS)
+    result = collect.collect(settings, contenders, dialogues, shared, widest)
     if result is None:
         return
     if refusal := assisted_refusal(settings, pair):
         result["notes"].append(refusal)
     result["quality"] = scores(result)
-    collect.finish(result, settings)
+    sitting.finish(result, settings)
     sys.stdout.write(subtasks_report.terminal(result))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
 from hf_specdec.bench import metrics
 from hf_specdec.bench.markdown import capital, number, percent, table
 from hf_specdec.bench.report import heading, remarks
+from hf_specdec.bench.tradeoff import labels, prompts_of, verdict, won
 
 Result = Mapping[str, Any]
 
@@ -23,8 +24,20 @@ MEASURE_TITLES = {
 LEGEND = (
     "Tokens/Sec counts what came after each example's first delivery. Micro: all tokens / all seconds, and the speedup "
     "is the ratio of these; macro is Spec-Bench's way: the mean of the examples' rates, and the ratio of those means. "
-    "Each example counts with the repeat of median total time; (low–high) are the speedups within single repeats. "
-    "Examples with nothing after the first delivery have no rate and are left out of both."
+    "Rates take of each example the repeat of median total time. Speedups are taken within each repeat, where the "
+    "methods took turns: the median of the repeats (low–high), so the ratio of two rates shown may differ a bit. "
+    "Examples with nothing after the first delivery have no rate and are left out. η is the share of the "
+    "decoding time that the models' bare forward passes need at these widths, timed at a prompt of middling length of "
+    "each subtask."
+)
+BILD = (
+    "Speed: decode tokens/s within each repeat, the median (low–high). Faster: in every repeat. At no loss of quality: "
+    "neither ROUGE-L nor exact match is below plain decoding's."
+)
+DRAWN = (
+    "Outputs are drawn, each method's with the same seed for the same example, so every repeat gives the same ones. "
+    "Quality is that of these single draws: speculative decoding, transformers' assisted generation and prompt lookup "
+    "have plain decoding's in expectation, and differ from it here by chance alone; BiLD's may differ truly."
 )
 
 
@@ -32,13 +45,17 @@ def render(result: Result) -> str:
     """The whole report."""
     parts = [heading(result), LEGEND, f"## Speedup by subtask\n\n{speedup_table(result)}"]
     parts.append(f"## Overall\n\n{group_table(result, None)}")
-    if len(groups(result)) > 1:
-        parts += [f"## {label}\n\n{group_table(result, label)}" for label in groups(result)]
+    if len(labels(result)) > 1:
+        parts += [f"## {label}\n\n{group_table(result, label)}" for label in labels(result)]
+    parts.append(f"## Where the time goes\n\n{time_table(result)}")
+    if _both(result):
+        parts.append(f"## BiLD against speculative decoding\n\n{BILD}\n\n{bild_table(result)}\n\n{count_line(result)}")
     if result["quality"]:
-        parts.append(f"## Quality against the references, 0 to 100\n\n{quality_table(result)}")
+        drawn = f"{DRAWN}\n\n" if result["sampling"] else ""
+        parts.append(f"## Quality against the references, 0 to 100\n\n{drawn}{quality_table(result)}")
     if not result["sampling"]:
         parts.append(f"## Outputs that differ from plain decoding\n\n{divergence_table(result)}")
-    lines = [average_alpha(result), *bild_against_speculative(result), *remarks(result)]
+    lines = [average_alpha(result), *remarks(result)]
     parts.append("## Remarks\n\n" + "\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts) + "\n"
 
@@ -57,79 +74,69 @@ def terminal(result: Result) -> str:
         f"  thresholds:   fallback {arguments['fallback_threshold']:g}, rollback {arguments['rollback_threshold']:g}",
         "  tokens/sec:   after the first delivery, micro (all tokens / all seconds)",
     ]
-    for label in (None, *groups(result)):
+    for label in (None, *labels(result)):
         lines.append("")
-        plain = _typical(result, "plain", label)
+        plain = list(_typical(result, "plain", label).values())
         for method in result["methods"][1:]:
-            runs = _typical(result, method["name"], label)
-            ratio = number(metrics.speedup(runs, plain), 2)
+            runs = list(_typical(result, method["name"], label).values())
+            ratio = number(metrics.middle(_ratios(result, method["name"], label)), 2)
             lines.append(
                 f"{label or 'Overall'} Result: "
-                f"AS: {number(metrics.micro_rate(plain.values()), 1)} tokens/sec, "
-                f"{SHORT[method['name']]}: {number(metrics.micro_rate(runs.values()), 1)} tokens/sec "
+                f"AS: {number(metrics.micro_rate(plain), 1)} tokens/sec, "
+                f"{SHORT[method['name']]}: {number(metrics.micro_rate(runs), 1)} tokens/sec "
                 f"-> {ratio} X Speedup"
             )
-    lines += ["", average_alpha(result), *remarks(result)]
+    lines += ["", average_alpha(result)]
+    lines += [count_line(result)] if _both(result) else []
+    lines += remarks(result)
     return "\n".join(lines) + "\n"
-
-
-def groups(result: Result) -> list[str]:
-    """The subtasks, in the order of the data."""
-    return list(dict.fromkeys(prompt["label"] for prompt in result["prompts"]))
-
-
-def prompts_of(result: Result, label: str | None) -> list[int]:
-    """The indexes of a subtask's prompts; of all for None."""
-    return [prompt["index"] for prompt in result["prompts"] if label in (None, prompt["label"])]
 
 
 def speedup_table(result: Result) -> str:
     """One row a subtask, one column a method: micro speedups over plain decoding."""
     methods = result["methods"][1:]
     rows = []
-    for label in (*groups(result), None):
-        plain = _typical(result, "plain", label)
-        cells = [
-            number(metrics.speedup(_typical(result, m["name"], label), plain), 2) + _range(result, m["name"], label)
-            for m in methods
-        ]
+    for label in (*labels(result), None):
+        cells = [_speedup(_ratios(result, m["name"], label)) for m in methods]
         examples = str(len(prompts_of(result, label)))
-        rate = number(metrics.micro_rate(plain.values()), 1)
+        rate = number(metrics.micro_rate(_typical(result, "plain", label).values()), 1)
         rows.append(["overall" if label is None else label, examples, rate, *cells])
     return table(["Subtask", "Examples", "Plain Tokens/Sec", *(capital(m["title"]) for m in methods)], rows)
 
 
 def group_table(result: Result, label: str | None) -> str:
     """One row a method for the examples of a subtask, or for all."""
-    plain = _typical(result, "plain", label)
     rows = []
+    forwards = _forwards_by_prompt(result)
     for method in result["methods"]:
-        runs = _typical(result, method["name"], label)
-        listed = list(runs.values())
+        listed = list(_typical(result, method["name"], label).values())
+        macro = _ratios(result, method["name"], label, metrics.macro_speedup)
         rows.append(
             [
                 capital(method["title"]),
                 number(metrics.micro_rate(listed), 1),
-                number(metrics.speedup(runs, plain), 2) + _range(result, method["name"], label),
+                _speedup(_ratios(result, method["name"], label)),
                 number(metrics.macro_rate(listed), 1),
-                number(metrics.macro_speedup(runs, plain), 2),
+                number(metrics.middle(macro), 2),
                 number(metrics.end_to_end_rate(listed), 1),
                 percent(metrics.acceptance_rate(listed)),
                 number(metrics.tokens_per_round(listed), 2),
                 number(metrics.alpha(listed), 3),
+                number(metrics.efficiency(listed, forwards), 2),
                 _same(result, method["name"], label),
                 str(sum(metrics.decode_part(run) is None for run in listed)),
             ]
         )
     header = ["Method", "Tokens/Sec (micro)", "Speedup (micro)", "Tokens/Sec (macro)", "Speedup (macro)"]
-    header += ["Tokens/Sec (end to end)", "Acceptance", "Tokens/Round", "α", "Outputs as plain", "Without a rate"]
+    header += ["Tokens/Sec (end to end)", "Acceptance", "Tokens/Round", "α", "η"]
+    header += ["Outputs as plain", "Without a rate"]
     return table(header, rows)
 
 
 def quality_table(result: Result) -> str:
     """One row a subtask and method: how good the outputs are against the references."""
     titles = {method["name"]: capital(method["title"]) for method in result["methods"]}
-    order = [*groups(result), None]
+    order = [*labels(result), None]
     rows = [
         [
             "overall" if entry["subtask"] is None else entry["subtask"],
@@ -172,32 +179,78 @@ def average_alpha(result: Result) -> str:
     return "Average alpha: " + (", ".join(values) if values else "– (nothing was drafted)")
 
 
-def bild_against_speculative(result: Result) -> Sequence[str]:
-    """In words where BiLD is slower than the lossless way; empty where one of both is missing."""
-    if not {"bild", "speculative"} <= {method["name"] for method in result["methods"]}:
-        return []
-    slower = []
-    for label in groups(result):
-        ratio = metrics.speedup(_typical(result, "bild", label), _typical(result, "speculative", label))
-        if ratio is not None and ratio < 1:
-            slower.append(f"{label} ({ratio:.2f})")
-    if not slower:
-        return ["BiLD is nowhere slower than speculative decoding."]
-    return [f"BiLD is slower than speculative decoding on {len(slower)} of {len(groups(result))}: {', '.join(slower)}."]
+def time_table(result: Result) -> str:
+    """One row a subtask and method that tells: a round's draft, verification and overhead."""
+    rows = []
+    for label in (*labels(result), None):
+        for method in result["methods"]:
+            parts = metrics.round_parts(_typical(result, method["name"], label).values())
+            if parts is None:
+                continue
+            draft, verify, overhead = (1000 * parts[key] for key in ("draft", "verify", "overhead"))
+            milliseconds = [number(value, 2) for value in (draft, verify, overhead)]
+            share = percent(overhead / (draft + verify + overhead))
+            steps = number(parts["draft_steps"], 2)
+            rows.append([label or "overall", capital(method["title"]), steps, *milliseconds, share])
+    header = ["Subtask", "Method", "Draft steps/Round", "Draft (ms/round)", "Verification (ms/round)"]
+    return table([*header, "Overhead (ms/round)", "Overhead share"], rows)
+
+
+def bild_table(result: Result) -> str:
+    """One row a subtask: BiLD's speed over speculative decoding's, its quality less plain decoding's, the verdict."""
+    rows = []
+    for label in (*labels(result), None):
+        found = verdict(result, label, "bild", "speculative")
+        differences = ["–"] * 2
+        if found.differences is not None:
+            differences = [f"{found.differences[name]:+.1f}" for name in ("rougeL", "exact_match")]
+        examples = str(len(prompts_of(result, label)))
+        rows.append([label or "overall", examples, _speedup(found.ratios), *differences, found.words])
+    header = ["Subtask", "Examples", "Speed of BiLD / speculative", "ROUGE-L, BiLD − plain"]
+    return table([*header, "Exact match, BiLD − plain", "Faster at no loss of quality"], rows)
+
+
+def count_line(result: Result) -> str:
+    """The outcome in a sentence."""
+    count = won(result, "bild", "speculative")
+    if count is None:
+        return "Whether BiLD loses quality is not known: the data have no references."
+    bild = next(method["title"] for method in result["methods"] if method["name"] == "bild")
+    of = f"{count} of {len(labels(result))} subtasks"
+    return f"{bild} is faster than speculative decoding at no loss of quality on {of}."
+
+
+def _both(result: Result) -> bool:
+    return {"bild", "speculative"} <= {method["name"] for method in result["methods"]}
 
 
 def _typical(result: Result, method: str, label: str | None) -> dict[int, metrics.RunDict]:
     return metrics.typical_runs(result["runs"], method, prompts_of(result, label))
 
 
-def _range(result: Result, method: str, label: str | None) -> str:
-    """The speedups within single repeats, from lowest to highest; empty for plain decoding and for one repeat."""
-    if method == "plain" or result["arguments"]["repeats"] < 2:
-        return ""
-    wanted = set(prompts_of(result, label))
-    runs = [run for run in result["runs"] if run["prompt"] in wanted and run["method"] in (method, "plain")]
-    ratios = metrics.speedup_by_repeat(runs, method, "plain")
-    return f" ({min(ratios):.2f}–{max(ratios):.2f})" if ratios else ""
+def _ratios(
+    result: Result,
+    method: str,
+    label: str | None,
+    ratio: Callable[[Mapping[int, metrics.RunDict], Mapping[int, metrics.RunDict]], float | None] = metrics.speedup,
+) -> list[float]:
+    """Over plain decoding, one a repeat."""
+    return metrics.speedup_by_repeat(result["runs"], method, "plain", prompts_of(result, label), ratio)
+
+
+def _speedup(ratios: Sequence[float]) -> str:
+    """The median of the repeats and, of several that differ, the lowest and the highest."""
+    within = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(set(ratios)) > 1 else ""
+    return number(metrics.middle(ratios), 2) + within
+
+
+def _forwards_by_prompt(result: Result) -> dict[int, Mapping[str, Any]]:
+    """Raw forwards of each prompt's subtask, of all repeats."""
+    pooled = {
+        label: metrics.pooled_forwards([item["times"] for item in result["forwards"] if item["label"] == label])
+        for label in labels(result)
+    }
+    return {prompt["index"]: pooled[prompt["label"]] for prompt in result["prompts"]}
 
 
 def _same(result: Result, method: str, label: str | None) -> str:

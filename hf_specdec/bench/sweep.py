@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from hf_specdec import embedded
-from hf_specdec.bench import collect, datasets, sweep_report
+from hf_specdec.bench import collect, datasets, sitting, sweep_report
 from hf_specdec.bench.collect import Contender
 from hf_specdec.bench.loading import LoadedPair, load_pairs
 from hf_specdec.bench.methods import Method, lookahead, plain, strategy
@@ -32,7 +32,7 @@ def run_sweep(settings: Settings, shared: Processes) -> None:
     if result is None:
         return
     result["quality"] = scores(result)
-    collect.finish(result, settings)
+    sitting.finish(result, settings)
     sys.stdout.write(sweep_report.terminal(result))
 
 

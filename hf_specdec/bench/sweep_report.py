@@ -10,6 +10,7 @@ from typing import Any
 from hf_specdec.bench import metrics
 from hf_specdec.bench.markdown import mean_and_spread, number, table
 from hf_specdec.bench.report import heading, remarks
+from hf_specdec.bench.tradeoff import JUDGED, labels, won
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
@@ -18,7 +19,9 @@ LEGEND = (
     "Each figure is the mean of the repeats ± their standard deviation. Speedup: ratio of decode tokens/s (micro: all "
     "tokens / all seconds after the first delivery) over plain decoding in the same repeat. c: one draft step / one "
     "target step, bare forward passes. The predicted speedup takes each token's acceptance for independent of the "
-    "others', so it is an estimate. Quality is measured against the references, 0 to 100."
+    "others', so it is an estimate. Quality is measured against the references, 0 to 100. Won: on how many subtasks "
+    "BiLD is faster, in every repeat, than speculative decoding with the same draft and lookahead, while neither its "
+    "ROUGE-L nor its exact match is below plain decoding's."
 )
 
 
@@ -58,8 +61,19 @@ def speedups(result: Result, method: MethodDict) -> list[float]:
 
 def speed_ratios(result: Result, method: MethodDict) -> list[float]:
     """c, one a repeat."""
-    samples = [item["times"] for item in result["forwards"] if item["draft"] == method["draft"]]
-    return [metrics.cost_ratios(times, method["lookahead"])[0] for times in samples]
+    return [c for c, _ in _cost_ratios(result, method)]
+
+
+def _cost_ratios(result: Result, method: MethodDict) -> list[tuple[float, float]]:
+    """(c, v) of each repeat, from the raw forwards of all subtasks in it."""
+    repeats: dict[int, list[Mapping[str, Any]]] = {}
+    for item in result["forwards"]:
+        if item["draft"] == method["draft"]:
+            repeats.setdefault(item["repeat"], []).append(item["times"])
+    return [
+        metrics.cost_ratios(metrics.pooled_forwards(samples), method["lookahead"])
+        for _, samples in sorted(repeats.items())
+    ]
 
 
 def draft_table(result: Result) -> str:
@@ -87,11 +101,11 @@ def draft_table(result: Result) -> str:
 def threshold_table(result: Result) -> str:
     """One row a draft, lookahead and pair of thresholds: speed and quality, beside plain and speculative decoding."""
     header = ["Draft", "n_lookahead", "Fallback", "Rollback", "Mean acceptance rate", "Speedup", "Tokens/Round", "α"]
-    header += ["Tokens/Sec", "Outputs as plain", "BLEU", "ROUGE-L", "Exact match"]
+    header += ["Tokens/Sec", "Outputs as plain", "BLEU", "ROUGE-L", "Exact match", "Won"]
     rows = [
         ["none (plain decoding)", *["–"] * 4, "1.00", *["–"] * 2, mean_and_spread(_rates(result, {"name": "plain"}), 1)]
     ]
-    rows[0] += ["–", *_quality(result, "plain")]
+    rows[0] += ["–", *_quality(result, "plain"), "–"]
     for method in [*methods_of(result, "speculative"), *methods_of(result, "bild")]:
         lossless = method["strategy"] == "speculative"
         rows.append(
@@ -105,29 +119,65 @@ def threshold_table(result: Result) -> str:
                 *_round_figures(result, method),
                 _same(result, method),
                 *_quality(result, method["name"]),
+                "–" if lossless else _won_of(result, method),
             ]
         )
     return table(header, rows)
 
 
 def recommendations(result: Result) -> list[str]:
-    """The fastest row of each strategy with its command; of BiLD also the fastest that loses no quality."""
+    """The fastest row of each strategy with its command; of BiLD also the fastest that loses no quality, and the
+    one that wins most subtasks at no loss, with the command that judges it on other examples."""
     lines = []
     for strategy in ("speculative", "bild"):
         best = _fastest(result, methods_of(result, strategy))
         if best is not None:
             lines.append(_recommended(f"Fastest {strategy}", result, best))
     if methods_of(result, "bild") and result["quality"]:
-        plain = quality_of(result, "plain")
-        kept = [
-            method
-            for method in methods_of(result, "bild")
-            if all(quality_of(result, method["name"])[name] >= plain[name] for name in ("rougeL", "exact_match"))
-        ]
-        best = _fastest(result, kept)
+        best = _fastest(result, _without_loss(result))
         without_loss = "Fastest bild with ROUGE-L and exact match no lower than plain decoding's"
         lines.append(f"{without_loss}: none." if best is None else _recommended(without_loss, result, best))
+        lines.append(_chosen(result))
     return lines
+
+
+def _without_loss(result: Result) -> list[MethodDict]:
+    """BiLD's rows that are no worse than plain decoding over all examples."""
+    plain = quality_of(result, "plain")
+    rows = methods_of(result, "bild")
+    return [row for row in rows if all(quality_of(result, row["name"])[name] >= plain[name] for name in JUDGED)]
+
+
+def chosen_row(result: Result) -> MethodDict:
+    """The row of BiLD's that wins most subtasks; of several the fastest."""
+    counts = {method["name"]: won_subtasks(result, method) or 0 for method in methods_of(result, "bild")}
+    most = [method for method in methods_of(result, "bild") if counts[method["name"]] == max(counts.values())]
+    return _fastest(result, most) or most[0]
+
+
+def won_subtasks(result: Result, method: MethodDict) -> int | None:
+    """On how many subtasks this row of BiLD's beats speculative decoding with its draft and lookahead, at no loss."""
+    same = (method["draft"], method["lookahead"])
+    speculative = next(m for m in methods_of(result, "speculative") if (m["draft"], m["lookahead"]) == same)
+    return won(result, method["name"], speculative["name"])
+
+
+def _won_of(result: Result, method: MethodDict) -> str:
+    count = won_subtasks(result, method)
+    return "–" if count is None else f"{count} of {len(labels(result))}"
+
+
+def _chosen(result: Result) -> str:
+    method = chosen_row(result)
+    embedded = result["arguments"]["dataset"] == "embedded"
+    split = result["arguments"]["split"] or ("heldout" if embedded else "test")
+    text = (
+        f"Faster than speculative decoding at no loss of quality on most subtasks: {method['title']}, on "
+        f"{_won_of(result, method)}, chosen on the split {split}"
+    )
+    if embedded and split == "train":
+        return f"{text}; to judge it on examples that it was not chosen on: `{command(result, method, 'subtasks')}`"
+    return f"{text}; judge it on other examples before you believe it."
 
 
 def quality_of(result: Result, name: str) -> Mapping[str, float]:
@@ -135,10 +185,10 @@ def quality_of(result: Result, name: str) -> Mapping[str, float]:
     return next(item for item in result["quality"] if item["method"] == name and item["subtask"] is None)
 
 
-def command(result: Result, method: MethodDict) -> str:
-    """What to type to run the benchmark with a row's settings."""
+def command(result: Result, method: MethodDict, task: str = "benchmark") -> str:
+    """What to type to run a task with a row's settings."""
     arguments = result["arguments"]
-    words = ["assisted_generation.py", "--task", "benchmark", "--assisted_generation"]
+    words = ["assisted_generation.py", "--task", task, "--assisted_generation"]
     words += ["--model_name", result["models"]["target"]["name"], "--assistant_model", method["draft"]]
     words += ["--generation_strategy", method["strategy"], "--num_assistant_tokens", str(method["lookahead"])]
     if method["strategy"] == "bild":
@@ -182,10 +232,9 @@ def _rates(result: Result, method: MethodDict) -> list[float]:
 def _predicted(result: Result, method: MethodDict) -> float | None:
     """From the mean α, c and v of all repeats."""
     alpha = metrics.alpha(run for run in result["runs"] if run["method"] == method["name"])
-    samples = [item["times"] for item in result["forwards"] if item["draft"] == method["draft"]]
-    if alpha is None or not samples:
+    ratios = _cost_ratios(result, method)
+    if alpha is None or not ratios:
         return None
-    ratios = [metrics.cost_ratios(times, method["lookahead"]) for times in samples]
     c, v = (mean(pair[place] for pair in ratios) for place in (0, 1))
     return metrics.predicted_speedup(alpha, c, v, method["lookahead"])
 
