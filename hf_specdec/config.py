@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 STRATEGIES = ("speculative", "bild")
+DRAFTERS = ("model", "lookup", "hybrid", "none")
 
 DEFAULT_ASSISTANT_TOKENS = 4
 T5_ASSISTANT_TOKENS = 7
+LOOKUP_ASSISTANT_TOKENS = 10
 T5_MODEL_TYPES = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers"})
 
 
@@ -20,11 +22,15 @@ class SpeculationConfig:
         strategy: `"speculative"` is lossless (Leviathan et al. 2023, algorithm 1); `"bild"` trades quality for
             speed by two thresholds (Kim et al. 2023).
         num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` takes 4, or 7
-            for targets of the T5 family.
+            for targets of the T5 family; 10 where all drafts are copies.
         fallback_threshold: BiLD only, a probability in [0, 1]. A drafted token whose distribution's maximum is
             below it is not appended; the target takes over. 0 never falls back.
         rollback_threshold: BiLD only, nats, at least 0. A drafted token at a distance -ln p_target above it is
             cut. 0 makes BiLD lossless.
+        drafter: `"model"` drafts with the assistant model; `"lookup"` copies what followed the last tokens when
+            they stood in the text (or the encoder's input) before, and needs no model; `"hybrid"` looks up
+            first and drafts by the model where nothing matches; `"none"` decodes plainly in the same loop, the
+            baseline. Copies have no draft probabilities, so that rules which read those let them pass.
 
     Raises:
         ValueError: a value out of range, named with the way out.
@@ -34,6 +40,7 @@ class SpeculationConfig:
     num_assistant_tokens: int | None = None
     fallback_threshold: float = 0.6
     rollback_threshold: float = 3.0
+    drafter: str = "model"
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -41,6 +48,8 @@ class SpeculationConfig:
                 f"generation_strategy={self.strategy!r} is unknown: choose one of {', '.join(map(repr, STRATEGIES))}, "
                 "or None for transformers' own decoding."
             )
+        if self.drafter not in DRAFTERS:
+            raise ValueError(f"drafter={self.drafter!r} is unknown: choose one of {', '.join(map(repr, DRAFTERS))}.")
         tokens = self.num_assistant_tokens
         if tokens is not None and not (_is_integer(tokens) and tokens >= 1):
             raise ValueError(f"num_assistant_tokens={tokens!r} is out of range: give a whole number of at least 1.")
@@ -55,10 +64,17 @@ class SpeculationConfig:
                 "a number of at least 0 (0 is lossless; float('inf') never rolls back)."
             )
 
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether a draft model is needed."""
+        return self.drafter in ("model", "hybrid")
+
     def resolve(self, model_type: str) -> SpeculationConfig:
-        """The same settings with the default lookahead of the target's family filled in."""
+        """The same settings with the default lookahead of the drafter or of the target's family filled in."""
         if self.num_assistant_tokens is not None:
             return self
+        if self.drafter == "lookup":
+            return replace(self, num_assistant_tokens=LOOKUP_ASSISTANT_TOKENS)
         default = T5_ASSISTANT_TOKENS if model_type in T5_MODEL_TYPES else DEFAULT_ASSISTANT_TOKENS
         return replace(self, num_assistant_tokens=default)
 

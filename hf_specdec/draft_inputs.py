@@ -59,6 +59,13 @@ def draft_inputs(
     return kwargs
 
 
+def source_tokens(model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor: Tensor | None) -> Tensor | None:
+    """`[B, S]`: the encoder's input ids, a row for each row of `input_ids`; None where there are no such tokens."""
+    if "encoder_outputs" not in model_kwargs or inputs_tensor is None or torch.is_floating_point(inputs_tensor):
+        return None
+    return inputs_tensor.repeat_interleave(len(input_ids) // len(inputs_tensor), 0)
+
+
 def _encode(
     draft: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor: Tensor | None
 ) -> ModelOutput:

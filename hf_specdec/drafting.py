@@ -50,91 +50,23 @@ class Drafter(Protocol):
         """Learn from a finished round."""
 
 
-class ModelDrafter(CandidateGenerator):
-    """Drafts with a small model, one forward pass a token, its cache kept from round to round.
+class RowDrafter(CandidateGenerator):
+    """What the drafters of this package share: a stop rule, and the adapter to transformers' own assisted loop.
 
     Args:
-        runner: feeds the draft model.
-        processors: the host's; the draft's distributions go through them too.
         rule: when drafting stops.
-        vocabulary: V, the target's.
-        draft_vocabulary: the draft's; target tokens beyond it are shown to the draft as its last token.
-        do_sample: draw drafts from the draft's processed distribution instead of taking its argmax.
-        keep_probs: hand out the distributions; without them drafts count as point masses.
-        eos_tokens: nothing is drafted after one of these.
         max_length: the most tokens that a row can reach, for `get_candidates`.
-        max_positions: the draft's own context; nothing is drafted beyond it. None where it has no bound.
         rollback: a processor that has to hold the proposal, for `get_candidates` in transformers' own loop.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        processors: HostProcessors,
-        rule: StopRule,
-        *,
-        vocabulary: int,
-        draft_vocabulary: int | None = None,
-        do_sample: bool = False,
-        keep_probs: bool = False,
-        eos_tokens: frozenset[int] = frozenset(),
-        max_length: int = 0,
-        max_positions: int | None = None,
-        rollback: BildRollback | None = None,
-    ) -> None:
-        self.runner = runner
-        self.processors = processors
+    def __init__(self, rule: StopRule, *, max_length: int = 0, rollback: BildRollback | None = None) -> None:
         self.rule = rule
-        self.vocabulary = vocabulary
-        self.draft_vocabulary = vocabulary if draft_vocabulary is None else draft_vocabulary
-        self.do_sample = do_sample
-        self.keep_probs = keep_probs
-        self.eos_tokens = eos_tokens
         self.max_length = max_length
-        self.max_positions = max_positions
         self.rollback = rollback
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`."""
-        limit = min(self.rule.limit, max(room))
-        if self.max_positions is not None:
-            limit = min(limit, self.max_positions - max(lengths) + 1)
-        if limit <= 0:
-            return DraftProposal(ids.new_zeros(len(ids), 0), (0,) * len(ids))
-        tokens = self._unread(ids, lengths)
-        drafted = [0] * len(lengths)
-        # Rows that have ended are fed too, but their text is final: their drafts go to the buffer's end.
-        places = [n if space > 0 else ids.shape[1] - limit for n, space in zip(lengths, room, strict=True)]
-        open_rows = [row for row, space in enumerate(room) if space > 0]
-        kept_probs: list[Tensor] = []
-        uniforms = sampling.uniforms(limit, len(ids), device=ids.device).unbind() if self.do_sample else None
-        for step in range(limit):
-            if self.draft_vocabulary < self.vocabulary:
-                tokens = tokens.clamp(max=self.draft_vocabulary - 1)
-            logits = self.runner.forward(tokens, 1)[:, -1]
-            probs, choice = self._choose(
-                ids, [n + step for n in lengths], logits, open_rows, uniforms[step] if uniforms else None
-            )
-            stops = self.rule.before_append(probs).tolist() if self.rule.reads_probabilities else None
-            ends = choice.tolist()
-            write_column(ids, [place + step for place in places], choice)
-            if self.keep_probs:
-                kept_probs.append(probs)
-            if stops is not None:
-                open_rows = [row for row in open_rows if not stops[row]]
-            for row in open_rows:
-                drafted[row] += 1
-            open_rows = [row for row in open_rows if ends[row] not in self.eos_tokens and drafted[row] < room[row]]
-            if not open_rows:
-                break
-            tokens = choice.unsqueeze(1)
-        longest = max(drafted)
-        return DraftProposal(
-            tail(ids, [n + longest for n in lengths], longest),
-            tuple(drafted),
-            torch.stack(kept_probs[:longest], dim=1) if self.keep_probs and longest else None,
-            steps=step + 1,
-        )
+        raise NotImplementedError
 
     def observe(self, finished: Round) -> None:
         """See `Drafter.observe`."""
@@ -162,11 +94,124 @@ class ModelDrafter(CandidateGenerator):
             Round((drafted,), (num_matches,), (num_matches + 1,), overlap, drafted, scores.shape[1], 0.0, 0.0, 0.0)
         )
 
-    def _unread(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """`[B, k]`: what the draft has not read yet, as many tokens for every row; rejected drafts are forgotten."""
-        unread = max(max(n - read, 1) for n, read in zip(lengths, self.runner.read, strict=True))
+
+class NoDrafter(RowDrafter):
+    """Proposes nothing: plain decoding in this loop, the baseline of its own engine."""
+
+    def __init__(self) -> None:
+        super().__init__(StopRule(0))
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """See `Drafter.propose`."""
+        return no_drafts(ids)
+
+
+class ModelDrafter(RowDrafter):
+    """Drafts with a small model, one forward pass a token, its cache kept from round to round.
+
+    Args:
+        runner: feeds the draft model.
+        processors: the host's; the draft's distributions go through them too.
+        rule: when drafting stops.
+        vocabulary: V, the target's.
+        draft_vocabulary: the draft's; target tokens beyond it are shown to the draft as its last token.
+        do_sample: draw drafts from the draft's processed distribution instead of taking its argmax.
+        keep_probs: hand out the distributions; without them drafts count as point masses.
+        eos_tokens: nothing is drafted after one of these.
+        max_length, rollback: see `RowDrafter`.
+        max_positions: the draft's own context; nothing is drafted beyond it. None where it has no bound.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        processors: HostProcessors,
+        rule: StopRule,
+        *,
+        vocabulary: int,
+        draft_vocabulary: int | None = None,
+        do_sample: bool = False,
+        keep_probs: bool = False,
+        eos_tokens: frozenset[int] = frozenset(),
+        max_length: int = 0,
+        max_positions: int | None = None,
+        rollback: BildRollback | None = None,
+    ) -> None:
+        super().__init__(rule, max_length=max_length, rollback=rollback)
+        self.runner = runner
+        self.processors = processors
+        self.vocabulary = vocabulary
+        self.draft_vocabulary = vocabulary if draft_vocabulary is None else draft_vocabulary
+        self.do_sample = do_sample
+        self.keep_probs = keep_probs
+        self.eos_tokens = eos_tokens
+        self.max_positions = max_positions
+        self._read = list(runner.read)
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """See `Drafter.propose`."""
+        # Tokens read of the text as it stands; a round without drafts does not touch the runner and its cache.
+        self._read = [min(read, n - 1) for read, n in zip(self._read, lengths, strict=True)]
+        limit = min(self.rule.limit, max(room))
+        if self.max_positions is not None:
+            limit = min(limit, self.max_positions - max(lengths) + 1)
+        if limit <= 0:
+            return no_drafts(ids)
+        own_lengths = lengths
+        tokens, lengths, room = self._unread(ids, lengths, room)
+        drafted = [0] * len(lengths)
+        # Rows that have ended are fed too, but their text is final: their drafts go to the buffer's end.
+        places = [n if space > 0 else ids.shape[1] - limit for n, space in zip(lengths, room, strict=True)]
+        open_rows = [row for row, space in enumerate(room) if space > 0]
+        kept_probs: list[Tensor] = []
+        uniforms = sampling.uniforms(limit, len(ids), device=ids.device).unbind() if self.do_sample else None
+        for step in range(limit):
+            if self.draft_vocabulary < self.vocabulary:
+                tokens = tokens.clamp(max=self.draft_vocabulary - 1)
+            logits = self.runner.forward(tokens, 1)[:, -1]
+            probs, choice = self._choose(
+                ids, [n + step for n in lengths], logits, open_rows, uniforms[step] if uniforms else None
+            )
+            stops = self.rule.before_append(probs).tolist() if self.rule.reads_probabilities else None
+            ends = choice.tolist()
+            write_column(ids, [place + step for place in places], choice)
+            if self.keep_probs:
+                kept_probs.append(probs)
+            if stops is not None:
+                open_rows = [row for row in open_rows if not stops[row]]
+            for row in open_rows:
+                drafted[row] += 1
+            open_rows = [row for row in open_rows if ends[row] not in self.eos_tokens and drafted[row] < room[row]]
+            if not open_rows:
+                break
+            tokens = choice.unsqueeze(1)
+        # What a row read beyond its text counts only where it may become its text.
+        rows = zip(self.runner.read, own_lengths, room, strict=True)
+        self._read = [read if space > 0 else min(read, n) for read, n, space in rows]
+        longest = max(drafted)
+        return DraftProposal(
+            tail(ids, [n + longest for n in lengths], longest),
+            tuple(drafted),
+            torch.stack(kept_probs[:longest], dim=1) if self.keep_probs and longest else None,
+            steps=step + 1,
+        )
+
+    def _unread(
+        self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]
+    ) -> tuple[Tensor, Sequence[int], Sequence[int]]:
+        """What the draft has not read yet, `[B, k]`, as many tokens for every row; rejected drafts are forgotten.
+
+        Where rounds passed without drafts, k can exceed a short row's text. Such a row reads on into its spare
+        space and sits this round out.
+
+        Returns:
+            The tokens, and with them the lengths and the room of the rows.
+        """
+        unread = max(n - read for n, read in zip(lengths, self._read, strict=True))
+        room = [space if n >= unread else 0 for n, space in zip(lengths, room, strict=True)]
+        lengths = [max(n, unread) for n in lengths]
         self.runner.rewind([n - unread for n in lengths])
-        return tail(ids, lengths, unread)
+        return tail(ids, lengths, unread), lengths, room
 
     def _choose(
         self, ids: Tensor, lengths: Sequence[int], logits: Tensor, open_rows: Sequence[int], uniforms: Tensor | None
@@ -185,6 +230,11 @@ class ModelDrafter(CandidateGenerator):
             return scores, scores.argmax(dim=-1)
         probs = sampling.probabilities(scores)
         return probs, probs.argmax(dim=-1) if uniforms is None else sampling.draw(probs, uniforms)
+
+
+def no_drafts(ids: Tensor) -> DraftProposal:
+    """A proposal of no tokens for the rows of `ids`."""
+    return DraftProposal(ids.new_zeros(len(ids), 0), (0,) * len(ids))
 
 
 def align_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:

@@ -16,12 +16,10 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_specdec.cache import release
-from hf_specdec.checks import check_call, check_model, needs_translation, vocabulary_size
+from hf_specdec.checks import check_call, check_model
 from hf_specdec.config import SpeculationConfig, check_fields
-from hf_specdec.cross_tokenizer import cross_tokenizer_drafter
 from hf_specdec.decoding import Decoder
-from hf_specdec.draft_inputs import draft_inputs
-from hf_specdec.drafting import Drafter, ModelDrafter
+from hf_specdec.drafters import DraftCall, make_drafter
 from hf_specdec.processors import HostProcessors
 from hf_specdec.runner import Runner, runner_for
 from hf_specdec.stats import SpeculationStats
@@ -45,10 +43,10 @@ class SpeculativeDecoding:
     `StopStringCriteria` in `stopping_criteria`. With `hf_specdec.enable` all of them are plain arguments.
 
     Args:
-        assistant_model: the draft, on any device and in any dtype.
+        assistant_model: the draft, on any device and in any dtype; None for drafters that need none.
         strategy: `"speculative"` or `"bild"`.
         streamer, tokenizer, assistant_tokenizer: as `generate` takes them.
-        settings: `num_assistant_tokens`, `fallback_threshold`, `rollback_threshold` (see `SpeculationConfig`).
+        settings: `num_assistant_tokens`, `fallback_threshold`, … (see `SpeculationConfig`).
 
     Attributes:
         stats: `SpeculationStats` of the last call, also of one that an exception broke off.
@@ -60,7 +58,7 @@ class SpeculativeDecoding:
 
     def __init__(
         self,
-        assistant_model: PreTrainedModel,
+        assistant_model: PreTrainedModel | None = None,
         strategy: str = "speculative",
         *,
         streamer: Any = None,
@@ -70,6 +68,12 @@ class SpeculativeDecoding:
     ) -> None:
         check_fields(settings)
         self.config = SpeculationConfig(strategy, **settings)
+        if self.config.drafts_by_model and assistant_model is None:
+            raise ValueError(
+                f"assistant_model=None with generation_strategy={strategy!r} and drafter={self.config.drafter!r}: pass "
+                "the draft, assistant_model=draft, in the call or to hf_specdec.enable(model, assistant_model=draft), "
+                "or choose drafter='lookup', which needs none."
+            )
         self.assistant_model = assistant_model
         self.streamer = streamer
         self.tokenizer = tokenizer
@@ -89,7 +93,8 @@ class SpeculativeDecoding:
         """The decoding loop; keeps the contract of `GenerationMixin._sample`."""
         config = self.config.resolve(model.config.model_type)
         check_call(model, generation_config, logits_processor, model_kwargs)
-        check_model(self.assistant_model, "draft")
+        if self.assistant_model is not None and config.drafts_by_model:
+            check_model(self.assistant_model, "draft")
         pad = generation_config._pad_token_tensor
         pad_token = None if pad is None else int(pad)
         lookahead = config.num_assistant_tokens or 0
@@ -103,8 +108,15 @@ class SpeculativeDecoding:
             keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
         )
         processors = HostProcessors(logits_processor, pad_token or 0)
-        drafter = self._drafter(
-            config, model, transcript, processors, generation_config, dict(model_kwargs), inputs_tensor
+        call = DraftCall(
+            model=model,
+            draft=self.assistant_model,
+            tokenizers=(self.tokenizer, self.assistant_tokenizer),
+            transcript=transcript,
+            processors=processors,
+            generation_config=generation_config,
+            model_kwargs=dict(model_kwargs),
+            inputs_tensor=inputs_tensor,
         )
         hidden = _hidden_tokens(input_ids, model_kwargs, generation_config)
         target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)
@@ -112,7 +124,7 @@ class SpeculativeDecoding:
         make_rollback = TABLE[config.strategy].rollback
         decoder = Decoder(
             target=target,
-            drafter=drafter,
+            drafter=make_drafter(config, call),
             processors=processors,
             relaxation=make_rollback(config, not do_sample) if make_rollback else None,
             rule=speculative_sampling if do_sample else greedy,
@@ -129,54 +141,6 @@ class SpeculativeDecoding:
         if not returns_dict:
             return transcript.sequences
         return _output(model, transcript, target, self.stats)
-
-    def _drafter(
-        self,
-        config: SpeculationConfig,
-        model: PreTrainedModel,
-        transcript: Transcript,
-        processors: HostProcessors,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        inputs_tensor: Tensor | None,
-    ) -> Drafter:
-        draft, input_ids = self.assistant_model, transcript.sequences
-        rule = TABLE[config.strategy].stop_rule(config)
-        points = TABLE[config.strategy].drafts_are_points
-        if needs_translation(model, draft, self.tokenizer, self.assistant_tokenizer):
-            if points:
-                raise ValueError(
-                    f"generation_strategy={config.strategy!r} with an assistant_tokenizer that differs: its fallback "
-                    "reads the draft's distributions token by token, so choose a draft with the target's tokenizer "
-                    "or generation_strategy='speculative'."
-                )
-            assert self.tokenizer is not None and self.assistant_tokenizer is not None
-            return cross_tokenizer_drafter(
-                draft,
-                self.tokenizer,
-                self.assistant_tokenizer,
-                input_ids,
-                generation_config,
-                model_kwargs,
-                inputs_tensor,
-                vocabulary=vocabulary_size(model),
-                lookahead=rule.limit,
-                eos_tokens=transcript.eos_tokens,
-            )
-        kwargs = draft_inputs(draft, model_kwargs, input_ids, inputs_tensor)
-        runner = runner_for(draft, kwargs, input_ids.to(draft.device), transcript.ids.shape[1])
-        do_sample = bool(generation_config.do_sample)
-        return ModelDrafter(
-            runner,
-            processors,
-            rule,
-            vocabulary=vocabulary_size(model),
-            draft_vocabulary=vocabulary_size(draft),
-            do_sample=do_sample,
-            keep_probs=do_sample and not points,
-            eos_tokens=transcript.eos_tokens,
-            max_positions=getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None),
-        )
 
 
 def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:

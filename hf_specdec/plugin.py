@@ -147,11 +147,6 @@ def _speculative_call(
     for name in ARGUMENTS:
         call.pop(name, None)
     draft = settings.pop("assistant_model", None)
-    if draft is None:
-        raise ValueError(
-            f"assistant_model=None with generation_strategy={strategy!r}: pass the draft, assistant_model=draft, in "
-            "the call or to hf_specdec.enable(model, assistant_model=draft)."
-        )
     tokenizer = call.pop("tokenizer", None)
     decoding = SpeculativeDecoding(
         draft,

@@ -78,6 +78,15 @@ class HostProcessors:
                 self._by_prefix(processor, ids, starts, counts, scores)
         return scores
 
+    def allowed(self, row: int, text: Tensor, tokens: Sequence[int]) -> int:
+        """How many of the `tokens` that may follow a row's `text` `[n]` a `prefix_allowed_tokens_fn` lets through."""
+        constraints = [p for p in self.processors if isinstance(p, host.PrefixConstrainedLogitsProcessor)]
+        for position, token in enumerate(tokens if constraints else ()):
+            prefix = torch.cat([text, text.new_tensor(tokens[:position])])
+            if any(token not in p._prefix_allowed_tokens_fn(row, prefix) for p in constraints):
+                return position
+        return len(tokens)
+
     def _by_prefix(
         self, processor: LogitsProcessor, ids: Tensor, starts: Sequence[int], counts: Sequence[int], scores: Tensor
     ) -> None:

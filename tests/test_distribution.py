@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenalty
 from transformers.generation import logits_process as host
 
 import hf_specdec
-from hf_specdec import SpeculativeDecoding, sampling
+from hf_specdec import SpeculativeDecoding, drafters, sampling
 from hf_specdec.drafting import DraftProposal, ModelDrafter
 
 VOCABULARY = 5
@@ -28,6 +28,10 @@ ROWS = 2000
 FALSE_FAILURE = 1e-6
 
 STRATEGIES = [("speculative", {}), ("bild", {"rollback_threshold": 0.0, "fallback_threshold": 0.4})]
+LOSSLESS = {
+    "lookup": {"drafter": "lookup"},
+    "hybrid": {"drafter": "hybrid"},
+}
 PROCESSORS = [
     {},
     {"temperature": 0.6, "top_k": 3},
@@ -139,6 +143,17 @@ def odds(
 @pytest.mark.parametrize(("strategy", "thresholds"), STRATEGIES, ids=["speculative", "bild"])
 def test_outputs_are_distributed_as_the_target_s_own(pair, strategy: str, thresholds: dict, settings: dict) -> None:
     decoding = SpeculativeDecoding(pair[1], strategy, num_assistant_tokens=2, **thresholds)
+    assert min(odds(pair, decoding, **settings)) > FALSE_FAILURE
+    assert decoding.stats is not None
+    assert 0.1 < decoding.stats.acceptance_rate < 0.95
+
+
+@pytest.mark.parametrize("settings", PROCESSORS[:2], ids=str)
+@pytest.mark.parametrize("variant", LOSSLESS)
+def test_every_way_to_draft_and_to_verify_is_lossless(pair, variant: str, settings: dict, monkeypatch) -> None:
+    # Prompts of this length repeat single tokens only.
+    monkeypatch.setattr(drafters, "HYBRID_SIZES", (1,))
+    decoding = SpeculativeDecoding(pair[1], **{"num_assistant_tokens": 2, **LOSSLESS[variant]})
     assert min(odds(pair, decoding, **settings)) > FALSE_FAILURE
     assert decoding.stats is not None
     assert 0.1 < decoding.stats.acceptance_rate < 0.95

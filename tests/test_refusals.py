@@ -59,6 +59,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("fallback_threshold", math.nan, "number"),
     ("fallback_threshold", "high", "number"),
     ("rollback_threshold", -1, "at least 0"),
+    ("drafter", "beam", "'model', 'lookup'"),
     ("rollback_threshold", math.nan, "number"),
 ]
 
@@ -105,7 +106,8 @@ def test_an_unknown_field(pair, name: str) -> None:
 
 
 def test_a_missing_draft(pair) -> None:
-    refused(pair[0], None, "assistant_model=None", "generation_strategy='speculative'", "enable(")
+    refused(pair[0], None, "assistant_model=None", "generation_strategy='speculative'", "enable(", "drafter='lookup'")
+    refused(pair[0], None, "assistant_model=None", "drafter='hybrid'", drafter="hybrid")
 
 
 def test_a_strategy_beside_another_custom_loop(pair) -> None:

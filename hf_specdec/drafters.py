@@ -1,0 +1,119 @@
+"""From a call's settings to its drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.checks import needs_translation, vocabulary_size
+from hf_specdec.config import SpeculationConfig
+from hf_specdec.cross_tokenizer import cross_tokenizer_drafter
+from hf_specdec.draft_inputs import draft_inputs, source_tokens
+from hf_specdec.draft_length import StopRule
+from hf_specdec.drafting import Drafter, ModelDrafter, NoDrafter
+from hf_specdec.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter, LookupDrafter
+from hf_specdec.processors import HostProcessors
+from hf_specdec.runner import runner_for
+from hf_specdec.strategies import TABLE
+from hf_specdec.transcript import Transcript
+
+
+@dataclass(frozen=True)
+class DraftCall:
+    """What drafters are made from.
+
+    Args:
+        model, draft: the target, and the draft model where there is one.
+        tokenizers: the target's and the draft's, as far as they were given.
+        transcript: the rows' texts.
+        processors: the host's.
+        generation_config, model_kwargs: as `generate` prepared them for the target.
+        inputs_tensor: `[B / num_return_sequences, ...]`, the inputs that `generate` was given.
+    """
+
+    model: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizers: tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]
+    transcript: Transcript
+    processors: HostProcessors
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    inputs_tensor: Tensor | None
+
+
+def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
+    """The drafter of a call; `config` is resolved.
+
+    Raises:
+        ValueError: tokenizers differ, and the drafter or the strategy can't work across tokenizers.
+    """
+    rule = TABLE[config.strategy].stop_rule(config)
+    makers = {
+        "model": lambda: _model(config, call, rule),
+        "lookup": lambda: _lookup(call, rule, LOOKUP_SIZES),
+        "hybrid": lambda: HybridDrafter(_lookup(call, rule, HYBRID_SIZES), _model(config, call, rule)),
+        "none": NoDrafter,
+    }
+    return makers[config.drafter]()
+
+
+def _lookup(call: DraftCall, rule: StopRule, sizes: tuple[int, ...]) -> LookupDrafter:
+    return LookupDrafter(
+        rule,
+        vocabulary=vocabulary_size(call.model),
+        processors=call.processors,
+        sources=source_tokens(call.model_kwargs, call.transcript.sequences, call.inputs_tensor),
+        eos_tokens=call.transcript.eos_tokens,
+        sizes=sizes,
+    )
+
+
+def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:
+    draft, input_ids = call.draft, call.transcript.sequences
+    assert draft is not None, "checked where the call was set up"
+    if needs_translation(call.model, draft, *call.tokenizers):
+        return _across_tokenizers(config, call, rule)
+    kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor)
+    do_sample = bool(call.generation_config.do_sample)
+    return ModelDrafter(
+        runner_for(draft, kwargs, input_ids.to(draft.device), call.transcript.ids.shape[1]),
+        call.processors,
+        rule,
+        vocabulary=vocabulary_size(call.model),
+        draft_vocabulary=vocabulary_size(draft),
+        do_sample=do_sample,
+        keep_probs=do_sample and not TABLE[config.strategy].drafts_are_points,
+        eos_tokens=call.transcript.eos_tokens,
+        max_positions=getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None),
+    )
+
+
+def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:
+    tokenizer, assistant_tokenizer = call.tokenizers
+    assert call.draft is not None and tokenizer is not None and assistant_tokenizer is not None
+    if config.drafter == "hybrid":
+        raise ValueError(
+            "drafter='hybrid' with an assistant_tokenizer that differs: transformers' generators for two tokenizers "
+            "draft in every round, so choose drafter='lookup' or drafter='model'."
+        )
+    if TABLE[config.strategy].drafts_are_points:
+        raise ValueError(
+            f"generation_strategy={config.strategy!r} with an assistant_tokenizer that differs: its fallback reads "
+            "the draft's distributions token by token, so choose a draft with the target's tokenizer or "
+            "generation_strategy='speculative'."
+        )
+    return cross_tokenizer_drafter(
+        call.draft,
+        tokenizer,
+        assistant_tokenizer,
+        call.transcript.sequences,
+        call.generation_config,
+        call.model_kwargs,
+        call.inputs_tensor,
+        vocabulary=vocabulary_size(call.model),
+        lookahead=rule.limit,
+        eos_tokens=call.transcript.eos_tokens,
+    )
