@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 REWINDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -50,6 +50,12 @@ def check_rewindable(cache: object, role: str) -> None:
         "speculation needs after each rejected draft: use cache_implementation='dynamic' (the default), "
         "use_cache=False, or generation_strategy=None; models with a recurrent state can't speculate."
     )
+
+
+def is_static_by_request(cache: object) -> bool:
+    """Whether `generate` made this cache, for `cache_implementation="static"`; it is unused, ours takes its place."""
+    own = self_attention(cache)
+    return isinstance(own, StaticCache) and not own.offloading and not getattr(cache, "_is_user_defined", False)
 
 
 def start_recording(cache: Cache) -> None:

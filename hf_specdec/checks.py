@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.cache import check_rewindable
+from hf_specdec.cache import check_rewindable, is_static_by_request
 from hf_specdec.cross_tokenizer import tokenizers_disagree
 from hf_specdec.processors import check_stateless
 
@@ -39,8 +39,9 @@ def check_call(
         raise ValueError("inputs_embeds: a draft can't read another model's embeddings, so pass input_ids instead.")
     check_stateless(processors)
     check_model(model, "target")
-    if model_kwargs.get("use_cache"):
-        check_rewindable(model_kwargs.get("past_key_values"), "target")
+    cache = model_kwargs.get("past_key_values")
+    if model_kwargs.get("use_cache") and not is_static_by_request(cache):
+        check_rewindable(cache, "target")
 
 
 def check_model(model: PreTrainedModel, role: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_specdec import sampling
 from hf_specdec.drafting import Drafter, DraftProposal, tail
 from hf_specdec.processors import HostProcessors, Relaxation
-from hf_specdec.runner import Runner
+from hf_specdec.runners import Runner
 from hf_specdec.stats import Round, SpeculationStats
 from hf_specdec.transcript import Transcript
 from hf_specdec.verification import Rule, Verification

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.cache import is_static_by_request
 from hf_specdec.checks import needs_translation, vocabulary_size
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.cross_tokenizer import cross_tokenizer_drafter
@@ -16,7 +17,8 @@ from hf_specdec.draft_length import StopRule
 from hf_specdec.drafting import Drafter, ModelDrafter, NoDrafter
 from hf_specdec.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter, LookupDrafter
 from hf_specdec.processors import HostProcessors
-from hf_specdec.runner import runner_for
+from hf_specdec.runners import runner_for
+from hf_specdec.static_runner import static_cache
 from hf_specdec.strategies import TABLE
 from hf_specdec.transcript import Transcript
 
@@ -77,9 +79,12 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     if needs_translation(call.model, draft, *call.tokenizers):
         return _across_tokenizers(config, call, rule)
     kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor)
+    capacity = call.transcript.ids.shape[1]
+    if kwargs.get("use_cache") and is_static_by_request(call.model_kwargs.get("past_key_values")):
+        kwargs["past_key_values"] = static_cache(draft, kwargs, capacity, "draft")
     do_sample = bool(call.generation_config.do_sample)
     return ModelDrafter(
-        runner_for(draft, kwargs, input_ids.to(draft.device), call.transcript.ids.shape[1]),
+        runner_for(draft, kwargs, input_ids.to(draft.device), capacity),
         call.processors,
         rule,
         vocabulary=vocabulary_size(call.model),

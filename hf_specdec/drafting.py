@@ -13,7 +13,7 @@ from transformers.generation import CandidateGenerator
 from hf_specdec import sampling
 from hf_specdec.draft_length import StopRule
 from hf_specdec.processors import BildRollback, HostProcessors
-from hf_specdec.runner import Runner
+from hf_specdec.runners import Runner
 from hf_specdec.stats import Round
 
 

@@ -15,13 +15,14 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from hf_specdec.cache import release
+from hf_specdec.cache import is_static_by_request, release
 from hf_specdec.checks import check_call, check_model
 from hf_specdec.config import SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafters import DraftCall, make_drafter
 from hf_specdec.processors import HostProcessors
-from hf_specdec.runner import Runner, runner_for
+from hf_specdec.runners import Runner, runner_for
+from hf_specdec.static_runner import static_cache
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.strategies import TABLE
 from hf_specdec.transcript import Transcript
@@ -119,7 +120,10 @@ class SpeculativeDecoding:
             inputs_tensor=inputs_tensor,
         )
         hidden = _hidden_tokens(input_ids, model_kwargs, generation_config)
-        target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)
+        capacity = transcript.ids.shape[1]
+        if is_static_by_request(model_kwargs.get("past_key_values")):
+            model_kwargs["past_key_values"] = static_cache(model, model_kwargs, capacity, "target")
+        target = runner_for(model, model_kwargs, input_ids, capacity, hidden)
         do_sample = bool(generation_config.do_sample)
         make_rollback = TABLE[config.strategy].rollback
         decoder = Decoder(

@@ -61,13 +61,13 @@ class ModelRunner:
         self._ids_key = f"{prefix}input_ids"
         self._takes_mask = self._mask_key in parameters
         total = capacity + hidden
-        self._mask = _extend_mask(self.kwargs.pop(self._mask_key, None), total)
+        self._mask = extend_mask(self.kwargs.pop(self._mask_key, None), total)
         if self._mask is None and batch_size > 1 and self._takes_mask:
             self._ones = input_ids.new_ones(batch_size, total)
         positions = self.kwargs.pop(self._position_key, None)
         if positions is None and self._position_key in parameters:
-            positions = _positions(self._mask, prompt_length + hidden, input_ids.device)
-        self._positions = _extend_count(positions, total)
+            positions = prompt_positions(self._mask, prompt_length + hidden, input_ids.device)
+        self._positions = extend_count(positions, total)
         self._per_token = {
             key: _extend_last(self.kwargs.pop(key), total)
             for key in PER_TOKEN_KWARGS
@@ -206,17 +206,6 @@ class RowByRowRunner:
             runner.rewind([length])
 
 
-Runner = ModelRunner | RowByRowRunner
-
-
-def runner_for(
-    model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
-) -> Runner:
-    """The runner that a model needs for a batch of `input_ids` `[B, P]`; see `ModelRunner`."""
-    batched = len(input_ids) == 1 or takes_row_positions(model)
-    return (ModelRunner if batched else RowByRowRunner)(model, model_kwargs, input_ids, capacity, hidden)
-
-
 def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[torch.no_grad]:
     """How passes are kept from recording gradients: `inference_mode`, a tenth faster, or `no_grad`.
 
@@ -239,14 +228,14 @@ def takes_row_positions(model: PreTrainedModel) -> bool:
     return key in inspect.signature(model.forward).parameters
 
 
-def _extend_mask(mask: Tensor | None, total: int) -> Tensor | None:
+def extend_mask(mask: Tensor | None, total: int) -> Tensor | None:
     """A prompt's mask `[B, P]` with ones up to `total` columns; None where nothing is masked."""
     if mask is None or bool((mask == 1).all()):
         return None
     return torch.cat([mask, mask.new_ones(mask.shape[0], max(total - mask.shape[1], 0))], dim=1)
 
 
-def _positions(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
+def prompt_positions(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
     """Positions `[B or 1, length]` counted as `GenerationMixin._prepare_position_ids_for_generation` does."""
     if mask is None:
         return torch.arange(length, device=device).unsqueeze(0)
@@ -254,7 +243,7 @@ def _positions(mask: Tensor | None, length: int, device: torch.device) -> Tensor
     return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
 
 
-def _extend_count(positions: Tensor | None, total: int) -> Tensor | None:
+def extend_count(positions: Tensor | None, total: int) -> Tensor | None:
     """Prompt positions `[..., P]` counted on up to `total` columns."""
     if positions is None:
         return None

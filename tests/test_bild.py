@@ -18,7 +18,7 @@ from hf_specdec.draft_inputs import draft_inputs
 from hf_specdec.draft_length import Fallback, StopRule
 from hf_specdec.drafting import ModelDrafter
 from hf_specdec.processors import BildRollback, HostProcessors
-from hf_specdec.runner import runner_for
+from hf_specdec.runners import runner_for
 from hf_specdec.stats import Round
 
 NEW_TOKENS = 20

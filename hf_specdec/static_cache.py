@@ -1,0 +1,104 @@
+"""A static cache whose rows have lengths of their own: nothing is moved, and no shape ever changes.
+
+Token number i of a row (its padding counted) stands in slot i. A pass writes its tokens into the slots that it is
+given, row by row, and rolling back is the caller's knowing that a row is shorter: what stands beyond its length is
+hidden by the mask until it is written over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+
+class Slots:
+    """Where the next pass writes and how far it looks; one object, shared by all layers of a cache.
+
+    Attributes:
+        written: `[B, k]`, each row's slots of the tokens of the pass.
+        span: slots that attention looks at, counted from 0; at most the capacity.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.written = torch.zeros(0, 0, dtype=torch.long)
+        self.span = capacity
+
+
+class RowsLayer(CacheLayerMixin):
+    """One layer: keys and values `[B, H, capacity, D]`, made at the first pass and kept in place.
+
+    Args:
+        capacity: slots of each row.
+        slots: where the next pass writes.
+    """
+
+    def __init__(self, capacity: int, slots: Slots) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.slots = slots
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for states `[B, H, k, D]`; keys and values may differ in D."""
+        self.keys = key_states.new_zeros(*key_states.shape[:2], self.capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(*value_states.shape[:2], self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write `[B, H, k, D]` into the slots of the pass; returns everything up to the span, `[B, H, span, D]`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        written, span = self.slots.written, self.slots.span
+        for stored, states in ((self.keys, key_states), (self.values, value_states)):
+            if len(written) == 1:
+                stored.index_copy_(2, written[0], states)
+            else:
+                rows = torch.arange(len(written), device=written.device).unsqueeze(1)
+                stored[rows, :, written] = states.transpose(1, 2)
+        return self.keys[:, :, :span], self.values[:, :, :span]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The length and offset of what `update` returns."""
+        return self.slots.span, 0
+
+    def get_seq_length(self) -> int:
+        """0: rows have lengths of their own, and passes are told positions and masks."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Slots of each row."""
+        return self.capacity
+
+
+class RowsCache(Cache):
+    """A static cache for a decoder-only model, fed by `static_runner.StaticRunner`.
+
+    Args:
+        config: the model's; it says how many layers there are.
+        capacity: the most tokens that a row can hold, drafts included.
+    """
+
+    def __init__(self, config: PreTrainedConfig, capacity: int) -> None:
+        self.slots = Slots(capacity)
+        self.capacity = capacity
+        count = config.get_text_config(decoder=True).num_hidden_layers
+        super().__init__(layers=[RowsLayer(capacity, self.slots) for _ in range(count)])
+
+    @staticmethod
+    def bytes_needed(config: PreTrainedConfig, batch_size: int, capacity: int, dtype: torch.dtype) -> int:
+        """The memory that keys and values take: 2 · layers · B · H_kv · capacity · D · bytes of a number.
+
+        For models whose keys and values have one width D in all layers.
+        """
+        text = config.get_text_config(decoder=True)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * batch_size * heads * capacity * width * dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that keys and values take now; 0 before the first pass."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)

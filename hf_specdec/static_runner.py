@@ -1,0 +1,179 @@
+"""One model's passes over rows of uneven length, in a static cache: the rows never move.
+
+The same interface as `runner.ModelRunner`. Masks are built from slots, padding and windows, positions are looked up
+by slot, so that a ragged batch costs what an even one costs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+from hf_specdec.cache import new_cache
+from hf_specdec.runner import extend_count, extend_mask, pass_mode, prompt_positions
+from hf_specdec.static_cache import RowsCache
+
+ATTENTION = ("eager", "sdpa")
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"})
+
+
+def keeps_rows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a model can be fed from a `RowsCache`.
+
+    It has to take positions and a ready-made mask for every row, which encoder-decoder models and those with
+    ALiBi (BLOOM) don't, and to look at keys by its mask only, which transformers' own mark for static caches says.
+    """
+    config = model.config.get_text_config(decoder=True)
+    positions = model_kwargs.get("position_ids")
+    return (
+        not model.config.is_encoder_decoder
+        and bool(model._can_compile_fullgraph)
+        and type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+        and {"attention_mask", "position_ids"} <= inspect.signature(model.forward).parameters.keys()
+        and not getattr(config, "alibi", False)
+        and config._attn_implementation in ATTENTION
+        and LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
+        and KNOWN_KWARGS.issuperset(key for key, value in model_kwargs.items() if value is not None)
+        and (positions is None or positions.dim() == 2)
+    )
+
+
+def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], capacity: int, role: str) -> Cache:
+    """An unused cache for a call that asks for a static one: a `RowsCache` where the model can be fed from it.
+
+    Raises:
+        ValueError: neither that nor transformers' dynamic cache can be rolled back.
+    """
+    if keeps_rows(model, model_kwargs):
+        return RowsCache(model.config, capacity)
+    return new_cache(model.config, role, cross_attention="encoder_outputs" in model_kwargs)
+
+
+class StaticRunner:
+    """Feeds one decoder-only model from a `RowsCache`; the methods are those of `ModelRunner`.
+
+    Args:
+        model: one that `keeps_rows`.
+        model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as `past_key_values`.
+        input_ids: `[B, P]` prompts; only their shape and device count here.
+
+    Attributes:
+        visible: `[B, capacity]` bool, slots that hold no padding.
+        positions: `[B, capacity]`, the position of a token in each slot.
+        windows: see `attention_windows`.
+    """
+
+    def __init__(self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor) -> None:
+        self.model = model
+        self.passes = 0
+        self.cache: RowsCache = model_kwargs["past_key_values"]
+        batch_size, prompt_length = input_ids.shape
+        self.read = [0] * batch_size
+        capacity = self.cache.capacity
+        mask = extend_mask(model_kwargs.get("attention_mask"), capacity)
+        positions = model_kwargs.get("position_ids")
+        if positions is None:
+            positions = prompt_positions(mask, prompt_length, input_ids.device)
+        positions = extend_count(positions, capacity)
+        assert positions is not None
+        self.positions = positions.expand(batch_size, -1)
+        self.visible = input_ids.new_ones(batch_size, capacity).bool() if mask is None else mask.bool()
+        self.windows = attention_windows(model.config)
+        self._mode = pass_mode(model)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(self, tokens: Tensor, count: int) -> Tensor:
+        """As `ModelRunner.forward`."""
+        tokens = tokens.to(self.positions.device)
+        width = tokens.shape[1]
+        slots = torch.tensor(self.read, device=tokens.device).unsqueeze(1) + torch.arange(width, device=tokens.device)
+        with self._mode():
+            logits = static_pass(
+                self.model,
+                self.cache,
+                tokens,
+                slots,
+                self.positions,
+                self.visible,
+                self.windows,
+                span=max(self.read) + width,
+                count=count if self._keeps_logits else None,
+            )
+        self.passes += 1
+        self.read = [n + width for n in self.read]
+        return logits if logits.shape[1] == count else logits[:, -count:]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """As `ModelRunner.rewind`; no data is touched."""
+        self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
+
+
+def static_pass(
+    model: PreTrainedModel,
+    cache: RowsCache,
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    visible: Tensor,
+    windows: dict[str, int | None],
+    *,
+    span: int,
+    count: int | None,
+) -> Tensor:
+    """One forward pass that writes into given slots; a plain function of tensors, to be captured or compiled.
+
+    Args:
+        tokens, slots: `[B, k]`.
+        positions, visible: `[B, capacity]`, by slot.
+        windows: see `attention_windows`.
+        span: slots that attention looks at.
+        count: positions to give logits for; None for all.
+
+    Returns:
+        Logits `[B, count, V]`.
+    """
+    cache.slots.written, cache.slots.span = slots, span
+    masks = {kind: attention_mask(slots, visible[:, :span], window, model.dtype) for kind, window in windows.items()}
+    kept = {} if count is None else {"logits_to_keep": count}
+    logits: Tensor = model(
+        input_ids=tokens,
+        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+        position_ids=positions.gather(1, slots),
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        **kept,
+    ).logits
+    return logits
+
+
+def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
+    """The kinds of a model's layers, each with how many tokens back it sees, itself included; None: all."""
+    text = config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None)
+    types = getattr(text, "layer_types", None)
+    if types is None:
+        return {"full_attention": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(types))}
+
+
+def attention_mask(slots: Tensor, visible: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """The additive mask `[B, 1, k, span]` of queries in `slots` `[B, k]` over the slots of `visible` `[B, span]`.
+
+    A query sees visible slots up to its own and not beyond its window. It always sees itself, padding too, so that
+    no softmax is empty.
+    """
+    keys = torch.arange(visible.shape[1], device=slots.device)
+    distance = slots.unsqueeze(2) - keys
+    seen = (distance >= 0) & visible.unsqueeze(1)
+    if window is not None:
+        seen &= distance < window
+    hidden = ~(seen | (distance == 0))
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
+    return mask.masked_fill(hidden, torch.finfo(dtype).min).unsqueeze(1)

@@ -1,0 +1,126 @@
+"""The per-row static cache: plain `generate`'s tokens, nothing moved, memory by its formula, fall-backs in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import EAGER, FAMILIES, pair, prompts
+from test_distribution import FALSE_FAILURE, odds
+from test_distribution import pair as toy_pair  # noqa: F401
+from transformers import StaticCache
+
+import hf_specdec
+from hf_specdec import SpeculativeDecoding
+from hf_specdec.static_cache import RowsCache
+from hf_specdec.static_runner import StaticRunner, attention_mask, keeps_rows
+
+NEW_TOKENS = 16
+LOSSLESS = {"rollback_threshold": 0.0, "fallback_threshold": 0.2}
+ROWS_FAMILIES = [family for family in FAMILIES if family not in ("bloom", "t5", "mt5", "bart")]
+
+
+def _dtype(family: str, batch_size: int) -> torch.dtype:
+    return torch.float32 if family in EAGER and batch_size > 1 else torch.float64
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_plain_generate(family: str, batch_size: int) -> None:
+    target, draft = pair(family, dtype=_dtype(family, batch_size))
+    inputs, settings = prompts(batch_size), {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    plain = target.generate(**inputs, **settings)
+    settings |= {"assistant_model": draft, "cache_implementation": "static", "return_dict_in_generate": True}
+    with hf_specdec.enable(target):
+        for strategy, lookahead in (("speculative", 1), ("speculative", 4), ("bild", 4)):
+            if family in ROWS_FAMILIES or lookahead == 1:
+                out = target.generate(
+                    **inputs, **settings, generation_strategy=strategy, num_assistant_tokens=lookahead, **LOSSLESS
+                )
+                assert torch.equal(out.sequences, plain), (strategy, lookahead)
+    assert isinstance(out.past_key_values, RowsCache) == (family in ROWS_FAMILIES)
+
+
+def test_outputs_are_distributed_as_the_target_s_own(toy_pair, monkeypatch) -> None:  # noqa: F811
+    """Half of the rows padded, with processors; and the static runners did run."""
+    runs = []
+    monkeypatch.setattr(StaticRunner, "rewind", _counting(StaticRunner.rewind, runs))
+    decoding = SpeculativeDecoding(toy_pair[1], num_assistant_tokens=2)
+    settings = {"temperature": 1.4, "top_p": 0.8, "cache_implementation": "static"}
+    assert min(odds(toy_pair, decoding, **settings)) > FALSE_FAILURE
+    assert runs
+
+
+def _counting(method, calls: list):
+    def counted(*args):
+        calls.append(method.__name__)
+        return method(*args)
+
+    return counted
+
+
+def test_num_return_sequences() -> None:
+    target, draft = pair("llama")
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    plain = target.generate(**prompts(2), **settings)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**prompts(2), **settings, cache_implementation="static"), plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_cache_is_the_size_that_its_formula_says(family: str) -> None:
+    target, draft = pair(family)
+    inputs = prompts(3)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        out = target.generate(
+            **inputs, max_new_tokens=8, cache_implementation="static", return_dict_in_generate=True, do_sample=False
+        )
+    cache = out.past_key_values
+    assert cache.capacity == inputs["input_ids"].shape[1] + 8 + 5
+    assert cache.nbytes == RowsCache.bytes_needed(target.config, 3, cache.capacity, torch.float64)
+
+
+def test_rolling_back_moves_nothing_and_what_is_rolled_back_has_no_effect() -> None:
+    target, _ = pair("llama")
+    inputs = prompts(3)
+    ids = inputs["input_ids"]
+    runner = StaticRunner(target, {**inputs, "past_key_values": RowsCache(target.config, 32)}, ids)
+    runner.forward(ids, 1)
+    wanted = runner.forward(ids[:, :2], 2)
+    runner.rewind([11, 11, 11])
+    runner.forward(ids[:, 3:8], 1)
+    keys = runner.cache.layers[0].keys
+    runner.rewind([12, 11, 11])
+    assert runner.cache.layers[0].keys is keys
+    runner.rewind([11, 11, 11])
+    again = runner.forward(ids[:, :2], 2)
+    assert torch.equal(again, wanted)
+
+
+def test_a_mask_that_shows_rejected_drafts_gives_other_logits(monkeypatch) -> None:
+    """Negative control of the mask: a query that saw beyond its own slot would be noticed."""
+    target, draft = pair("llama")
+    plain = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False)
+
+    def careless(slots, visible, window, dtype):
+        return attention_mask(slots, visible, window, dtype) * 0
+
+    monkeypatch.setattr("hf_specdec.static_runner.attention_mask", careless)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        out = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static")
+    assert out.shape != plain.shape or not torch.equal(out, plain)
+
+
+def test_models_that_cannot_say_so() -> None:
+    for family in FAMILIES:
+        assert keeps_rows(pair(family)[0], {}) == (family in ROWS_FAMILIES), family
+    target, _ = pair("llama")
+    assert not keeps_rows(target, {"token_type_ids": torch.zeros(1, 1)})
+
+
+def test_a_static_cache_of_the_caller_s_own_is_refused_by_name() -> None:
+    target, draft = pair("llama")
+    with (
+        hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"),
+        pytest.raises(ValueError, match=r"StaticCache.*cache_implementation"),
+    ):
+        target.generate(**prompts(1), max_new_tokens=4, past_key_values=StaticCache(target.config, max_cache_len=64))
