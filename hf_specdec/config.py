@@ -7,6 +7,7 @@ from typing import Any
 
 STRATEGIES = ("speculative", "bild")
 DRAFTERS = ("model", "lookup", "hybrid", "none")
+VERIFICATIONS = ("token", "block")
 
 DEFAULT_ASSISTANT_TOKENS = 4
 T5_ASSISTANT_TOKENS = 7
@@ -31,6 +32,9 @@ class SpeculationConfig:
             they stood in the text (or the encoder's input) before, and needs no model; `"hybrid"` looks up
             first and drafts by the model where nothing matches; `"none"` decodes plainly in the same loop, the
             baseline. Copies have no draft probabilities, so that rules which read those let them pass.
+        verification: how sampling judges drafts, both lossless. `"token"` by token (Leviathan et al. 2023);
+            `"block"` all together (Sun et al. 2024), which keeps as many tokens or more in expectation. In greedy
+            decoding they are the same.
 
     Raises:
         ValueError: a value out of range, named with the way out.
@@ -41,6 +45,7 @@ class SpeculationConfig:
     fallback_threshold: float = 0.6
     rollback_threshold: float = 3.0
     drafter: str = "model"
+    verification: str = "token"
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -48,8 +53,10 @@ class SpeculationConfig:
                 f"generation_strategy={self.strategy!r} is unknown: choose one of {', '.join(map(repr, STRATEGIES))}, "
                 "or None for transformers' own decoding."
             )
-        if self.drafter not in DRAFTERS:
-            raise ValueError(f"drafter={self.drafter!r} is unknown: choose one of {', '.join(map(repr, DRAFTERS))}.")
+        for name, known in (("drafter", DRAFTERS), ("verification", VERIFICATIONS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, known))}.")
         tokens = self.num_assistant_tokens
         if tokens is not None and not (_is_integer(tokens) and tokens >= 1):
             raise ValueError(f"num_assistant_tokens={tokens!r} is out of range: give a whole number of at least 1.")

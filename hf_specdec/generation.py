@@ -26,7 +26,7 @@ from hf_specdec.static_runner import static_cache
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.strategies import TABLE
 from hf_specdec.transcript import Transcript
-from hf_specdec.verification import greedy, speculative_sampling
+from hf_specdec.verification import SAMPLING_RULES, greedy
 
 _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
 
@@ -131,7 +131,7 @@ class SpeculativeDecoding:
             drafter=make_drafter(config, call),
             processors=processors,
             relaxation=make_rollback(config, not do_sample) if make_rollback else None,
-            rule=speculative_sampling if do_sample else greedy,
+            rule=SAMPLING_RULES[config.verification] if do_sample else greedy,
             do_sample=do_sample,
         )
         self.stats = _last[model] = SpeculationStats(config.strategy)

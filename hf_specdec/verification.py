@@ -1,6 +1,6 @@
 """Lossless acceptance rules: pure functions from two models' answers to accepted tokens.
 
-Both rules share one signature. They know of no forward pass, no cache, no end of sequence and no strategy;
+All rules share one signature. They know of no forward pass, no cache, no end of sequence and no strategy;
 relaxations such as BiLD's act on the target's scores before a rule sees them.
 """
 
@@ -91,6 +91,58 @@ def speculative_sampling(
     return Verification(n_accepted, next_token, (overlap * reached).sum(dim=1))
 
 
+def block_verification(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    lengths: Tensor,
+    draft_probs: Tensor | None,
+    uniforms: Tensor | None,
+) -> Verification:
+    """Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2): lossless, and keeps no fewer tokens.
+
+    Drafts are judged together, the longest block that passes is kept. With P_0 = 1 and P_i = min(1, P_{i-1} p/q)
+    of token i, the first i drafts pass with probability h_i = S_i / (S_i + 1 - P_i), where S_i is the sum of
+    max(0, P_i p - q) over the token after them, and all of them with P_γ. The next token is drawn from
+    max(0, P_i p - q), normalised. Where to stop drafting may depend on the drafts so far, row by row: the proof
+    needs no more than P(kept >= i | drafts up to i) = P_i, which holds at the end of a row's drafts by definition.
+
+    Arguments as `speculative_sampling`: i-th uniform number for the first i drafts, the last for the next token.
+    """
+    assert uniforms is not None
+    lookahead = draft_tokens.shape[1]
+    judged = target_probs[:, :lookahead]
+    p_token = _of_tokens(judged, draft_tokens)
+    q_token = torch.ones_like(p_token) if draft_probs is None else _of_tokens(draft_probs, draft_tokens)
+    block = [torch.ones_like(uniforms[:, 0])]
+    for ratio in (p_token / q_token).unbind(1):
+        block.append((block[-1] * ratio).clamp(max=1.0))
+    passes = torch.stack(block, dim=1)
+    scaled = passes[:, :-1].unsqueeze(2) * judged
+    if draft_probs is None:
+        overlap = p_token
+        rest = scaled.sum(dim=2) - passes[:, :-1] * p_token
+    else:
+        overlap = torch.minimum(judged, draft_probs).sum(dim=-1)
+        rest = (scaled - draft_probs).clamp(min=0.0).sum(dim=2)
+    # [B, γ] for blocks of 1 to γ drafts; the last has nothing after it.
+    rest = torch.nn.functional.pad(rest[:, 1:], (0, min(lookahead, 1)))
+    ends = torch.arange(1, lookahead + 1, device=lengths.device)
+    whole = ends == lengths.unsqueeze(1)
+    kept = passes[:, 1:]
+    bar = torch.where(whole, kept, rest)
+    total = torch.where(whole, 1.0, rest + 1.0 - kept)
+    accepted = (uniforms[:, :lookahead] * total < bar) & _drafted(lengths, lookahead)
+    n_accepted = (accepted * ends).amax(dim=1) if lookahead else torch.zeros_like(lengths)
+    scale = passes.gather(1, n_accepted.unsqueeze(1))
+    weights = _residual(target_probs, draft_tokens, lengths, draft_probs, n_accepted, scale)
+    next_token = draw(weights, uniforms[:, -1])
+    reached = _drafted(lengths, lookahead) & _drafted(n_accepted + 1, lookahead)
+    return Verification(n_accepted, next_token, (overlap * reached).sum(dim=1))
+
+
+SAMPLING_RULES: dict[str, Rule] = {"token": speculative_sampling, "block": block_verification}
+
+
 def _drafted(lengths: Tensor, lookahead: int) -> Tensor:
     """`[B, γ]`: whether the position holds one of the row's drafted tokens."""
     return torch.arange(lookahead, device=lengths.device) < lengths.unsqueeze(1)
@@ -106,9 +158,17 @@ def _of_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _residual(
-    target_probs: Tensor, draft_tokens: Tensor, lengths: Tensor, draft_probs: Tensor | None, n_accepted: Tensor
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    lengths: Tensor,
+    draft_probs: Tensor | None,
+    n_accepted: Tensor,
+    scale: Tensor | float = 1.0,
 ) -> Tensor:
-    """`[B, V]`: weights of the token after the accepted ones; p itself where nothing was rejected."""
+    """`[B, V]`: weights of the token after the accepted ones; p itself where nothing was rejected.
+
+    `scale` `[B, 1]` multiplies p before q is taken off.
+    """
     rows = torch.arange(len(lengths), device=lengths.device)
     p = target_probs[rows, n_accepted]
     if draft_tokens.shape[1] == 0:
@@ -117,7 +177,7 @@ def _residual(
     if draft_probs is None:
         weights = p.scatter(1, draft_tokens[rows, position].unsqueeze(1), 0.0)
     else:
-        weights = (p - draft_probs[rows, position]).clamp(min=0.0)
+        weights = (scale * p - draft_probs[rows, position]).clamp(min=0.0)
     # A rejection where p and q agree to the last bit leaves nothing to draw from; its odds are rounding's.
     rejected = (n_accepted < lengths) & (weights.sum(dim=1) > 0)
     return torch.where(rejected.unsqueeze(1), weights, p)

@@ -31,6 +31,8 @@ STRATEGIES = [("speculative", {}), ("bild", {"rollback_threshold": 0.0, "fallbac
 LOSSLESS = {
     "lookup": {"drafter": "lookup"},
     "hybrid": {"drafter": "hybrid"},
+    "block": {"verification": "block", "num_assistant_tokens": 3},
+    "block, hybrid": {"verification": "block", "drafter": "hybrid"},
 }
 PROCESSORS = [
     {},

@@ -60,6 +60,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("fallback_threshold", "high", "number"),
     ("rollback_threshold", -1, "at least 0"),
     ("drafter", "beam", "'model', 'lookup'"),
+    ("verification", "tree", "'token', 'block'"),
     ("rollback_threshold", math.nan, "number"),
 ]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.sampling import draw
-from hf_specdec.verification import Verification, greedy, speculative_sampling
+from hf_specdec.verification import Verification, block_verification, greedy, speculative_sampling
 
 P = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
 Q = torch.tensor([0.1, 0.6, 0.1, 0.2], dtype=torch.float64)
@@ -103,7 +103,7 @@ def _two_drafts(tokens: list[int]) -> Verification:
     )
 
 
-@pytest.mark.parametrize("rule", [greedy, speculative_sampling])
+@pytest.mark.parametrize("rule", [greedy, speculative_sampling, block_verification])
 @pytest.mark.parametrize("points", [True, False])
 def test_positions_past_a_row_s_length_are_ignored(rule, points: bool) -> None:
     """Whatever stands there: a row judged among longer ones equals the row judged alone."""
