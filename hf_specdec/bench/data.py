@@ -29,11 +29,13 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def benchmark_prompts(pair: LoadedPair, lengths: Sequence[int], per_length: int, new_tokens: int) -> list[Prompt]:
+def benchmark_prompts(
+    pair: LoadedPair, lengths: Sequence[int], per_length: int, new_tokens: int, *, long_answers: bool = True
+) -> list[Prompt]:
     """`per_length` prompts of exactly each of `lengths` tokens, the same ones at every length.
 
-    The embedded pairs get held-out examples whose reference answer has at least `new_tokens` tokens, so that
-    decoding is not over before it can be timed. Other models get text of the same corpus, cut by their own
+    The embedded pairs get held-out examples, `long_answers` those whose reference answer has at least `new_tokens`
+    tokens, so that decoding is not over before it can be timed; otherwise all subtasks in turn. Other models get text of the same corpus, cut by their own
     tokenizer, inside their chat template where they have one. Raises `BenchError` for a length that can't be
     had.
     """
@@ -46,7 +48,7 @@ def benchmark_prompts(pair: LoadedPair, lengths: Sequence[int], per_length: int,
             )
     labelled: list[tuple[str, list[int]]] = []
     if pair.target_name in embedded.names():
-        examples = _long_answers(pair, per_length, new_tokens)
+        examples = _long_answers(pair, per_length, new_tokens if long_answers else 1)
         labelled = [(ex.subtask, _embedded_prompt(pair, ex, length)) for length in lengths for ex in examples]
     else:
         numbers = range(per_length)

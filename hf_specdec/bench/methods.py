@@ -122,8 +122,20 @@ def transformers_assisted(settings: Settings, pair: LoadedPair) -> Method:
         "assisted",
         title,
         options,
-        surroundings=lambda loaded: _constant_lookahead(loaded.draft, tokens),
+        surroundings=lambda loaded: _drafting_as(loaded.draft, tokens),
         read_rounds=lambda output, puts, log: _assisted_rounds(puts, log, greedy=not settings.sampling),
+    )
+
+
+def assisted_as(
+    settings: Settings, pair: LoadedPair, title: str, tokens: int, schedule: str, confidence: float
+) -> Method:
+    """transformers' own assisted generation with a schedule of its own; each call starts with `tokens` anew."""
+    return replace(
+        transformers_assisted(settings, pair),
+        name=f"assisted {title}",
+        title=f"transformers' assisted generation, {title}",
+        surroundings=lambda loaded: _drafting_as(loaded.draft, tokens, schedule, confidence),
     )
 
 
@@ -166,7 +178,9 @@ def _our_round(item: hf_specdec.Round) -> RoundRecord:
 
 
 @contextmanager
-def _constant_lookahead(draft: PreTrainedModel, tokens: int) -> Iterator[list[int]]:
+def _drafting_as(
+    draft: PreTrainedModel, tokens: int, schedule: str = "constant", confidence: float = 0.0
+) -> Iterator[list[int]]:
     """Sets the draft's generation_config for transformers' loop; yields a list of the lengths that it drafts.
 
     transformers reads lookahead, schedule and confidence threshold from there only. It calls the draft's
@@ -183,8 +197,8 @@ def _constant_lookahead(draft: PreTrainedModel, tokens: int) -> Iterator[list[in
 
     config = copy.deepcopy(saved)
     config.num_assistant_tokens = tokens
-    config.num_assistant_tokens_schedule = "constant"
-    config.assistant_confidence_threshold = 0.0
+    config.num_assistant_tokens_schedule = schedule
+    config.assistant_confidence_threshold = confidence
     draft.generation_config = config
     draft.generate = counted
     try:

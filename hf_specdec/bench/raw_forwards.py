@@ -70,30 +70,42 @@ class RawForwards:
         return time.perf_counter() - start
 
     def _build_steps(self, token_ids: Sequence[int]) -> tuple[Callable[[int], None], Callable[[int], None] | None]:
-        draft = None if self.pair.draft is None else self._build_step(self.pair.draft, token_ids)
-        return self._build_step(self.pair.target, token_ids), draft
+        def step_of(model: PreTrainedModel) -> Callable[[int], None]:
+            return build_step(self.pair, model, [token_ids], max(1, self.new_tokens // 2), self.lookahead + 1)
 
-    def _build_step(self, model: PreTrainedModel, token_ids: Sequence[int]) -> Callable[[int], None]:
-        """A function that runs `width` tokens on a filled cache and forgets them again."""
-        size = model.config.get_text_config().vocab_size
-        prompt = torch.tensor([[token % size for token in token_ids]], device=model.device)
-        half = max(1, self.new_tokens // 2)
-        continuation = prompt.repeat(1, 1 + (half + self.lookahead) // prompt.shape[1])
-        if model.config.is_encoder_decoder:
-            encoded = model.get_encoder()(input_ids=prompt)
-            fixed = {"encoder_outputs": encoded, "attention_mask": torch.ones_like(prompt)}
-            key, filled = "decoder_input_ids", continuation[:, :half]
-        else:
-            fixed = {}
-            room = context_length(self.pair)
-            most = None if room is None else room - self.lookahead - 1
-            key, filled = "input_ids", torch.cat([prompt, continuation[:, :half]], dim=1)[:, :most]
-        cache = model(**{key: filled}, **fixed, use_cache=True).past_key_values
-        cache.activate_past_recording()
-        tokens = continuation[:, : self.lookahead + 1]
+        return step_of(self.pair.target), None if self.pair.draft is None else step_of(self.pair.draft)
 
-        def step(width: int) -> None:
-            model(**{key: tokens[:, :width]}, **fixed, past_key_values=cache, use_cache=True)
-            cache.crop(-width)
 
-        return step
+def build_step(
+    pair: LoadedPair, model: PreTrainedModel, rows: Sequence[Sequence[int]], behind: int, widest: int
+) -> Callable[[int], None]:
+    """A function that runs `width` tokens, at most `widest`, on a filled cache and forgets them again.
+
+    Args:
+        pair: whose context bounds the text in the cache.
+        model: target or draft.
+        rows: prompts of one length.
+        behind: tokens that are in the cache behind the prompt (of an encoder-decoder: in the decoder's).
+        widest: the most tokens of one pass.
+    """
+    size = model.config.get_text_config().vocab_size
+    prompt = torch.tensor(rows, device=model.device) % size
+    continuation = prompt.repeat(1, 1 + (behind + widest) // prompt.shape[1])
+    if model.config.is_encoder_decoder:
+        encoded = model.get_encoder()(input_ids=prompt)
+        fixed = {"encoder_outputs": encoded, "attention_mask": torch.ones_like(prompt)}
+        key, filled = "decoder_input_ids", continuation[:, :behind]
+    else:
+        fixed = {}
+        room = context_length(pair)
+        most = None if room is None else room - widest
+        key, filled = "input_ids", torch.cat([prompt, continuation[:, :behind]], dim=1)[:, :most]
+    cache = model(**{key: filled}, **fixed, use_cache=True).past_key_values
+    cache.activate_past_recording()
+    tokens = continuation[:, :widest]
+
+    def step(width: int) -> None:
+        model(**{key: tokens[:, :width]}, **fixed, past_key_values=cache, use_cache=True)
+        cache.crop(-width)
+
+    return step

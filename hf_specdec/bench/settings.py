@@ -49,6 +49,9 @@ class Settings:
     prompt_template: str = "{prompt}"
     limit: int | None = None
     better_transformer: bool = False
+    # The task `engines`.
+    batch_sizes: tuple[int, ...] = (1, 4, 8)
+    engines: tuple[str, ...] = ("eager", "compiled")
     precision: str | None = None
     draft_precision: str | None = None
     device_map: str | None = None

@@ -1,0 +1,86 @@
+"""The contestants of the task `engines`, as rows of data: transformers' settings against ours on each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import hf_specdec
+from hf_specdec.bench.loading import LoadedPair
+from hf_specdec.bench.methods import Method, assisted_as, assisted_refusal, plain
+from hf_specdec.bench.settings import Settings
+
+LOOKAHEADS = (2, 4, 6, 8)
+LONGEST_AUTO = 16  # the most tokens that "auto" drafts in a round
+
+# How our loop can run, as arguments of generate().
+ENGINES: Mapping[str, dict[str, Any]] = {
+    "eager": {},
+    "static": {"cache_implementation": "static"},
+    "compiled": {"compile": True},
+}
+
+# transformers' own settings: (words, tokens to begin with, schedule, confidence threshold). The last one is its
+# default, 20 tokens included.
+ASSISTED = (
+    *((f"constant {tokens}", tokens, "constant", 0.0) for tokens in LOOKAHEADS),
+    ("heuristic from 5", 5, "heuristic", 0.0),
+    ("confidence 0.4", 20, "constant", 0.4),
+)
+
+
+def contestants(settings: Settings, pair: LoadedPair) -> list[Method]:
+    """Plain generate() first, then transformers' assisted generation at each setting, then ours on each engine.
+
+    `facts` of each: its kind (plain, assisted, none, fixed, auto, floor), engine, lookahead (None: not fixed) and
+    the most rows of a batch that it takes (None: any).
+    """
+    found = [replace(plain(), title="plain generate()", facts=_facts("plain"))]
+    if assisted_refusal(settings, pair) is None:
+        found += [
+            replace(assisted_as(settings, pair, *row), facts=_facts("assisted", lookahead=row[1], most_rows=1))
+            for row in ASSISTED
+        ]
+    for engine in settings.engines:
+        found += _ours(settings, pair, engine)
+    # No draft can cost more: what is left to lose where drafting never pays.
+    floor = _speculative("auto, the target as its own draft", pair.target, "eager", {"num_assistant_tokens": "auto"})
+    return [*found, replace(floor, facts=_facts("floor", "eager", most_rows=1))]
+
+
+def runs_at(method: Method, rows: int) -> bool:
+    """Whether a method takes batches of so many rows."""
+    most = method.facts["most_rows"]
+    return most is None or rows <= most
+
+
+def _ours(settings: Settings, pair: LoadedPair, engine: str) -> list[Method]:
+    rows: Sequence[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("plain on our loop", {"drafter": "none"}, _facts("none", engine)),
+        *(
+            (f"speculative, γ = {tokens}", {"num_assistant_tokens": tokens}, _facts("fixed", engine, tokens))
+            for tokens in settings.lookaheads or LOOKAHEADS
+        ),
+        ("speculative, auto", {"num_assistant_tokens": "auto"}, _facts("auto", engine)),
+    ]
+    return [
+        replace(_speculative(title, pair.draft, engine, options), facts=facts)  #
+        for title, options, facts in rows
+    ]
+
+
+def _speculative(title: str, draft: Any, engine: str, options: dict[str, Any]) -> Method:
+    asked = {"assistant_model": draft, "generation_strategy": "speculative", **options, **ENGINES[engine]}
+    return Method(
+        f"{title}, {engine}",
+        f"{title}, {engine}",
+        asked,
+        surroundings=lambda loaded: hf_specdec.enable(loaded.target),
+    )
+
+
+def _facts(
+    kind: str, engine: str = "eager", lookahead: int | None = None, most_rows: int | None = None
+) -> dict[str, Any]:
+    return {"kind": kind, "engine": engine, "lookahead": lookahead, "most_rows": most_rows}

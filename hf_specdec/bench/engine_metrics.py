@@ -1,0 +1,190 @@
+"""Figures of the task `engines`, as pure functions over the dicts that its JSON holds; times in seconds.
+
+A run is `vars(engine_runs.BatchRun)`. Rates count the tokens of all rows after the first delivery, which is one token
+a row in plain decoding and what the first round brought otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from hf_specdec.bench import metrics
+
+RunDict = Mapping[str, Any]
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of decode rates: the median of the repeats' ratios, and their extremes."""
+
+    middle: float
+    low: float
+    high: float
+
+
+def runs_of(result: Result, method: str, batch: int | None = None, group: int | None = None) -> list[RunDict]:
+    """The runs of a method; of one batch size or one group of prompts only, where given."""
+    wanted = {"method": method, "batch": batch, "group": group}
+    return [
+        run for run in result["runs"] if all(run[key] == value for key, value in wanted.items() if value is not None)
+    ]
+
+
+def decode_part(run: RunDict) -> tuple[float, int] | None:
+    """(seconds, tokens of all rows) after the first delivery; None without a token there."""
+    first = sum(run["rounds"]["new_tokens"][0]) if run["rounds"] else run["batch"]
+    after = sum(len(row) for row in run["tokens"]) - first
+    return (run["seconds"] - run["first_seconds"], after) if after > 0 else None
+
+
+def rate(runs: Iterable[RunDict]) -> float | None:
+    """Tokens per second after the first delivery, micro: all tokens of all rows / all seconds."""
+    parts = [part for run in runs if (part := decode_part(run)) is not None]
+    return sum(tokens for _, tokens in parts) / sum(seconds for seconds, _ in parts) if parts else None
+
+
+def typical_rate(runs: Sequence[RunDict]) -> float | None:
+    """The median of the repeats' rates."""
+    repeats = sorted({run["repeat"] for run in runs})
+    rates = [value for repeat in repeats if (value := rate(r for r in runs if r["repeat"] == repeat)) is not None]
+    return median(rates) if rates else None
+
+
+def ratio(runs: Sequence[RunDict], baseline: Sequence[RunDict]) -> Ratio | None:
+    """Decode rates over those of a baseline, repeat by repeat; None where a repeat has none."""
+    ratios = []
+    for repeat in sorted({run["repeat"] for run in runs}):
+        ours = rate(run for run in runs if run["repeat"] == repeat)
+        theirs = rate(run for run in baseline if run["repeat"] == repeat)
+        if ours is not None and theirs is not None:
+            ratios.append(ours / theirs)
+    return Ratio(median(ratios), min(ratios), max(ratios)) if ratios else None
+
+
+def by_row(runs: Iterable[RunDict]) -> list[dict[str, Any]]:
+    """The same rounds as `metrics` takes them: one pseudo-run a row, without the rounds after the row's end."""
+    found = []
+    for run in runs:
+        if run["rounds"] is None:
+            continue
+        columns = run["rounds"]
+        for row in range(run["batch"]):
+            rounds = [
+                {
+                    "drafted": columns["drafted"][number][row],
+                    "accepted": columns["accepted"][number][row],
+                    "new_tokens": new[row],
+                    "overlap": columns["overlap"] and columns["overlap"][number][row],
+                }
+                for number, new in enumerate(columns["new_tokens"])
+                if new[row] > 0
+            ]
+            found.append({"rounds": rounds})
+    return found
+
+
+def waiting(runs: Iterable[RunDict]) -> float | None:
+    """Share of row-rounds in which a row had ended and waited for the batch's slowest; None without rounds."""
+    flags = [new == 0 for run in runs if run["rounds"] for row in run["rounds"]["new_tokens"] for new in row]
+    return sum(flags) / len(flags) if flags else None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Medians of bare passes on one engine at one batch size, in seconds; `target` by width."""
+
+    draft_step: float
+    target: Mapping[int, float]
+
+    def verification(self, width: int) -> float:
+        """A target pass of this width, between two measured ones by linear interpolation."""
+        widths = sorted(self.target)
+        below = max((w for w in widths if w <= width), default=widths[0])
+        above = min((w for w in widths if w >= width), default=widths[-1])
+        if below == above:
+            return self.target[below]
+        share = (width - below) / (above - below)
+        return (1 - share) * self.target[below] + share * self.target[above]
+
+    def ratios(self, lookahead: int) -> tuple[float, float]:
+        """(c, v): a draft step, and a verification of lookahead + 1 tokens, each over one target step."""
+        step = self.target[1]
+        return self.draft_step / step, self.verification(lookahead + 1) / step
+
+
+def costs(result: Result, engine: str, batch: int) -> Costs | None:
+    """From all raw forwards of an engine at a batch size; None where there are none."""
+    samples = [item for item in result["forwards"] if (item["engine"], item["batch"]) == (engine, batch)]
+    if not samples:
+        return None
+    steps = [seconds for item in samples for seconds in item["times"]["draft_step"]]
+    widths = samples[0]["times"]["target"]
+    target = {int(width): median(s for item in samples for s in item["times"]["target"][width]) for width in widths}
+    return Costs(median(steps), target)
+
+
+def efficiency(runs: Iterable[RunDict], passes: Costs | None) -> float | None:
+    """eta: what the bare passes need / measured decode time; ended rows count, since the passes hold them."""
+    needed = measured = 0.0
+    for run in runs:
+        part = decode_part(run)
+        if part is None or passes is None:
+            continue
+        measured += part[0]
+        if run["rounds"] is None:
+            needed += part[1] / run["batch"] * passes.target[1]
+        else:
+            steps, widths = run["rounds"]["draft_steps"][1:], run["rounds"]["width"][1:]
+            needed += sum(steps) * passes.draft_step + sum(passes.verification(width) for width in widths)
+    return needed / measured if measured else None
+
+
+def allowed(alpha: float | None, lookahead: int | None, passes: Costs | None) -> float | None:
+    """The speedup that measured α, c and v allow (Leviathan et al. 2023): rows that never wait for another."""
+    if alpha is None or lookahead is None or passes is None:
+        return None
+    return metrics.predicted_speedup(alpha, *passes.ratios(lookahead), lookahead)
+
+
+def fastest(result: Result, batch: int, **facts: Any) -> Mapping[str, Any] | None:
+    """The method with the highest rate at a batch size, of those whose facts are these (a tuple: one of these)."""
+    best: tuple[float, Mapping[str, Any]] | None = None
+    for method in result["methods"]:
+        fits = all(method[key] in (value if isinstance(value, tuple) else (value,)) for key, value in facts.items())
+        speed = typical_rate(runs_of(result, method["name"], batch)) if fits else None
+        if speed is not None and (best is None or speed > best[0]):
+            best = speed, method
+    return None if best is None else best[1]
+
+
+def break_even(result: Result, engine: str) -> int | None:
+    """The smallest batch size at which no draft of ours beats plain decoding on the same engine; None: all pay."""
+    for batch in sorted({run["batch"] for run in result["runs"]}):
+        ours = fastest(result, batch, kind=("fixed", "auto"), engine=engine)
+        plain = fastest(result, batch, kind=same_engine_baseline(result, engine), engine=engine)
+        if ours is None or plain is None:
+            continue
+        gain = ratio(runs_of(result, ours["name"], batch), runs_of(result, plain["name"], batch))
+        if gain is not None and gain.middle <= 1:
+            return int(batch)
+    return None
+
+
+def same_engine_baseline(result: Result, engine: str) -> tuple[str, ...]:
+    """The kinds that are plain decoding on an engine: ours with no draft, and on the eager one generate() too."""
+    return ("none", "plain") if engine == "eager" else ("none",)
+
+
+def worst_prompt(result: Result, method: str, baseline: str = "plain") -> tuple[int, int, Ratio] | None:
+    """(batch size, group, ratio) where a method does worst against a baseline; None without runs."""
+    places = sorted({(run["batch"], run["group"]) for run in runs_of(result, method)})
+    found = [
+        (batch, group, value)
+        for batch, group in places
+        if (value := ratio(runs_of(result, method, batch, group), runs_of(result, baseline, batch, group))) is not None
+    ]
+    return min(found, key=lambda item: item[2].middle) if found else None
