@@ -23,11 +23,14 @@ _TASKS = {
     "subtasks": (128, 3),
     "sweep": (128, 5),
     "ablation": (64, 3),
+    "engines": (128, 3),
     "report": (1, 1),
 }
-_JOURNALED = ("benchmark", "decode", "subtasks", "sweep", "ablation")
-_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation")
+_JOURNALED = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines")
+_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines")
+_PROMPT_LENGTHS = {"engines": [256]}
 _CONTINUE = "; what was measured is kept, and the same command continues it"
+_ENGINES = ("eager", "static", "compiled")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -65,10 +68,12 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         "--prompt_lengths",
         type=_at_least(1),
         nargs="+",
-        default=[256, 512],
         metavar="N",
-        help="benchmark: in tokens (256 512)",
+        help="in tokens; benchmark 256 512, engines 256",
     )
+    sizes = "engines: rows that are decoded at once (1 4 8)"
+    add("--batch_sizes", nargs="+", type=_at_least(1), default=[1, 4, 8], metavar="N", help=sizes)
+    add("--engines", nargs="+", choices=_ENGINES, default=["eager", "compiled"], help="engines (eager compiled)")
     add(
         "--prompt",
         dest="prompts",
@@ -136,7 +141,7 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         "--limit",
         type=_at_least(1),
         metavar="N",
-        help="examples of each subtask; embedded: subtasks 20, sweep 5, ablation 3; others: all",
+        help="examples of each subtask; embedded: subtasks 20, sweep 5, ablation 3; others: all; engines: prompts 8",
     )
 
 
@@ -149,7 +154,7 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         default="speculative",
         help="how to use the draft (%(default)s)",
     )
-    lookahead = "draft tokens per round; by default 4, or 7 for T5; sweep: several"
+    lookahead = "draft tokens per round; by default 4, or 7 for T5; sweep and engines: several"
     add("--num_assistant_tokens", "--gamma", "--n_lookahead", nargs="+", type=_at_least(1), metavar="N", help=lookahead)
     fallback = "BiLD: the target takes over below this draft probability (0.6); sweep: several"
     add(
@@ -239,6 +244,7 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
     most_tokens, repeats = _TASKS[task]
     options["max_new_tokens"] = options["max_new_tokens"] or most_tokens
     options["repeats"] = options["repeats"] or repeats
+    options["prompt_lengths"] = options["prompt_lengths"] or _PROMPT_LENGTHS.get(task, [256, 512])
     options["assisted_generation"] |= task in _ALWAYS_ASSISTED
     grids = {
         "num_assistant_tokens": "lookaheads",
@@ -247,9 +253,10 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
     }
     for single, several in grids.items():
         values = options.pop(single) or []
-        if len(values) > 1 and task != "sweep":
+        grid = task == "sweep" or (task, single) == ("engines", "num_assistant_tokens")
+        if len(values) > 1 and not grid:
             parser.error(f"argument --{single}: {len(values)} values are for --task sweep; give one")
-        if task == "sweep":
+        if grid:
             options[several] = values
         elif values:
             options[single] = values[0]

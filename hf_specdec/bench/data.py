@@ -35,9 +35,9 @@ def benchmark_prompts(
     """`per_length` prompts of exactly each of `lengths` tokens, the same ones at every length.
 
     The embedded pairs get held-out examples, `long_answers` those whose reference answer has at least `new_tokens`
-    tokens, so that decoding is not over before it can be timed; otherwise all subtasks in turn. Other models get text of the same corpus, cut by their own
-    tokenizer, inside their chat template where they have one. Raises `BenchError` for a length that can't be
-    had.
+    tokens, so that decoding is not over before it can be timed; otherwise all subtasks in turn. Other models get
+    text of the same corpus, cut by their own tokenizer, inside their chat template where they have one. Raises
+    `BenchError` for a length that can't be had.
     """
     room = context_length(pair)
     for length in lengths:

@@ -143,11 +143,22 @@ def efficiency(runs: Iterable[RunDict], passes: Costs | None) -> float | None:
     return needed / measured if measured else None
 
 
-def allowed(alpha: float | None, lookahead: int | None, passes: Costs | None) -> float | None:
-    """The speedup that measured α, c and v allow (Leviathan et al. 2023): rows that never wait for another."""
-    if alpha is None or lookahead is None or passes is None:
+def allowed(result: Result, method: Mapping[str, Any], batch: int) -> float | None:
+    """The speedup over plain decoding on the same engine that measured α, c and v allow (Leviathan et al. 2023).
+
+    As if no row ever waited for another. None without a fixed lookahead, α or bare passes.
+    """
+    passes = costs(result, method["engine"], batch)
+    alpha = metrics.alpha(by_row(runs_of(result, method["name"], batch)))
+    if alpha is None or method["lookahead"] is None or passes is None:
         return None
-    return metrics.predicted_speedup(alpha, *passes.ratios(lookahead), lookahead)
+    return metrics.predicted_speedup(alpha, *passes.ratios(method["lookahead"]), method["lookahead"])
+
+
+def share_of_allowed(result: Result, method: Mapping[str, Any], batch: int) -> float | None:
+    """Measured over allowed speedup, both over plain decoding on the method's engine."""
+    limit, measured = allowed(result, method, batch), over_plain_on_engine(result, method, batch)
+    return None if limit is None or measured is None else measured.middle / limit
 
 
 def fastest(result: Result, batch: int, **facts: Any) -> Mapping[str, Any] | None:
@@ -161,22 +172,28 @@ def fastest(result: Result, batch: int, **facts: Any) -> Mapping[str, Any] | Non
     return None if best is None else best[1]
 
 
+def plain_on(result: Result, engine: str, batch: int) -> Mapping[str, Any] | None:
+    """Plain decoding on an engine: generate() for the eager one, our loop without a draft for the others."""
+    kind = "plain" if engine == "eager" else "none"
+    return fastest(result, batch, kind=kind, engine=engine)
+
+
+def over_plain_on_engine(result: Result, method: Mapping[str, Any], batch: int) -> Ratio | None:
+    """A method over plain decoding on its engine; None where one of them did not run."""
+    base = plain_on(result, method["engine"], batch)
+    if base is None:
+        return None
+    return ratio(runs_of(result, method["name"], batch), runs_of(result, base["name"], batch))
+
+
 def break_even(result: Result, engine: str) -> int | None:
-    """The smallest batch size at which no draft of ours beats plain decoding on the same engine; None: all pay."""
+    """The smallest batch size at which no draft of ours beats plain decoding on its engine; None: they all pay."""
     for batch in sorted({run["batch"] for run in result["runs"]}):
         ours = fastest(result, batch, kind=("fixed", "auto"), engine=engine)
-        plain = fastest(result, batch, kind=same_engine_baseline(result, engine), engine=engine)
-        if ours is None or plain is None:
-            continue
-        gain = ratio(runs_of(result, ours["name"], batch), runs_of(result, plain["name"], batch))
+        gain = None if ours is None else over_plain_on_engine(result, ours, batch)
         if gain is not None and gain.middle <= 1:
             return int(batch)
     return None
-
-
-def same_engine_baseline(result: Result, engine: str) -> tuple[str, ...]:
-    """The kinds that are plain decoding on an engine: ours with no draft, and on the eager one generate() too."""
-    return ("none", "plain") if engine == "eager" else ("none",)
 
 
 def worst_prompt(result: Result, method: str, baseline: str = "plain") -> tuple[int, int, Ratio] | None:

@@ -125,24 +125,21 @@ Step = Callable[[int], None]
 
 
 class BatchForwards:
-    """Times bare passes of target and draft on one batch and one engine.
+    """Times bare passes of target and draft on one batch.
 
     Args:
         pair: with its draft.
         prompts: the batch, of one length.
         settings: for the number of new tokens: passes run where decoding is half-way.
-        engine: a key of `engine_methods.ENGINES`.
         widths: of the target's passes.
     """
 
-    def __init__(
-        self, pair: LoadedPair, prompts: Sequence[Prompt], settings: Settings, engine: str, widths: Sequence[int]
-    ) -> None:
-        self.pair, self.widths, self.engine = pair, widths, engine
+    def __init__(self, pair: LoadedPair, prompts: Sequence[Prompt], settings: Settings, widths: Sequence[int]) -> None:
+        self.pair, self.widths = pair, widths
         self.rows = [prompt.token_ids for prompt in prompts]
         self.behind = max(1, settings.max_new_tokens // 2)
         with pass_mode(*pair.models)():
-            self.target, self.draft = (self._build(model) for model in (pair.target, pair.draft))
+            self.target, self.draft = self._build(pair.target), self._build(pair.draft)
             self._sample()  # the first pass of a shape allocates, or compiles
 
     def sample(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def run_report(settings: Settings) -> None:
 def pictures(result: Result) -> dict[str, Figure]:
     """The pictures of a result by what they show; none of what it does not hold."""
     # Here because it takes a second.
-    from hf_specdec.bench import plots, sweep_report
+    from hf_specdec.bench import engine_plots, plots, sweep_report
 
     task = result["task"]
     found: dict[str, Figure] = {}
@@ -64,6 +64,9 @@ def pictures(result: Result) -> dict[str, Figure]:
         found["speed-by-length"] = plots.speed_by_length(result)
     if task == "subtasks":
         found["speedup-by-subtask"] = plots.speedup_by_subtask(result)
+    if task == "engines":
+        found["speed-by-method"] = engine_plots.speed_by_method(result)
+        found["speed-by-batch"] = engine_plots.speed_by_batch(result)
     if task == "ablation":
         found["speed"] = plots.ablation_bars(result)
     if task == "sweep":

@@ -173,7 +173,11 @@ def heading(result: Result) -> str:
     repeats = f"{arguments['repeats']} repeats" if arguments["repeats"] > 1 else "1 repeat"
     if result["task"] in DATA_TASKS:
         models.append(f"- data: {_data(result)}")
-    models.append(f"- {how}, at most {arguments['max_new_tokens']} new tokens{lookahead}, batch size 1, {repeats}")
+    shape = f"at most {arguments['max_new_tokens']} new tokens{lookahead}, batch size 1"
+    if result["task"] == "engines":
+        lengths, sizes = (", ".join(map(str, arguments[name])) for name in ("prompt_lengths", "batch_sizes"))
+        shape = f"{arguments['max_new_tokens']} new tokens behind prompts of {lengths}, batch sizes {sizes}"
+    models.append(f"- {how}, {shape}, {repeats}")
     return f"# {result['task'].capitalize()}\n\n" + "\n".join(models)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hf_specdec.bench import environment, results
@@ -12,14 +13,27 @@ from hf_specdec.bench.settings import Settings
 Key = tuple[Any, ...]
 
 
+def key_of(record: Record) -> Key:
+    """What a record is about: there is one of each."""
+    if record["kind"] == "run":
+        return run_key(record["repeat"], record["prompt"], record["method"])
+    if record["kind"] == "prompt":
+        return "prompt", record["index"]
+    return forwards_key(record["repeat"], record["prompt"], record["draft"])
+
+
 class Sitting:
     """The journal of one process, open, with its records by what they are about.
+
+    Args:
+        settings, shared: of the run.
+        key: what a record is about; of several about one thing the last counts.
 
     Raises:
         BenchError: the output folder can't be used, or holds an unfinished run with other arguments.
     """
 
-    def __init__(self, settings: Settings, shared: Processes) -> None:
+    def __init__(self, settings: Settings, shared: Processes, key: Callable[[Record], Key] = key_of) -> None:
         results.check_writable(settings.output_dir)
         arguments = settings.to_dict()
         del arguments["output_dir"]
@@ -28,12 +42,13 @@ class Sitting:
         shared.wait()
         self._environment = environment.describe()
         self.journal.begin(environment=self._environment)
-        self.done: dict[Key, Record] = {key_of(record): record for record in self.journal.records}
+        self._key = key
+        self.done: dict[Key, Record] = {key(record): record for record in self.journal.records}
 
     def keep(self, record: Record) -> None:
         """Puts a record on the disk."""
         self.journal.append(record)
-        self.done[key_of(record)] = record
+        self.done[self._key(record)] = record
 
     def conclude(self, result: dict[str, Any]) -> None:
         """Gives the result the environment in which measuring began; a restart in another one is said."""
@@ -47,15 +62,6 @@ class Sitting:
                     "times can't be compared safely."
                 )
         result["environment"] = {**before, "load_average_at_end": environment.load_average()}
-
-
-def key_of(record: Record) -> Key:
-    """What a record is about: there is one of each."""
-    if record["kind"] == "run":
-        return run_key(record["repeat"], record["prompt"], record["method"])
-    if record["kind"] == "prompt":
-        return "prompt", record["index"]
-    return forwards_key(record["repeat"], record["prompt"], record["draft"])
 
 
 def run_key(repeat: int, prompt: int, method: str) -> Key:
