@@ -70,7 +70,7 @@ def speed_by_batch(result: Result) -> Figure:
         lines.append((f"ours, fastest with a draft, {engine}", _COLOURS[engine], "o-", ours))
     for label, colour, style, facts in lines:
         points = [(batch, found) for batch in batches if (found := fastest(result, batch, **facts)) is not None]
-        speeds = [typical_rate(runs_of(result, method["name"], batch)) for batch, method in points]
+        speeds = [typical_rate(runs_of(result, method["name"], batch)) or 0.0 for batch, method in points]
         if points:
             axes.plot([batch for batch, _ in points], speeds, style, color=colour, label=label)
     axes.set_xscale("log", base=2)
