@@ -242,7 +242,8 @@ def made_up(speeds: dict[tuple[str, str, int], float], device: str = "cpu", toke
             first, count = 3, tokens // 3
             rounds = {
                 "drafted": [[2] * batch] * count, "accepted": [[2] * batch] * count,
-                "new_tokens": [[3] * batch] * count, "overlap": [[2.0] * batch] * count, "draft_steps": [2] * count, "width": [3] * count,
+                "new_tokens": [[3] * batch] * count, "overlap": [[2.0] * batch] * count,
+                "draft_steps": [2] * count, "width": [3] * count,
             }  # fmt: skip
         seconds = batch * (tokens - first) / speed
         runs.append(
