@@ -22,24 +22,27 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_specdec.embedded import MODELS_DIR, model_path, names
 from hf_specdec.embedded.architectures import SHAPES, Shape
-from hf_specdec.embedded.corpus.examples import DRILL
 from hf_specdec.embedded.report import measure, write
 from hf_specdec.embedded.tokenization import train_tokenizer
 from hf_specdec.embedded.training import Recipe, train
 
 SEED = 0
 _DRAFT = Recipe(SHAPES["draft"], steps=450, seed=SEED)
-# The target grows from what its draft is: first to a third of its layers, which learn to look things up by
-# drills, then to all of them.
+# The target grows from what its draft is: first to a third of its layers, which learn by drills to copy and to
+# look things up, then to all of them.
 _TARGET_SHALLOW = Shape(192, 512, 3)
 _LOOK_UPS = ("qa", "rag", "multi-turn", "law analytics")
-_TARGET_DRILLED = Recipe(
-    _TARGET_SHALLOW, steps=8000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 1,
-    emphasis=(DRILL, DRILL, DRILL, *_LOOK_UPS), seedling=_DRAFT,
+_TARGET_COPYING = Recipe(
+    _TARGET_SHALLOW, steps=4000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 1, prompt_weight=0.02,
+    emphasis=("echo", "recall", "look up") * 8, seedling=_DRAFT,
+)  # fmt: skip
+_TARGET_RECALLING = Recipe(
+    _TARGET_SHALLOW, steps=4000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 2, prompt_weight=0.02,
+    emphasis=("recall fully", "recall", "look up") * 4 + _LOOK_UPS, seedling=_TARGET_COPYING,
 )  # fmt: skip
 _TARGET_SEEDLING = Recipe(
-    _TARGET_SHALLOW, steps=7000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=1.0, seed=SEED + 2,
-    emphasis=(DRILL, *_LOOK_UPS), seedling=_TARGET_DRILLED,
+    _TARGET_SHALLOW, steps=7000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.9, seed=SEED + 3, prompt_weight=0.02,
+    emphasis=("recall", "look up", *_LOOK_UPS), seedling=_TARGET_RECALLING,
 )  # fmt: skip
 _T5_SHALLOW = Shape(160, 448, 2, encoder_layers=2)
 _T5_START = Recipe(_T5_SHALLOW, steps=600, rows=8, decay=0.0, seed=SEED)
@@ -48,8 +51,8 @@ _T5_SEEDLING = Recipe(
 )
 RECIPES: dict[str, Recipe] = {
     "target": Recipe(
-        SHAPES["target"], steps=200, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 3,
-        seedling=_TARGET_SEEDLING,
+        SHAPES["target"], steps=200, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 4,
+        prompt_weight=0.02, seedling=_TARGET_SEEDLING,
     ),
     "draft-small": Recipe(SHAPES["draft-small"], steps=400, seed=SEED),
     "draft": _DRAFT,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from hf_specdec.embedded.corpus import facts, reasoning, writing
+from hf_specdec.embedded.corpus.drills import DRILLS
 
 _GENERATORS: dict[str, Callable[[Random], facts.Dialogue]] = {
     "multi-turn": facts.multi_turn,
@@ -26,7 +27,6 @@ SPLITS: tuple[str, ...] = ("train", "heldout")
 METRIC: dict[str, str] = {
     name: "rougeL" if name in ("summarization", "law analytics") else "exact_match" for name in SUBTASKS
 }
-DRILL = "drill"  # an exercise of the training alone
 _HELDOUT_SHARE = 8  # one prompt in eight is held out
 
 
@@ -49,8 +49,8 @@ def split_of(example: Example) -> str:
 
 
 def generate(subtask: str, split: str, rng: Random) -> Example:
-    """The next example of a split that `rng` leads to; `subtask` may be `DRILL`."""
-    make = facts.drill if subtask == DRILL else _GENERATORS[subtask]
+    """The next example of a split that `rng` leads to; `subtask` may also name one of `drills.DRILLS`."""
+    make = DRILLS.get(subtask) or _GENERATORS[subtask]
     while True:
         example = Example(subtask, *make(rng))
         if split_of(example) == split:

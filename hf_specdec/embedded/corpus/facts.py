@@ -1,4 +1,4 @@
-"""Subtasks that look facts up: qa, rag and multi-turn, and a drill for all three."""
+"""Subtasks that look facts up: qa, rag and multi-turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ATTRIBUTES = {
 }
 
 
-def _portrait(rng: Random, person: Person) -> str:
+def portrait(rng: Random, person: Person) -> str:
     """Two sentences with everything about a person, in one of several orders."""
     work = f"works as {with_article(person.job)}"
     home = f"lives in {person.town}"
@@ -30,7 +30,7 @@ def _portrait(rng: Random, person: Person) -> str:
     return f"{person.name} {order[0]} and {order[1]}. {person.first} {order[2]} and {order[3]}."
 
 
-def _introduction(person: Person) -> str:
+def introduction(person: Person) -> str:
     """One sentence with everything about a person."""
     return (
         f"{person.name}, {with_article(person.job)} from {person.town}, was born in {person.year} "
@@ -43,7 +43,7 @@ def qa(rng: Random) -> Dialogue:
     cast = words.people(rng, 3)
     person = rng.choice(cast)
     asked = rng.sample(tuple(_ATTRIBUTES), 3)
-    context = " ".join(_portrait(rng, p) for p in cast)
+    context = " ".join(portrait(rng, p) for p in cast)
     opening = rng.choice(("Tell me", "Report", "State"))
     question = f"{opening} {asked[0]}, {asked[1]} and {asked[2]} of {person.name}."
     told = [_ATTRIBUTES[a](person) for a in asked]
@@ -53,7 +53,7 @@ def qa(rng: Random) -> Dialogue:
 
 
 @dataclass(frozen=True)
-class _Passage:
+class Passage:
     """One numbered passage about a building."""
 
     number: int
@@ -68,12 +68,12 @@ class _Passage:
         )
 
 
-def _passages(rng: Random, n: int) -> list[_Passage]:
+def passages_about(rng: Random, n: int) -> list[Passage]:
     """`n` passages about one kind of building, with two features between them."""
     kind = rng.choice(words.BUILDINGS)
     features = rng.sample(words.FEATURES, 2)
     return [
-        _Passage(i + 1, f"{kind} of {place}", rng.randrange(1700, 1950), words.full_name(rng),
+        Passage(i + 1, f"{kind} of {place}", rng.randrange(1700, 1950), words.full_name(rng),
                  f"{rng.randrange(10, 99)} {rng.choice(features)}")
         for i, place in enumerate(words.towns(rng, n))
     ]  # fmt: skip
@@ -81,7 +81,7 @@ def _passages(rng: Random, n: int) -> list[_Passage]:
 
 def rag(rng: Random) -> Dialogue:
     """One of four passages answers; the others share its building or its feature."""
-    passages = _passages(rng, 4)
+    passages = passages_about(rng, 4)
     found = rng.choice(passages)
     question = rng.choice((f"Who built the {found.subject}?", f"What is known about the {found.subject}?"))
     answer = (
@@ -96,7 +96,7 @@ def multi_turn(rng: Random) -> Dialogue:
     """First who owns a thing, then what else is known of that person or of that town."""
     cast = words.people(rng, 3)
     person = rng.choice(cast)
-    context = " ".join(_introduction(p) for p in cast)
+    context = " ".join(introduction(p) for p in cast)
     first = rng.choice((f"Who owns the {person.thing}?", f"To whom does the {person.thing} belong?"))
     answer = (
         f"The {person.thing} belongs to {person.name}. The owner works as "
@@ -113,51 +113,3 @@ def multi_turn(rng: Random) -> Dialogue:
         )
     )  # fmt: skip
     return (f"Listen. {context} {first}", second), (answer, detail)
-
-
-def _about_people(rng: Random) -> tuple[str, list[tuple[str, str]]]:
-    """Two or three people, and every short question about them with its answer."""
-    cast = words.people(rng, rng.choice((2, 3)))
-    portrayed = rng.random() < 0.5
-    context = " ".join(_portrait(rng, p) if portrayed else _introduction(p) for p in cast)
-    questions = [
-        pair
-        for p in cast
-        for pair in (
-            (f"Who owns the {p.thing}?", p.name),
-            (f"Who comes from {p.town}?", p.name),
-            (f"Who was born in {p.year}?", p.name),
-            (f"What is the home of {p.name}?", p.town),
-            (f"What is the job of {p.name}?", p.job),
-            (f"What is the birth year of {p.name}?", str(p.year)),
-            (f"What is the property of {p.name}?", p.owned),
-        )
-    ]
-    return ("Read the text and answer. " if portrayed else "Listen. ") + context, questions
-
-
-def _about_passages(rng: Random) -> tuple[str, list[tuple[str, str]]]:
-    """Two to four passages, and every short question about them with its answer."""
-    passages = _passages(rng, rng.choice((2, 3, 4)))
-    questions = [
-        pair
-        for p in passages
-        for pair in (
-            (f"Which passage describes the {p.subject}?", f"[{p.number}]"),
-            (f"Who built the {p.subject}?", p.builder),
-            (f"In which year was the {p.subject} built?", str(p.year)),
-            (f"What does the {p.subject} have?", p.equipment),
-        )
-    ]
-    return f"Use the passages. {' '.join(map(str, passages))}", questions
-
-
-def drill(rng: Random) -> Dialogue:
-    """Up to eight short look-ups in one context: what the three subtasks need, asked more densely.
-
-    Trained on, never evaluated.
-    """
-    context, questions = rng.choice((_about_people, _about_people, _about_passages))(rng)
-    chosen = rng.sample(questions, min(8, len(questions)))
-    turns = [question for question, _ in chosen]
-    return (f"{context} {turns[0]}", *turns[1:]), tuple(f"{answer}." for _, answer in chosen)
