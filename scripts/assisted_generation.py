@@ -24,11 +24,12 @@ _TASKS = {
     "sweep": (128, 5),
     "ablation": (64, 3),
     "engines": (128, 3),
+    "growth": (16, 1),
     "report": (1, 1),
 }
 _JOURNALED = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines")
-_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines")
-_PROMPT_LENGTHS = {"engines": [256]}
+_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines", "growth")
+_PROMPT_LENGTHS = {"engines": [256], "growth": [40, 90, 150]}
 _CONTINUE = "; what was measured is kept, and the same command continues it"
 _ENGINES = ("eager", "static", "compiled")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -69,11 +70,12 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         type=_at_least(1),
         nargs="+",
         metavar="N",
-        help="in tokens; benchmark 256 512, engines 256",
+        help="in tokens; benchmark 256 512, engines 256, growth 40 90 150",
     )
     sizes = "engines: rows that are decoded at once (1 4 8)"
     add("--batch_sizes", nargs="+", type=_at_least(1), default=[1, 4, 8], metavar="N", help=sizes)
     add("--engines", nargs="+", choices=_ENGINES, default=["eager", "compiled"], help="engines (eager compiled)")
+    add("--calls", type=_at_least(2), default=2000, metavar="N", help="growth: calls in a row (%(default)s)")
     add(
         "--prompt",
         dest="prompts",

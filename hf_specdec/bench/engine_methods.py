@@ -9,7 +9,7 @@ from typing import Any
 import hf_specdec
 from hf_specdec import SpeculationConfig
 from hf_specdec.bench.loading import LoadedPair
-from hf_specdec.bench.methods import Method, assisted_as, assisted_refusal, plain
+from hf_specdec.bench.methods import Method, assisted_as, assisted_refusal, lookahead, plain
 from hf_specdec.bench.settings import Settings
 
 _SETTINGS = ("num_assistant_tokens", "drafter", "compile")
@@ -39,6 +39,10 @@ def contestants(settings: Settings, pair: LoadedPair) -> list[Method]:
     the most rows of a batch that it takes (None: any).
     """
     found = [replace(plain(), title="plain generate()", facts=_facts("plain"))]
+    if pair.target.device.type != "cpu":
+        # There transformers compiles by itself.
+        own = Method("plain static", "plain generate(), static cache", ENGINES["static"], _facts("plain", "static"))
+        found.append(own)
     if assisted_refusal(settings, pair) is None:
         found += [
             replace(assisted_as(settings, pair, *row), facts=_facts("assisted", lookahead=row[1], most_rows=1))
@@ -50,6 +54,13 @@ def contestants(settings: Settings, pair: LoadedPair) -> list[Method]:
     floor = _speculative("auto, the target as its own draft", pair.target, "eager", {"num_assistant_tokens": "auto"})
     found.append(replace(floor, facts=_facts("floor", "eager", most_rows=1)))
     return [method for method in found if _known(method)]
+
+
+def for_growth(settings: Settings, pair: LoadedPair) -> list[Method]:
+    """Of each engine the method with the default lookahead."""
+    chosen = replace(settings, lookaheads=(lookahead(settings, pair),))
+    found = [method for engine in settings.engines for method in _ours(chosen, pair, engine) if _known(method)]
+    return [method for method in found if method.facts["kind"] == "fixed"]
 
 
 def runs_at(method: Method, rows: int) -> bool:

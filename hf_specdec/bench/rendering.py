@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_specdec.bench import ablation_report, engines_report, report, subtasks_report, sweep_report
+from hf_specdec.bench import ablation_report, engines_report, growth_report, report, subtasks_report, sweep_report
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "benchmark": report.render,
@@ -15,6 +15,7 @@ _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "sweep": sweep_report.render,
     "ablation": ablation_report.render,
     "engines": engines_report.render,
+    "growth": growth_report.render,
 }
 
 TASKS = tuple(_RENDERERS)

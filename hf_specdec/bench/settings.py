@@ -49,9 +49,10 @@ class Settings:
     prompt_template: str = "{prompt}"
     limit: int | None = None
     better_transformer: bool = False
-    # The task `engines`.
+    # The tasks `engines` and `growth`.
     batch_sizes: tuple[int, ...] = (1, 4, 8)
     engines: tuple[str, ...] = ("eager", "compiled")
+    calls: int = 2000  # of the task `growth`
     precision: str | None = None
     draft_precision: str | None = None
     device_map: str | None = None

@@ -8,13 +8,20 @@ from hf_specdec.bench.ablation import run_ablation
 from hf_specdec.bench.benchmark import run_benchmark
 from hf_specdec.bench.decode import run_decode
 from hf_specdec.bench.engines import run_engines
+from hf_specdec.bench.growth import run_growth
 from hf_specdec.bench.pictures import run_report
 from hf_specdec.bench.processes import processes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.subtasks import run_subtasks
 from hf_specdec.bench.sweep import run_sweep
 
-_ALONE = {"benchmark": run_benchmark, "decode": run_decode, "engines": run_engines, "report": run_report}
+_ALONE = {
+    "benchmark": run_benchmark,
+    "decode": run_decode,
+    "engines": run_engines,
+    "growth": run_growth,
+    "report": run_report,
+}
 _SHARED = {"subtasks": run_subtasks, "sweep": run_sweep, "ablation": run_ablation}
 
 
