@@ -29,7 +29,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     target, draft = save_pair(folder)
     return Settings(
         task="engines", model_name=str(target), assistant_model=str(draft), assisted_generation=True,
-        prompt_lengths=(30,), max_new_tokens=12, repeats=2, limit=2, batch_sizes=(1, 2), engines=("eager",),
+        prompt_lengths=(30,), max_new_tokens=12, repeats=2, limit=2, batch_sizes=(1, 2), engines=("eager", "static"),
         lookaheads=(2, 3), output_dir=folder / "out",
     )  # fmt: skip
 
@@ -131,11 +131,11 @@ def test_acceptance_and_alpha_follow_from_the_rounds(result: dict[str, Any], bat
 
 
 def test_what_is_allowed_follows_from_raw_forwards(result: dict[str, Any]) -> None:
-    passes = [item["times"] for item in result["forwards"] if item["batch"] == 2]
+    passes = [f["times"] for f in result["forwards"] if (f["batch"], f["engine"]) == (2, "eager")]
     step = median(seconds for item in passes for seconds in item["draft_step"])
     widths = {int(w): median(s for item in passes for s in item["target"][w]) for w in passes[0]["target"]}
     rows = [line.strip("|").split("|") for line in engines_report.allowed_table(result).splitlines()[2:]]
-    (row,) = [row for row in rows if row[0].strip() == "2" and row[2].strip() == "3"]
+    (row,) = [row for row in rows if [cell.strip() for cell in row[:3]] == ["2", "eager", "3"]]
     name = "speculative, γ = 3, eager"
     alpha = float(cells(engines_report.method_table(result, 2))["Speculative, γ = 3, eager"][7])
     c, v = step / widths[1], widths[4] / widths[1]
@@ -215,7 +215,8 @@ def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
     by_kind = {method.facts["kind"]: method for method in contestants(asked, pair)}
     runs = [run_batch(pair, by_kind[kind], prompts, asked) for kind in ("plain", "fixed")]
     assert runs[0].tokens == runs[1].tokens
-    assert set(BatchForwards(pair, prompts, asked, [1, 3]).sample()["target"]) == {"1", "3"}
+    for engine in ("eager", "static"):
+        assert set(BatchForwards(pair, prompts, asked, engine, [1, 3]).sample()["target"]) == {"1", "3"}
     assert bandwidth.describe(pair, 30)["cache_bytes"] is None
 
 
@@ -284,7 +285,8 @@ def test_goals_on_a_cpu() -> None:
 def test_goals_on_a_gpu() -> None:
     result = made_up(
         {("plain", "eager", 1): 10, ("assisted", "eager", 1): 12, ("fixed", "eager", 1): 40,
-         ("plain", "static", 1): 20, ("none", "static", 1): 30, ("none", "compiled", 1): 40, ("fixed", "compiled", 1): 90},
+         ("plain", "static", 1): 20, ("none", "static", 1): 30, ("none", "compiled", 1): 40,
+         ("fixed", "compiled", 1): 90},
         device="cuda:0",
     )  # fmt: skip
     by_transformers, by_plain, memory, _ = engine_goals.goals(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,11 @@ from hf_specdec.bench.data import Prompt
 from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.measure import TimingStreamer, synchronize
 from hf_specdec.bench.methods import Method
-from hf_specdec.bench.raw_forwards import build_step
+from hf_specdec.bench.raw_forwards import build_step, text_behind
 from hf_specdec.bench.settings import Settings
 from hf_specdec.runner import pass_mode
+from hf_specdec.static_cache import RowsCache
+from hf_specdec.static_runner import StaticRunner, keeps_rows, static_pass
 
 # One list per row of the batch, and one number a round.
 _PER_ROW = ("drafted", "accepted", "new_tokens", "overlap")
@@ -125,17 +127,20 @@ Step = Callable[[int], None]
 
 
 class BatchForwards:
-    """Times bare passes of target and draft on one batch.
+    """Times bare passes of target and draft on one batch and engine.
 
     Args:
         pair: with its draft.
         prompts: the batch, of one length.
         settings: for the number of new tokens: passes run where decoding is half-way.
+        engine: a key of `STEPS`.
         widths: of the target's passes.
     """
 
-    def __init__(self, pair: LoadedPair, prompts: Sequence[Prompt], settings: Settings, widths: Sequence[int]) -> None:
-        self.pair, self.widths = pair, widths
+    def __init__(
+        self, pair: LoadedPair, prompts: Sequence[Prompt], settings: Settings, engine: str, widths: Sequence[int]
+    ) -> None:
+        self.pair, self.widths, self.engine = pair, widths, engine
         self.rows = [prompt.token_ids for prompt in prompts]
         self.behind = max(1, settings.max_new_tokens // 2)
         with pass_mode(*pair.models)():
@@ -165,4 +170,32 @@ class BatchForwards:
         return time.perf_counter() - start
 
     def _build(self, model: Any) -> Step:
-        return build_step(self.pair, model, self.rows, self.behind, max(self.widths))
+        return STEPS[self.engine](self.pair, model, self.rows, self.behind, max(self.widths))
+
+
+def static_step(pair: LoadedPair, model: Any, rows: Sequence[Sequence[int]], behind: int, widest: int) -> Step:
+    """As `raw_forwards.build_step`, in a per-row static cache; the same where the model can't be fed from one."""
+    if not keeps_rows(model, {}):
+        return build_step(pair, model, rows, behind, widest)
+    text = text_behind(model, rows, behind + widest)
+    filled = text.shape[1] - widest
+    cache = RowsCache(model.config, text.shape[1])
+    runner = StaticRunner(model, {"past_key_values": cache}, text)
+    runner.forward(text[:, :filled], 1)
+    slots = torch.arange(filled, text.shape[1], device=text.device).expand(len(text), -1)
+
+    def step(width: int) -> None:
+        tokens, written = text[:, filled : filled + width], slots[:, :width]
+        static_pass(
+            model, cache, tokens, written, runner.positions, runner.visible, runner.windows,
+            span=filled + width, count=None,
+        )  # fmt: skip
+
+    return step
+
+
+# How bare passes run on each engine.
+STEPS: Mapping[str, Callable[[LoadedPair, Any, Sequence[Sequence[int]], int, int], Step]] = {
+    "eager": build_step,
+    "static": static_step,
+}

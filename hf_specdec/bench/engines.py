@@ -12,7 +12,7 @@ from hf_specdec.bench import bandwidth, rendering, results
 from hf_specdec.bench.collect import rounded
 from hf_specdec.bench.data import Prompt, benchmark_prompts
 from hf_specdec.bench.engine_methods import LONGEST_AUTO, LOOKAHEADS, contestants, runs_at
-from hf_specdec.bench.engine_runs import BatchForwards, run_batch
+from hf_specdec.bench.engine_runs import STEPS, BatchForwards, run_batch
 from hf_specdec.bench.journal import Record
 from hf_specdec.bench.loading import LoadedPair, load_pair
 from hf_specdec.bench.methods import Method, assisted_refusal
@@ -22,7 +22,6 @@ from hf_specdec.bench.sitting import Key, Sitting, finish, without_kind
 
 PROMPTS_PER_LENGTH = 8
 # Widths of verification that are timed; those between them are interpolated.
-FORWARD_ENGINES = ("eager",)
 _WIDTHS = (1, 2, 3, 5, 7, 9, 13, LONGEST_AUTO + 1)
 
 Batch = tuple[Prompt, ...]
@@ -88,11 +87,11 @@ def measure(
             position += 1
             bar.update()
         # After the last method of each group, so that raw forwards meet the same state of the machine as runs do.
-        for engine in FORWARD_ENGINES:
+        for engine in (engine for engine in STEPS if engine in ("eager", *settings.engines)):
             record, place = {"kind": "forwards", **about, "engine": engine}, (engine, size, length)
             if key_of(record) not in sitting.done:
                 if place not in forwards:
-                    forwards[place] = BatchForwards(pair, group, settings, _widths(settings))
+                    forwards[place] = BatchForwards(pair, group, settings, engine, _widths(settings))
                 sitting.keep(record | {"times": rounded(forwards[place].sample())})
     bar.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.bench.data import Prompt, context_length
@@ -88,9 +89,8 @@ def build_step(
         behind: tokens that are in the cache behind the prompt (of an encoder-decoder: in the decoder's).
         widest: the most tokens of one pass.
     """
-    size = model.config.get_text_config().vocab_size
-    prompt = torch.tensor(rows, device=model.device) % size
-    continuation = prompt.repeat(1, 1 + (behind + widest) // prompt.shape[1])
+    text = text_behind(model, rows, behind + widest)
+    prompt, continuation = text[:, : len(rows[0])], text[:, len(rows[0]) :]
     if model.config.is_encoder_decoder:
         encoded = model.get_encoder()(input_ids=prompt)
         fixed = {"encoder_outputs": encoded, "attention_mask": torch.ones_like(prompt)}
@@ -99,13 +99,19 @@ def build_step(
         fixed = {}
         room = context_length(pair)
         most = None if room is None else room - widest
-        key, filled = "input_ids", torch.cat([prompt, continuation[:, :behind]], dim=1)[:, :most]
+        key, filled = "input_ids", text[:, : len(rows[0]) + behind][:, :most]
     cache = model(**{key: filled}, **fixed, use_cache=True).past_key_values
     cache.activate_past_recording()
-    tokens = continuation[:, :widest]
 
     def step(width: int) -> None:
-        model(**{key: tokens[:, :width]}, **fixed, past_key_values=cache, use_cache=True)
+        model(**{key: continuation[:, :width]}, **fixed, past_key_values=cache, use_cache=True)
         cache.crop(-width)
 
     return step
+
+
+def text_behind(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> Tensor:
+    """`[B, P + more]`: prompts of one length, said again and again until so many tokens stand behind them."""
+    prompt = torch.tensor(rows, device=model.device) % model.config.get_text_config().vocab_size
+    length = prompt.shape[1]
+    return prompt.repeat(1, 2 + more // length)[:, : length + more]
