@@ -111,6 +111,27 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
     assert [record["number"] for record in opened(tmp_path).records] == [0]
 
 
+def test_a_disk_too_full_for_the_result_loses_nothing(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for = Settings(**vars(settings) | {"task": "decode", "output_dir": tmp_path, "prompts": ("One", "Two")})
+    written = tmp_path / f"{stem(asked_for)}.json"
+    written.write_text("an earlier result")
+
+    def full(self: Path, text: str, encoding: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(BenchError, match=r"writing to .* failed \(No space left on device\); give a folder") as end:
+            run_decode(asked_for)
+    assert "\n" not in str(end.value) and written.read_text() == "an earlier result"
+    (journal,) = parts(tmp_path, stem(asked_for))
+    seconds = [json.loads(line).get("seconds") for line in journal.read_text().splitlines()][1:]
+    run_decode(asked_for)
+    assert [run["seconds"] for run in json.loads(written.read_text())["runs"]] == seconds and len(seconds) == 4
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     folder = tmp_path_factory.mktemp("journal")

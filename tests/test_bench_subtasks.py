@@ -11,12 +11,12 @@ import pytest
 from tiny_pair import CONTEXT, save_pair
 
 from hf_specdec import embedded
-from hf_specdec.bench import datasets, rendering
+from hf_specdec.bench import datasets, rendering, results
 from hf_specdec.bench import subtasks_report as report
 from hf_specdec.bench.loading import load_pair
 from hf_specdec.bench.processes import Processes
 from hf_specdec.bench.quality import quality
-from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.subtasks import run_subtasks
 
 NAMES = ["plain", "speculative", "bild", "assisted", "prompt_lookup"]
@@ -347,4 +347,32 @@ def test_encoder_decoder_pairs_in_sampling(tmp_path: Path) -> None:
     result = json.loads((settings.output_dir / "subtasks-sampling.json").read_text())
     assert [method["name"] for method in result["methods"]] == NAMES
     assert len(result["runs"]) == 9 * 5 and all(run["tokens"] for run in result["runs"])
-    assert "Outputs that differ" not in (settings.output_dir / "subtasks-sampling.md").read_text()
+    text = (settings.output_dir / "subtasks-sampling.md").read_text()
+    assert "Outputs that differ" not in text and report.DRAWN in text
+
+
+def test_quality_in_sampling_is_that_of_the_same_draws_in_every_repeat(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"q": "How much is 2 and 3?", "a": "5"}\n{"q": "How much is 2 and 4?", "a": "6"}\n')
+    data = {"dataset": str(questions), "prompt_column": "q", "reference_column": "a", "limit": None, "repeats": 2}
+    settings = settings_for(tmp_path, do_sample=True, **data)
+    run_subtasks(settings, Processes())
+    result = json.loads((settings.output_dir / "subtasks-questions.jsonl-sampling.json").read_text())
+    drawn = [
+        {(r["method"], r["prompt"]): r["tokens"] for r in result["runs"] if r["repeat"] == repeat} for repeat in (0, 1)
+    ]
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 10
+    assert len({tuple(tokens) for tokens in drawn[0].values()}) > 4, "methods and questions draw their own"
+    assert "- sampling (temperature 1, top_k 50, top_p 1, seed 0)" in rendering.render(result)
+
+
+def test_the_split_of_the_embedded_data_is_chosen_and_said(tmp_path: Path) -> None:
+    train, heldout = (
+        {q.turns for dialogue in datasets.dialogues(Settings(task="sweep", split=split, limit=3)) for q in dialogue}
+        for split in ("train", None)
+    )
+    assert not train & heldout
+    with pytest.raises(BenchError, match="--split: 'test' is none of the embedded data set's: train, heldout"):
+        datasets.dialogues(Settings(task="sweep", split="test"))
+    assert results.stem(Settings(task="sweep", split="train")) == "sweep-train-greedy"
+    assert results.stem(Settings(task="sweep")) == "sweep-greedy"

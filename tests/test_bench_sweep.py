@@ -18,6 +18,7 @@ from hf_specdec.bench.data import Prompt
 from hf_specdec.bench.loading import load_pair
 from hf_specdec.bench.measure import run_once
 from hf_specdec.bench.processes import Processes
+from hf_specdec.bench.quality import quality
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.sweep import drafts_of, run_sweep
 
@@ -131,9 +132,29 @@ def test_every_number_of_the_sweep(swept: tuple[Path, dict[str, Any]]) -> None:
             predicted = sum(alpha**k for k in range(gamma + 1)) / (gamma * mean(ratios) + v)
             assert float(row["Predicted speedup"]) == pytest.approx(predicted, abs=0.006)
         else:
-            (entry,) = [q for q in result["quality"] if (q["method"], q["subtask"]) == (name, None)]
+            measured = qualities(result, name)
             shown = [row[column] for column in ("BLEU", "ROUGE-L", "Exact match")]
-            assert shown == [f"{entry[key]:.1f}" for key in ("bleu", "rougeL", "exact_match")]
+            assert shown == [f"{measured[key]:.1f}" for key in ("bleu", "rougeL", "exact_match")]
+            assert row["Won"] == ("–" if method["strategy"] == "speculative" else f"{wins(result, name)} of 1")
+
+
+def qualities(result: dict[str, Any], name: str) -> dict[str, float]:
+    """From the texts of the first repeat."""
+    texts = {r["prompt"]: r["text"] for r in result["runs"] if (r["method"], r["repeat"]) == (name, 0)}
+    return quality([texts[p["index"]] for p in result["prompts"]], [p["references"] for p in result["prompts"]])
+
+
+def wins(result: dict[str, Any], name: str) -> int:
+    """On the one subtask: 1, if faster than the fastest speculative row in both repeats, and no worse than plain."""
+    rated = {
+        m["name"]: mean(speedups(result, m["name"], "plain"))
+        for m in result["methods"]
+        if m.get("strategy") == "speculative"
+    }
+    base = max(rated, key=lambda row: rated[row])
+    ours, plain = qualities(result, name), qualities(result, "plain")
+    as_good = all(ours[key] >= plain[key] - 1e-6 for key in ("rougeL", "exact_match"))
+    return int(min(speedups(result, name, base)) > 1 and as_good)
 
 
 def total(rounds: list[dict[str, Any]], key: str) -> float:
@@ -156,6 +177,24 @@ def test_best_rows_and_their_commands(swept: tuple[Path, dict[str, Any]], models
         assert words[words.index("--num_assistant_tokens") + 1] == str(best["lookahead"])
         assert ("--fallback_threshold" in words) == (strategy == "bild")
     assert lines[2].startswith("Fastest bild with ROUGE-L and exact match no lower")
+    counts = {m["name"]: wins(result, m["name"]) for m in result["methods"] if m.get("strategy") == "bild"}
+    chosen = sweep_report.chosen_row(result)
+    assert counts[chosen["name"]] == max(counts.values())
+    assert chosen["title"] in lines[3] and f"on {max(counts.values())} of 1, chosen on the split test" in lines[3]
+
+
+def test_thresholds_chosen_on_the_training_split_come_with_the_command_that_judges_them(
+    swept: tuple[Path, dict[str, Any]],
+) -> None:
+    _, result = swept
+    trained = result | {"arguments": result["arguments"] | {"dataset": "embedded", "split": "train"}}
+    line = sweep_report.recommendations(trained)[3]
+    chosen = sweep_report.chosen_row(trained)
+    words = shlex.split(line.split("`")[1])
+    assert "chosen on the split train" in line
+    assert words[words.index("--task") + 1] == "subtasks" and "--split" not in words, "heldout by default"
+    assert float(words[words.index("--fallback_threshold") + 1]) == chosen["fallback"]
+    assert float(words[words.index("--rollback_threshold") + 1]) == chosen["rollback"]
 
 
 def test_lossless_rows_are_lossless(swept: tuple[Path, dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,22 +11,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from script import load_script
 from tiny_pair import save_pair
 
 from hf_specdec.bench import datasets
 from hf_specdec.bench.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "scripts" / "assisted_generation.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("assisted_generation", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script()
 
 
 @pytest.fixture(scope="module")

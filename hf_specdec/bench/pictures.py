@@ -70,13 +70,15 @@ def pictures(result: Result) -> dict[str, Figure]:
     if task == "ablation":
         found["speed"] = plots.ablation_bars(result)
     if task == "sweep":
-        found["speedup-over-lookahead"] = plots.speedup_over_lookahead(result)
+        if len({method["lookahead"] for method in sweep_report.methods_of(result, "speculative")}) > 1:
+            found["speedup-over-lookahead"] = plots.speedup_over_lookahead(result)
         for draft, lookahead in dict.fromkeys(
             (m["draft"], m["lookahead"]) for m in sweep_report.methods_of(result, "bild")
         ):
             name = f"thresholds-{draft.rstrip('/').rsplit('/', 1)[-1]}-{lookahead}"
             found[name] = plots.threshold_maps(result, draft, lookahead)
-    if task in ("sweep", "subtasks") and result["quality"]:
+    lossy = any(method.get("strategy", method["name"]) == "bild" for method in result["methods"])
+    if task in ("sweep", "subtasks") and result["quality"] and lossy:
         found["speed-against-quality"] = plots.speed_against_quality(result)
     if task in ("benchmark", "subtasks"):
         runs = [run for run in result["runs"] if run["rounds"]]

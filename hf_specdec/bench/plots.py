@@ -5,7 +5,7 @@ A module of its own, since importing matplotlib takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
@@ -114,15 +114,15 @@ def threshold_maps(result: Result, draft: str, lookahead: int) -> Figure:
         if (method["draft"], method["lookahead"]) == (draft, lookahead)
     ]
     speeds = {(m["fallback"], m["rollback"]): mean(sweep_report.speedups(result, m) or [0.0]) for m in methods}
-    maps = [("Speedup over plain (×)", "viridis", speeds, ".2f")]
+    maps = [("Speedup over plain decoding (×)", "viridis", speeds, 0.1)]
     if result["quality"]:
         qualities = {(m["fallback"], m["rollback"]): _rouge(result, m["name"]) for m in methods}
         plain = _rouge(result, "plain")
-        maps.append((f"ROUGE-L (0–100; plain decoding: {plain:.1f})", "cividis", qualities, ".1f"))
+        maps.append((f"ROUGE-L, 0–100 (plain decoding: {plain:.1f})", "cividis", qualities, 2.0))
     columns = len({method["rollback"] for method in methods})
     figure = Figure(figsize=(len(maps) * (2.6 + 0.75 * columns), 4.4), dpi=120, layout="constrained")
-    for number, (title, colours, values, digits) in enumerate(maps, start=1):
-        _heat_map(figure, figure.add_subplot(1, len(maps), number), title, colours, values, digits)
+    for number, (title, colours, values, span) in enumerate(maps, start=1):
+        _heat_map(figure, figure.add_subplot(1, len(maps), number), title, colours, values, span)
     figure.suptitle(f"BiLD with {_short(draft)}, lookahead {lookahead}: what each pair of thresholds brings, and costs")
     return figure
 
@@ -157,6 +157,9 @@ def speed_against_quality(result: Result) -> Figure:
             label=None if label in seen else label,
         )
         seen.add(label)
+    # At least two points wide, so that a word more or less doesn't look like a loss.
+    low, high = _limits([plain, *(_rouge(result, m["name"]) for m in result["methods"])], 2.0)
+    axes.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     axes.set_xlabel("Quality: ROUGE-L against the references (0–100)")
     axes.set_ylabel("Speedup over plain decoding (×)")
     axes.set_title("Up is faster, right is better; left of the line BiLD has paid in quality")
@@ -254,12 +257,15 @@ def _offset(place: int, number: int, count: int) -> float:
 
 
 def _heat_map(
-    figure: Figure, axes: Axes, title: str, colours: str, values: Mapping[tuple[float, float], float], digits: str
+    figure: Figure, axes: Axes, title: str, colours: str, values: Mapping[tuple[float, float], float], span: float
 ) -> None:
+    """The colours span at least `span`, so that noise doesn't look like a difference."""
     fallbacks, rollbacks = (sorted({key[place] for key in values}) for place in (0, 1))
     grid = [[values[fallback, rollback] for rollback in rollbacks] for fallback in fallbacks]
-    image = axes.imshow(grid, cmap=colours, aspect="auto", origin="lower")
-    middle = (min(values.values()) + max(values.values())) / 2
+    low, high = _limits(values.values(), span)
+    image = axes.imshow(grid, cmap=colours, aspect="auto", origin="lower", vmin=low, vmax=high)
+    middle = (low + high) / 2
+    digits = ".2f" if span < 1 else ".1f"
     for row, line in enumerate(grid):
         for column, value in enumerate(line):
             colour = "white" if value <= middle else "black"
@@ -268,8 +274,16 @@ def _heat_map(
     axes.set_yticks(range(len(fallbacks)), [f"{value:g}" for value in fallbacks])
     axes.set_xlabel("Rollback threshold (nats)")
     axes.set_ylabel("Fallback threshold (probability)")
-    axes.set_title(title)
+    axes.set_title(title, fontsize="medium")
     figure.colorbar(image, ax=axes)
+
+
+def _limits(values: Iterable[float], span: float) -> tuple[float, float]:
+    """Lowest and highest, moved apart to `span` where they are closer."""
+    listed = list(values)
+    low, high = min(listed), max(listed)
+    more = max(0.0, span - (high - low)) / 2
+    return low - more, high + more
 
 
 def _rouge(result: Result, name: str) -> float:
