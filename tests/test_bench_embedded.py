@@ -49,7 +49,8 @@ def test_tables_have_their_rows(folder: Path) -> None:
     assert benchmark.count("\n| 10 ") == 3 and "**" in benchmark.splitlines()[-1]
     assert tables["decode-speculative-sampling"].count("\n| 8 ") == 1
     for subtask in embedded.SUBTASKS:
-        assert tables["subtasks-greedy"].count(f"\n| {subtask} ") == 1 + 2 + 1 + 5, subtask
+        # Speedups, BiLD's verdict and five methods' quality; rows of times only where a second round was needed.
+        assert tables["subtasks-greedy"].count(f"\n| {subtask} ") >= 1 + 1 + 5, subtask
     assert "of 8 subtasks." in tables["subtasks-greedy"]
     assert tables["sweep-train-greedy"].count("\n| draft") == 1 + 2 and " of 8 |" in tables["sweep-train-greedy"]
     assert "--task subtasks" in tables["sweep-train-greedy"]
