@@ -99,6 +99,37 @@ def test_files_that_are_no_results_are_named(tmp_path: Path, text: str, words: s
         pictures.run_report(Settings(task="report", output_dir=tmp_path))
 
 
+def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(BenchError, match=r"x\.json' can't be read \(Is a directory\); make it readable"):
+        pictures.run_report(Settings(task="report", output_dir=tmp_path))
+
+
+def test_a_disk_too_full_for_a_picture_is_said(folder: Path, tmp_path: Path) -> None:
+    name = "ablation-two.jsonl-greedy"
+    (tmp_path / f"{name}.json").write_text((folder / f"{name}.json").read_text())
+    # In its place, since writing there then fails as on a full disk.
+    (tmp_path / f"{name}-speed.png").mkdir()
+    with pytest.raises(BenchError, match=r"speed\.png' can't be written \(.*\); make room"):
+        pictures.run_report(Settings(task="report", output_dir=tmp_path))
+    assert (tmp_path / f"{name}.md").read_text() == (folder / f"{name}.md").read_text(), "the rest is there"
+
+
+def test_what_hardly_differs_is_not_drawn_as_a_difference(folder: Path) -> None:
+    result = json.loads((folder / "sweep-two.jsonl-greedy.json").read_text())
+    maps = [axes for axes in plots.threshold_maps(result, *_first_bild(result)).axes if axes.images]
+    for axes, span in zip(maps, (0.1, 2.0), strict=True):
+        low, high = axes.images[0].get_clim()
+        assert high - low >= span - 1e-9
+    low, high = plots.speed_against_quality(result).axes[0].get_xlim()
+    assert high - low >= 2.0
+
+
+def _first_bild(result: dict[str, Any]) -> tuple[str, int]:
+    method = next(method for method in result["methods"] if method.get("strategy") == "bild")
+    return method["draft"], method["lookahead"]
+
+
 def test_a_folder_without_results_is_named(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"--output_dir: .* holds no JSON"):
         pictures.run_report(Settings(task="report", output_dir=tmp_path))

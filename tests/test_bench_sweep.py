@@ -190,6 +190,12 @@ def test_thresholds_chosen_on_the_training_split_come_with_the_command_that_judg
     trained = result | {"arguments": result["arguments"] | {"dataset": "embedded", "split": "train"}}
     line = sweep_report.recommendations(trained)[3]
     chosen = sweep_report.chosen_row(trained)
+    rated = {
+        m["name"]: mean(speedups(result, m["name"], "plain")) for m in sweep_report.methods_of(result, "speculative")
+    }
+    best = next(m for m in result["methods"] if m["name"] == max(rated, key=lambda name: rated[name]))
+    other = (best["draft"], best["lookahead"]) != (chosen["draft"], chosen["lookahead"])
+    assert (f"was fastest with {best['draft']}, lookahead {best['lookahead']})" in line) == other
     words = shlex.split(line.split("`")[1])
     assert "chosen on the split train" in line
     assert words[words.index("--task") + 1] == "subtasks" and "--split" not in words, "heldout by default"

@@ -174,6 +174,9 @@ def _chosen(result: Result) -> str:
         f"Faster than speculative decoding at no loss of quality on most subtasks: {method['title']}, on "
         f"{_won_of(result, method)}, chosen on the split {split}"
     )
+    reference = _fastest(result, methods_of(result, "speculative")) or method
+    if (reference["draft"], reference["lookahead"]) != (method["draft"], method["lookahead"]):
+        text += f" (speculative decoding was fastest with {reference['draft']}, lookahead {reference['lookahead']})"
     if embedded and split == "train":
         return f"{text}; to judge it on examples that it was not chosen on: `{command(result, method, 'subtasks')}`"
     return f"{text}; judge it on other examples before you believe it."
