@@ -132,7 +132,7 @@ def test_acceptance_and_alpha_follow_from_the_rounds(result: dict[str, Any], bat
 
 def test_what_is_allowed_follows_from_raw_forwards(result: dict[str, Any]) -> None:
     passes = [f["times"] for f in result["forwards"] if (f["batch"], f["engine"]) == (2, "eager")]
-    step = median(seconds for item in passes for seconds in item["draft_step"])
+    step = median(seconds for item in passes for seconds in item["draft"]["1"])
     widths = {int(w): median(s for item in passes for s in item["target"][w]) for w in passes[0]["target"]}
     rows = [line.strip("|").split("|") for line in engines_report.allowed_table(result).splitlines()[2:]]
     (row,) = [row for row in rows if [cell.strip() for cell in row[:3]] == ["2", "eager", "3"]]
@@ -146,6 +146,11 @@ def test_what_is_allowed_follows_from_raw_forwards(result: dict[str, Any]) -> No
     assert float(row[8]) == pytest.approx(allowed, rel=0.01, abs=6e-3)
     assert float(row[9]) == pytest.approx(measured, abs=6e-3)
     assert float(row[10]) == pytest.approx(measured / allowed, rel=0.01, abs=6e-3)
+    ended = [new == 0 for run in result["runs"] if (run["method"], run["batch"]) == (name, 2)
+             for row_of_new in run["rounds"]["new_tokens"] for new in row_of_new]  # fmt: skip
+    waiting = sum(ended) / len(ended)
+    assert float(row[7].strip().rstrip("%")) == pytest.approx(100 * waiting, abs=0.06)
+    assert float(row[11]) == pytest.approx(measured / allowed / (1 - waiting), rel=0.02, abs=6e-3)
 
 
 def test_efficiency_is_the_passes_share_of_the_time(result: dict[str, Any]) -> None:
@@ -155,15 +160,16 @@ def test_efficiency_is_the_passes_share_of_the_time(result: dict[str, Any]) -> N
     for run in result["runs"]:
         if (run["method"], run["batch"]) == (name, 1):
             measured += run["seconds"] - run["first_seconds"]
-            needed += sum(run["rounds"]["draft_steps"][1:]) * passes.draft_step
+            needed += sum(run["rounds"]["draft_steps"][1:]) * passes.draft[1]
             needed += sum(passes.verification(width) for width in run["rounds"]["width"][1:])
     row = cells(engines_report.method_table(result, 1))["Speculative, γ = 2, eager"]
     assert float(row[8]) == pytest.approx(needed / measured, abs=6e-3)
 
 
 def test_widths_between_measured_ones_are_interpolated() -> None:
-    passes = engine_metrics.Costs(1.0, {1: 10.0, 3: 14.0, 7: 16.0})
+    passes = engine_metrics.Costs({2: 1.0, 4: 2.0}, {1: 10.0, 3: 14.0, 7: 16.0})
     assert [passes.verification(width) for width in (1, 2, 3, 4, 7, 9)] == [10, 12, 14, 14.5, 16, 16]
+    assert [passes.drafting(steps) for steps in (0, 1, 2, 3, 5)] == [0, 1, 2, 4.5, 10]
     assert passes.ratios(2) == (0.1, 1.4)
 
 
@@ -251,7 +257,7 @@ def made_up(speeds: dict[tuple[str, str, int], float], device: str = "cpu", toke
             {"batch": batch, "group": 0, "repeat": 0, "method": name, "seconds": 1 + seconds, "first_seconds": 1.0,
              "tokens": [[0] * tokens] * batch, "rounds": rounds}
         )  # fmt: skip
-    times = {"draft_step": [0.1], "target": {"1": [1.0], "3": [1.3]}}
+    times = {"draft": {"1": [0.1]}, "target": {"1": [1.0], "3": [1.3]}}
     forwards = [{"engine": engine, "batch": batch, "times": times} for _, engine, batch in speeds]
     return {
         "runs": runs, "methods": list(methods.values()), "forwards": forwards, "sampling": False,

@@ -95,36 +95,51 @@ def waiting(runs: Iterable[RunDict]) -> float | None:
 
 @dataclass(frozen=True)
 class Costs:
-    """Medians of bare passes on one engine at one batch size, in seconds; `target` by width."""
+    """Medians of bare passes on one engine at one batch size, in seconds.
 
-    draft_step: float
+    Args:
+        draft: of one draft step, by the number of steps that ran in a row.
+        target: of one target pass, by its width.
+    """
+
+    draft: Mapping[int, float]
     target: Mapping[int, float]
 
+    def drafting(self, steps: int) -> float:
+        """So many draft steps in a row."""
+        return steps * _between(self.draft, steps)
+
     def verification(self, width: int) -> float:
-        """A target pass of this width, between two measured ones by linear interpolation."""
-        widths = sorted(self.target)
-        below = max((w for w in widths if w <= width), default=widths[0])
-        above = min((w for w in widths if w >= width), default=widths[-1])
-        if below == above:
-            return self.target[below]
-        share = (width - below) / (above - below)
-        return (1 - share) * self.target[below] + share * self.target[above]
+        """A target pass of this width."""
+        return _between(self.target, width)
 
     def ratios(self, lookahead: int) -> tuple[float, float]:
         """(c, v): a draft step, and a verification of lookahead + 1 tokens, each over one target step."""
         step = self.target[1]
-        return self.draft_step / step, self.verification(lookahead + 1) / step
+        return _between(self.draft, lookahead) / step, self.verification(lookahead + 1) / step
+
+
+def _between(known: Mapping[int, float], place: int) -> float:
+    """The value at a place, linear between known ones, level beyond them."""
+    below = max((key for key in known if key <= place), default=min(known))
+    above = min((key for key in known if key >= place), default=max(known))
+    if below == above:
+        return known[below]
+    share = (place - below) / (above - below)
+    return (1 - share) * known[below] + share * known[above]
 
 
 def costs(result: Result, engine: str, batch: int) -> Costs | None:
-    """From all raw forwards of an engine at a batch size; None where there are none."""
-    samples = [item for item in result["forwards"] if (item["engine"], item["batch"]) == (engine, batch)]
-    if not samples:
-        return None
-    steps = [seconds for item in samples for seconds in item["times"]["draft_step"]]
-    widths = samples[0]["times"]["target"]
-    target = {int(width): median(s for item in samples for s in item["times"]["target"][width]) for width in widths}
-    return Costs(median(steps), target)
+    """From all raw forwards of an engine at a batch size; None where the target's steps are not among them."""
+    samples = [item["times"] for item in result["forwards"] if (item["engine"], item["batch"]) == (engine, batch)]
+    draft, target = (_medians(samples, key) for key in ("draft", "target"))
+    return Costs(draft, target) if draft and 1 in target else None
+
+
+def _medians(samples: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
+    """Of each number of steps or tokens, over all samples that have it."""
+    numbers = sorted({int(number) for sample in samples for number in sample[key]})
+    return {n: median(s for sample in samples for s in sample[key].get(str(n), ())) for n in numbers}
 
 
 def efficiency(runs: Iterable[RunDict], passes: Costs | None) -> float | None:
@@ -139,7 +154,7 @@ def efficiency(runs: Iterable[RunDict], passes: Costs | None) -> float | None:
             needed += part[1] / run["batch"] * passes.target[1]
         else:
             steps, widths = run["rounds"]["draft_steps"][1:], run["rounds"]["width"][1:]
-            needed += sum(steps) * passes.draft_step + sum(passes.verification(width) for width in widths)
+            needed += sum(passes.drafting(n) for n in steps if n) + sum(passes.verification(w) for w in widths)
     return needed / measured if measured else None
 
 

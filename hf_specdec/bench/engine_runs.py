@@ -148,7 +148,7 @@ class BatchForwards:
             self._sample()  # the first pass of a shape allocates, or compiles
 
     def sample(self) -> dict[str, Any]:
-        """{"draft_step": seconds, "target": {width: seconds}}, lists: before each target pass the drafts it verifies.
+        """{"draft": {"1": [seconds, ...]}, "target": {width: [seconds]}}; each target pass follows the drafts it verifies.
 
         In the order of decoding: a model that was just run finds its weights in the processor's cache.
         """
@@ -156,9 +156,9 @@ class BatchForwards:
             return self._sample()
 
     def _sample(self) -> dict[str, Any]:
-        times: dict[str, Any] = {"draft_step": [], "target": {}}
+        times: dict[str, Any] = {"draft": {"1": []}, "target": {}}
         for width in self.widths:
-            times["draft_step"] += [self._timed(self.draft, 1) for _ in range(width - 1)]
+            times["draft"]["1"] += [self._timed(self.draft, 1) for _ in range(width - 1)]
             times["target"][str(width)] = [self._timed(self.target, width)]
         return times
 

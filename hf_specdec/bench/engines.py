@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from tqdm import tqdm
 
@@ -54,19 +55,19 @@ def run_engines(settings: Settings) -> None:
     sys.stdout.write(rendering.render(result))
 
 
-def batches(prompts: Sequence[Prompt], settings: Settings) -> list[Batch]:
-    """The prompts of each length in groups of each batch size: about as many rows at every size, one group at least."""
+def batches(prompts: Sequence[Prompt], settings: Settings) -> list[list[Batch]]:
+    """The prompts of each length and batch size, in groups: about as many rows at every size, one group at least."""
     found = []
     for length in settings.prompt_lengths:
         same = [prompt for prompt in prompts if len(prompt.token_ids) == length]
         for size in settings.batch_sizes:
-            groups = max(1, (settings.limit or PROMPTS_PER_LENGTH) // size)
-            found += [tuple(same[number * size : (number + 1) * size]) for number in range(groups)]
+            count = max(1, (settings.limit or PROMPTS_PER_LENGTH) // size)
+            found.append([tuple(same[number * size : (number + 1) * size]) for number in range(count)])
     return found
 
 
 def measure(
-    settings: Settings, pair: LoadedPair, methods: Sequence[Method], groups: Sequence[Batch], sitting: Sitting
+    settings: Settings, pair: LoadedPair, methods: Sequence[Method], groups: Sequence[Sequence[Batch]], sitting: Sitting
 ) -> None:
     """Everything that the journal does not hold yet, each record written before the next is measured."""
     forwards: dict[Place, BatchForwards] = {}
@@ -96,10 +97,14 @@ def measure(
     bar.close()
 
 
-def _order(methods: Sequence[Method], groups: Sequence[Batch], repeats: int) -> Iterator[Work]:
-    """(repeat, batch, its methods): they take turns on each batch, and the one that begins changes."""
-    for repeat in range(repeats):
-        for number, group in enumerate(groups):
+def _order(methods: Sequence[Method], groups: Sequence[Sequence[Batch]], repeats: int) -> Iterator[Work]:
+    """(repeat, batch, its methods): they take turns on each batch, and the one that begins changes.
+
+    All repeats of one length and batch size come before the next: only they are compared, and what an engine has
+    compiled for them need not be kept for long.
+    """
+    for same in groups:
+        for repeat, (number, group) in product(range(repeats), enumerate(same)):
             here = [method for method in methods if runs_at(method, len(group))]
             shift = (repeat + number) % len(here)
             yield repeat, group, [*here[shift:], *here[:shift]]
