@@ -148,9 +148,10 @@ class BatchForwards:
             self._sample()  # the first pass of a shape allocates, or compiles
 
     def sample(self) -> dict[str, Any]:
-        """{"draft": {"1": [seconds, ...]}, "target": {width: [seconds]}}; each target pass follows the drafts it verifies.
+        """Each target pass after the draft steps that it verifies: {"draft": {"1": seconds}, "target": {width: seconds}}.
 
-        In the order of decoding: a model that was just run finds its weights in the processor's cache.
+        In the order of decoding, since a model that was just run finds its weights in the processor's cache; seconds
+        are lists.
         """
         with pass_mode(*self.pair.models)():
             return self._sample()
