@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 STRATEGIES = ("speculative", "bild")
 DRAFTERS = ("model", "lookup", "hybrid", "none")
@@ -12,6 +12,8 @@ VERIFICATIONS = ("token", "block")
 DEFAULT_ASSISTANT_TOKENS = 4
 T5_ASSISTANT_TOKENS = 7
 LOOKUP_ASSISTANT_TOKENS = 10
+# The longest draft of "auto".
+MAX_ASSISTANT_TOKENS = 16
 T5_MODEL_TYPES = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers"})
 
 
@@ -24,6 +26,9 @@ class SpeculationConfig:
             speed by two thresholds (Kim et al. 2023).
         num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` takes 4, or 7
             for targets of the T5 family; 10 where all drafts are copies.
+            `"auto"` chooses each round's length, from 0 to 16, by the acceptance and the times so far, so that
+            sampled text may differ from run to run at one seed (its distribution does not); across tokenizers
+            it takes 4.
         fallback_threshold: BiLD only, a probability in [0, 1]. A drafted token whose distribution's maximum is
             below it is not appended; the target takes over. 0 never falls back.
         rollback_threshold: BiLD only, nats, at least 0. A drafted token at a distance -ln p_target above it is
@@ -35,17 +40,20 @@ class SpeculationConfig:
         verification: how sampling judges drafts, both lossless. `"token"` by token (Leviathan et al. 2023);
             `"block"` all together (Sun et al. 2024), which keeps as many tokens or more in expectation. In greedy
             decoding they are the same.
+        entropy_threshold: a number in [0, 1], or None for no such stop: a draft ends where 1 - sqrt(0.2 H) is
+            below it, H the entropy in nats of its next distribution.
 
     Raises:
         ValueError: a value out of range, named with the way out.
     """
 
     strategy: str = "speculative"
-    num_assistant_tokens: int | None = None
+    num_assistant_tokens: int | Literal["auto"] | None = None
     fallback_threshold: float = 0.6
     rollback_threshold: float = 3.0
     drafter: str = "model"
     verification: str = "token"
+    entropy_threshold: float | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -58,8 +66,10 @@ class SpeculationConfig:
             if value not in known:
                 raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, known))}.")
         tokens = self.num_assistant_tokens
-        if tokens is not None and not (_is_integer(tokens) and tokens >= 1):
-            raise ValueError(f"num_assistant_tokens={tokens!r} is out of range: give a whole number of at least 1.")
+        if tokens is not None and tokens != "auto" and not (_is_integer(tokens) and tokens >= 1):
+            raise ValueError(
+                f"num_assistant_tokens={tokens!r} is out of range: give a whole number of at least 1, or 'auto'."
+            )
         if not (_is_number(self.fallback_threshold) and 0.0 <= self.fallback_threshold <= 1.0):
             raise ValueError(
                 f"fallback_threshold={self.fallback_threshold!r} is out of range: it is compared with a probability, "
@@ -70,6 +80,18 @@ class SpeculationConfig:
                 f"rollback_threshold={self.rollback_threshold!r} is out of range: it is a distance in nats, so give "
                 "a number of at least 0 (0 is lossless; float('inf') never rolls back)."
             )
+        entropy = self.entropy_threshold
+        if entropy is not None and not (_is_number(entropy) and 0.0 <= entropy <= 1.0):
+            raise ValueError(
+                f"entropy_threshold={entropy!r} is out of range: it is compared with a bound of a probability, so "
+                "give a number from 0 to 1 (1 stops unless the draft is certain), or None for no such stop."
+            )
+
+    @property
+    def longest_draft(self) -> int:
+        """The most tokens that a round may draft; the settings are resolved."""
+        assert self.num_assistant_tokens is not None, "resolve the config first"
+        return MAX_ASSISTANT_TOKENS if self.num_assistant_tokens == "auto" else self.num_assistant_tokens
 
     @property
     def drafts_by_model(self) -> bool:

@@ -57,7 +57,7 @@ class Decoder:
         self.target.rewind([n - 1 for n in lengths])
         proposal = self.drafter.propose(transcript.ids, lengths, [max(space - 1, 0) for space in room])
         drafted = perf_counter()
-        width = max(lengths) - min(self.target.read) + proposal.tokens.shape[1]
+        unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
         verified, scores, logits = self._verify(transcript, lengths, proposal, [int(space > 0) for space in room])
         # The target's one copy from device to host in a round; float32 holds every token id below 2^24.
         accepted, next_tokens, overlap = torch.stack(
@@ -75,7 +75,7 @@ class Decoder:
             new_tokens=kept,
             overlap=tuple(overlap),
             draft_steps=proposal.steps,
-            width=width,
+            width=unread + proposal.tokens.shape[1],
             draft_seconds=drafted - began,
             verify_seconds=checked - drafted,
             seconds=perf_counter() - began,

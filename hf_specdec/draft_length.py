@@ -1,4 +1,7 @@
-"""When drafting stops: rules that are asked before a drafted token is appended. No clocks, no models."""
+"""When drafting stops: rules that are asked before a drafted token is appended. No clocks, no models.
+
+The length that adapts to times and acceptance is in `auto_length`.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +57,51 @@ class Fallback(StopRule):
     def before_append(self, probs: Tensor) -> Tensor:
         """See `StopRule.before_append`."""
         return probs.amax(dim=-1) < self.threshold
+
+
+class EntropyStop(StopRule):
+    """Stop where the draft's entropy H bounds acceptance badly: 1 - sqrt(c H) below a threshold.
+
+    AdaEDL (Agrawal et al. 2024, arXiv 2410.18351, c = 0.2) and SVIP (Zhang et al. 2024, arXiv 2411.18462) derive
+    such bounds from Pinsker's inequality. No training, no memory.
+
+    Args:
+        limit: the most tokens to draft in a round.
+        threshold: in [0, 1]; 1 goes on only where the draft is certain.
+    """
+
+    reads_probabilities = True
+    SCALE = 0.2
+
+    def __init__(self, limit: int, threshold: float) -> None:
+        super().__init__(limit)
+        self.threshold = threshold
+
+    def before_append(self, probs: Tensor) -> Tensor:
+        """See `StopRule.before_append`."""
+        entropy = torch.special.entr(probs).sum(dim=-1)
+        return 1.0 - (self.SCALE * entropy).sqrt() < self.threshold
+
+
+class FirstOf(StopRule):
+    """Stops as soon as one of several rules does.
+
+    Args:
+        rules: asked in every round, each told of every round.
+    """
+
+    def __init__(self, *rules: StopRule) -> None:
+        super().__init__(min(rule.limit for rule in rules))
+        self.rules = rules
+        self.reads_probabilities = any(rule.reads_probabilities for rule in rules)
+
+    def before_append(self, probs: Tensor) -> Tensor:
+        """See `StopRule.before_append`."""
+        stops = [rule.before_append(probs) for rule in self.rules if rule.reads_probabilities]
+        return torch.stack(stops).any(dim=0)
+
+    def observe(self, finished: Round) -> None:
+        """See `StopRule.observe`."""
+        for rule in self.rules:
+            rule.observe(finished)
+        self.limit = min(rule.limit for rule in self.rules)

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hf_specdec.cache import is_static_by_request
 from hf_specdec.checks import needs_translation, vocabulary_size
-from hf_specdec.config import SpeculationConfig
+from hf_specdec.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_specdec.cross_tokenizer import cross_tokenizer_drafter
 from hf_specdec.draft_inputs import draft_inputs, source_tokens
 from hf_specdec.draft_length import StopRule
@@ -19,7 +19,7 @@ from hf_specdec.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter, LookupD
 from hf_specdec.processors import HostProcessors
 from hf_specdec.runners import runner_for
 from hf_specdec.static_runner import static_cache
-from hf_specdec.strategies import TABLE
+from hf_specdec.strategies import TABLE, stop_rule
 from hf_specdec.transcript import Transcript
 
 
@@ -52,7 +52,7 @@ def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
     Raises:
         ValueError: tokenizers differ, and the drafter or the strategy can't work across tokenizers.
     """
-    rule = TABLE[config.strategy].stop_rule(config)
+    rule = stop_rule(config)
     makers = {
         "model": lambda: _model(config, call, rule),
         "lookup": lambda: _lookup(call, rule, LOOKUP_SIZES),
@@ -104,11 +104,12 @@ def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRul
             "drafter='hybrid' with an assistant_tokenizer that differs: transformers' generators for two tokenizers "
             "draft in every round, so choose drafter='lookup' or drafter='model'."
         )
-    if TABLE[config.strategy].drafts_are_points:
+    if rule.reads_probabilities:
         raise ValueError(
-            f"generation_strategy={config.strategy!r} with an assistant_tokenizer that differs: its fallback reads "
-            "the draft's distributions token by token, so choose a draft with the target's tokenizer or "
-            "generation_strategy='speculative'."
+            f"generation_strategy={config.strategy!r}, entropy_threshold={config.entropy_threshold!r} with an "
+            "assistant_tokenizer that differs: BiLD's fallback and the entropy stop read the draft's distributions "
+            "token by token, so choose a draft with the target's tokenizer, or generation_strategy='speculative' "
+            "without entropy_threshold."
         )
     return cross_tokenizer_drafter(
         call.draft,
@@ -119,6 +120,7 @@ def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRul
         call.model_kwargs,
         call.inputs_tensor,
         vocabulary=vocabulary_size(call.model),
-        lookahead=rule.limit,
+        # transformers' generators draft in every round, by a length that stays.
+        lookahead=DEFAULT_ASSISTANT_TOKENS if config.num_assistant_tokens == "auto" else rule.limit,
         eos_tokens=call.transcript.eos_tokens,
     )

@@ -98,13 +98,12 @@ class SpeculativeDecoding:
             check_model(self.assistant_model, "draft")
         pad = generation_config._pad_token_tensor
         pad_token = None if pad is None else int(pad)
-        lookahead = config.num_assistant_tokens or 0
         transcript = Transcript(
             input_ids,
             stopping_criteria,
             pad_token,
             self.streamer,
-            spare=lookahead + 1,
+            spare=config.longest_draft + 1,
             keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
             keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
         )

@@ -1,12 +1,13 @@
-"""What a strategy is: a row of a table that names its stop rule, its relaxation and its kind of drafts."""
+"""What a strategy is: a row of a table that names its stop rules, its relaxation and its kind of drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hf_specdec.auto_length import AutoLength
 from hf_specdec.config import SpeculationConfig
-from hf_specdec.draft_length import Fallback, StopRule
+from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.processors import BildRollback
 
 
@@ -15,29 +16,34 @@ class Strategy:
     """How a strategy drafts and judges.
 
     Args:
-        stop_rule: makes the rule that ends a round's drafting from resolved settings.
+        stops: makes the rules that end a round's drafting before its full length, from resolved settings.
         rollback: makes the relaxation from the settings and whether decoding is greedy; None is lossless.
         drafts_are_points: drafts count as point masses, even where they were drawn.
     """
 
-    stop_rule: Callable[[SpeculationConfig], StopRule]
+    stops: Callable[[SpeculationConfig], tuple[StopRule, ...]]
     rollback: Callable[[SpeculationConfig, bool], BildRollback] | None
     drafts_are_points: bool
 
 
-def _lookahead(config: SpeculationConfig) -> int:
-    assert config.num_assistant_tokens is not None, "resolve the config first"
-    return config.num_assistant_tokens
+def stop_rule(config: SpeculationConfig) -> StopRule:
+    """The rule that ends a round's drafting: a length, and what else the strategy and the settings stop by."""
+    auto = config.num_assistant_tokens == "auto"
+    length: StopRule = AutoLength(copies=config.drafter == "lookup") if auto else StopRule(config.longest_draft)
+    rules = [length, *TABLE[config.strategy].stops(config)]
+    if config.entropy_threshold is not None:
+        rules.append(EntropyStop(config.longest_draft, config.entropy_threshold))
+    return FirstOf(*rules) if len(rules) > 1 else length
 
 
 TABLE: dict[str, Strategy] = {
     "speculative": Strategy(
-        stop_rule=lambda config: StopRule(_lookahead(config)),
+        stops=lambda config: (),
         rollback=None,
         drafts_are_points=False,
     ),
     "bild": Strategy(
-        stop_rule=lambda config: Fallback(_lookahead(config), config.fallback_threshold),
+        stops=lambda config: (Fallback(config.longest_draft, config.fallback_threshold),),
         rollback=lambda config, greedy: BildRollback(config.rollback_threshold, greedy=greedy),
         drafts_are_points=True,
     ),

@@ -32,6 +32,11 @@ LOSSLESS = {
     "lookup": {"drafter": "lookup"},
     "hybrid": {"drafter": "hybrid"},
     "block": {"verification": "block", "num_assistant_tokens": 3},
+    "auto": {"num_assistant_tokens": "auto"},
+    "auto, bild": {"num_assistant_tokens": "auto", "strategy": "bild", **STRATEGIES[1][1]},
+    "auto, lookup, block": {"num_assistant_tokens": "auto", "drafter": "lookup", "verification": "block"},
+    "entropy": {"entropy_threshold": 0.5},
+    "entropy, block": {"entropy_threshold": 0.5, "verification": "block"},
     "block, hybrid": {"verification": "block", "drafter": "hybrid"},
 }
 PROCESSORS = [
@@ -159,6 +164,8 @@ def test_every_way_to_draft_and_to_verify_is_lossless(pair, variant: str, settin
     assert min(odds(pair, decoding, **settings)) > FALSE_FAILURE
     assert decoding.stats is not None
     assert 0.1 < decoding.stats.acceptance_rate < 0.95
+    if "entropy" in variant:
+        assert len(set(decoding.stats.rounds[0].drafted)) > 1, "it stops some rows and not others"
 
 
 def test_one_row_and_returned_sequences_are_distributed_as_the_target_s_own(pair) -> None:

@@ -61,6 +61,9 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("rollback_threshold", -1, "at least 0"),
     ("drafter", "beam", "'model', 'lookup'"),
     ("verification", "tree", "'token', 'block'"),
+    ("entropy_threshold", 1.5, "from 0 to 1"),
+    ("entropy_threshold", "low", "from 0 to 1"),
+    ("num_assistant_tokens", "many", "'auto'"),
     ("rollback_threshold", math.nan, "number"),
 ]
 

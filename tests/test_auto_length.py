@@ -1,0 +1,238 @@
+"""The length that pays, on simulated rounds: a floor where drafting can't pay, near the best length where it can."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle, pairwise
+
+import pytest
+import torch
+from families import pair, prompts
+
+import hf_specdec
+from hf_specdec import SpeculativeDecoding
+from hf_specdec.auto_length import AutoLength, Positions
+from hf_specdec.config import MAX_ASSISTANT_TOKENS
+from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
+from hf_specdec.stats import Round
+
+PROMPT = 200
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A simulated pair; one plain step of the target takes 1.
+
+    Args:
+        step: seconds of a draft step.
+        acceptance: chance that a token is accepted, from the tokens decoded so far and the draft position.
+        wider: what each further token adds to a pass, as a share of it.
+        rows: batch size.
+        noise: spread of all times; one in fifty passes stalls for three times as long.
+    """
+
+    step: float
+    acceptance: Callable[[int, int], float]
+    wider: float = 0.03
+    rows: int = 1
+    noise: float = 0.05
+
+    def decode(self, rule: StopRule, tokens: int, seed: int, warm_up: int = 1) -> tuple[float, list[Round]]:
+        """Mean time of a token of each row after the first `warm_up` ones, up to `tokens`, and all rounds."""
+        chance = random.Random(seed)
+        rounds: list[Round] = []
+        texts, unread, total, timed = [0] * self.rows, PROMPT, 0.0, 0.0
+        while min(texts) < tokens:
+            limit, first = rule.limit, not rounds
+            width = limit + (PROMPT if first else 1)
+            accepted = [self._accepted(chance, text, limit) for text in texts]
+            drafting = self.step * (limit + self.wider * max(unread - 1, 0)) * self._jitter(chance) if limit else 0.0
+            verifying = (1 + self.wider * (width - 1)) * self._jitter(chance)
+            unread = 1 if limit else unread + 1
+            finished = Round(
+                drafted=(limit,) * self.rows,
+                accepted=tuple(accepted),
+                new_tokens=tuple(n + 1 for n in accepted),
+                overlap=(0.0,) * self.rows,
+                draft_steps=limit,
+                width=width,
+                draft_seconds=drafting,
+                verify_seconds=verifying,
+                seconds=drafting + verifying,
+            )
+            texts = [text + n + 1 for text, n in zip(texts, accepted, strict=True)]
+            rounds.append(finished)
+            rule.observe(finished)
+            if min(texts) - min(finished.new_tokens) >= warm_up:
+                total += finished.seconds
+                timed += sum(finished.new_tokens) / self.rows
+        return total / timed, rounds
+
+    def _accepted(self, chance: random.Random, text: int, limit: int) -> int:
+        n = 0
+        while n < limit and chance.random() < self.acceptance(text, n):
+            n += 1
+        return n
+
+    def _jitter(self, chance: random.Random) -> float:
+        return (3.0 if chance.random() < 0.02 else 1.0) * chance.lognormvariate(0.0, self.noise)
+
+
+def flat(share: float) -> Callable[[int, int], float]:
+    return lambda text, position: share
+
+
+def mean_time(
+    machine: Machine, make: Callable[[], StopRule], tokens: int = 128, seeds: int = 40, warm_up: int = 1
+) -> float:
+    return sum(machine.decode(make(), tokens, seed, warm_up)[0] for seed in range(seeds)) / seeds
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("step", [0.1, 0.5, 1.0])
+def test_128_tokens_keep_the_speed_of_plain_decoding(step: float, share: float) -> None:
+    """A draft as large as its target, one that never agrees, and what lies between; noise included."""
+    # The mean of 40 runs is itself uncertain by half a percent.
+    machine = Machine(step, flat(share))
+    assert mean_time(machine, lambda: StopRule(0)) / mean_time(machine, AutoLength) >= 0.97 - 0.005
+
+
+def test_a_fixed_length_does_not_keep_it() -> None:
+    """Control: on the same machine a fixed length loses a third and more."""
+    machine = Machine(1.0, flat(0.6))
+    assert mean_time(machine, lambda: StopRule(0)) / mean_time(machine, lambda: StopRule(4)) < 0.67
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        Machine(0.05, flat(0.6)),
+        Machine(0.1, flat(0.8)),
+        Machine(0.1, flat(0.95)),
+        Machine(0.3, flat(0.8)),
+        Machine(0.1, flat(0.7), wider=0.2),
+        Machine(0.1, flat(0.8), wider=0.1, rows=4),
+        Machine(0.1, lambda text, position: 0.9 - 0.15 * position),
+    ],
+    ids=["cheap", "good", "excellent", "dear", "wide passes cost", "batch", "worse by position"],
+)
+def test_a_good_draft_comes_near_the_best_fixed_length(machine: Machine) -> None:
+    """Within 5% after the first 100 tokens."""
+    fixed = [mean_time(machine, lambda n=n: StopRule(n), 400, 6, 100) for n in (1, 2, 3, 4, 6, 8, 12, 16)]
+    assert min(fixed) / mean_time(machine, AutoLength, 500, 12, 100) > 0.95
+
+
+def test_drafting_stops_where_the_text_turns_hard_and_returns_where_it_turns_easy() -> None:
+    def share(text: int, position: int) -> float:
+        return 0.0 if 150 <= text < 300 else 0.9
+
+    rule = AutoLength()
+    _, rounds = Machine(0.1, share).decode(rule, 600, seed=0)
+    text, lengths = 0, {"easy": [], "hard": [], "late": []}
+    for finished in rounds[3:]:
+        text += finished.new_tokens[0]
+        kind = "easy" if text < 150 else "hard" if 200 < text < 300 else "late" if text > 450 else ""
+        lengths.setdefault(kind, []).append(finished.drafted[0])
+    means = {kind: sum(seen) / len(seen) for kind, seen in lengths.items()}
+    assert means["easy"] > 3 and means["late"] > 3
+    assert means["hard"] < 0.5
+    assert max(lengths["hard"]) > 0, "it probes"
+
+
+def test_probes_become_rarer() -> None:
+    rule = AutoLength()
+    _, rounds = Machine(0.5, flat(0.0), noise=0.0).decode(rule, 2000, seed=0)
+    drafted = [n for n, finished in enumerate(rounds) if finished.drafted[0]]
+    assert sum(n < 100 for n in drafted) <= 6
+    lost = sum(finished.seconds - 1.0 for finished in rounds[1:] if finished.drafted[0])
+    assert lost < 0.02 * len(rounds)
+
+
+def test_what_the_draft_has_to_read_is_part_of_a_probe_s_cost() -> None:
+    """Catching up with a hundred tokens costs more than a probe may: none is made, and one is where it's cheap."""
+    probes = {}
+    for wider in (0.0, 0.5):
+        _, rounds = Machine(0.5, flat(0.0), wider=wider, noise=0.0).decode(AutoLength(), 1500, seed=0)
+        probes[wider] = sum(finished.drafted[0] > 0 for finished in rounds[100:])
+    assert probes[0.0] > 0 == probes[0.5]
+
+
+def test_rounds_without_times_are_learnt_from_as_far_as_they_go() -> None:
+    """transformers' own loop passes no times on."""
+    rule = AutoLength()
+    for _ in range(20):
+        n = rule.limit
+        rule.observe(Round((n,), (n,), (n + 1,), (0.0,), n, n + 1, 0.0, 0.0, 0.0))
+    assert rule.limit > 4
+
+
+def test_a_position_borrows_from_the_one_before_until_it_is_seen() -> None:
+    positions = Positions(0.5)
+    for _ in range(50):
+        positions.add(2, 4, 1.0)
+    reach = positions.reach()
+    assert reach[0] > 0.95 and reach[1] > 0.9 and reach[2] < 0.1
+    assert len(reach) == MAX_ASSISTANT_TOKENS and all(a >= b for a, b in pairwise(reach))
+
+
+def test_the_first_of_several_rules_to_stop_stops() -> None:
+    probs = torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+    both = FirstOf(StopRule(3), Fallback(16, 0.6), EntropyStop(16, 0.0))
+    assert both.limit == 3 and both.reads_probabilities
+    assert both.before_append(probs).tolist() == [False, True]
+    auto = AutoLength()
+    shared = FirstOf(auto, Fallback(16, 0.6))
+    for _ in range(5):
+        shared.observe(Round((shared.limit,), (shared.limit,), (shared.limit + 1,), (0.0,), 1, 2, 0.0, 0.0, 0.0))
+        assert shared.limit == auto.limit > 0
+    assert not FirstOf(StopRule(3), auto).reads_probabilities
+
+
+def test_the_entropy_stop_goes_by_its_bound() -> None:
+    """H = ln 2 gives 1 - sqrt(0.2 ln 2) = 0.6277; a certain token gives 1."""
+    probs = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    assert [EntropyStop(4, t).before_append(probs).tolist() for t in (0.62, 0.63, 1.0)] == [
+        [False, False],
+        [True, False],
+        [True, False],
+    ]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "t5", "bart"])
+def test_greedy_tokens_are_those_of_plain_generate_whatever_the_lengths(
+    family: str, batch_size: int, monkeypatch
+) -> None:
+    """Rounds without drafts among rounds with many: the draft's cache catches up."""
+    target, draft = pair(family)
+    inputs = prompts(batch_size)
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(**inputs, **settings)
+    lengths = cycle([3, 0, 0, 5, 1, 0, 0, 0, 16])
+    monkeypatch.setattr(AutoLength, "_choose", lambda self: setattr(self, "limit", next(lengths)))
+    for variant in ({}, {"entropy_threshold": 0.3}, {"strategy": "bild", "rollback_threshold": 0.0}):
+        decoding = SpeculativeDecoding(draft, num_assistant_tokens="auto", **variant)
+        assert torch.equal(target.generate(**inputs, **settings, custom_generate=decoding), plain)
+        assert decoding.stats is not None
+        assert {0, 1} < {n for r in decoding.stats.rounds for n in r.drafted}
+        # A draft whose cache held rejected tokens would agree less than one that never skips a round.
+        always = SpeculativeDecoding(draft, num_assistant_tokens=3)
+        target.generate(**inputs, **settings, custom_generate=always)
+        assert always.stats is not None
+        if not variant:
+            assert abs(decoding.stats.alpha - always.stats.alpha) < 0.2
+
+
+def test_auto_and_entropy_are_arguments_of_generate() -> None:
+    target, draft = pair("llama")
+    inputs, settings = prompts(2), {"max_new_tokens": 12, "do_sample": False}
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative", entropy_threshold=0.4):
+        output = target.generate(**inputs, **settings, num_assistant_tokens="auto")
+    assert torch.equal(output, target.generate(**inputs, **settings))
+    target.generation_config.num_assistant_tokens = "auto"
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**inputs, **settings), output)
+    stats = hf_specdec.last_speculation(target)
+    assert stats is not None and stats.rounds[0].drafted == (1, 1)
