@@ -152,7 +152,7 @@ KILLED = ("subtasks", "benchmark", "decode")
 
 def asked(settings: Settings, task: str, folder: Path) -> Settings:
     """Short enough for a test, long enough to be killed three times."""
-    more = {"repeats": 4, "prompt_lengths": (20, 30)} if task != "subtasks" else {}
+    more = {"benchmark": {"prompt_lengths": (20, 30)}, "decode": {"repeats": 4}}.get(task, {})
     return Settings(**vars(settings) | {"task": task, "output_dir": folder} | more)
 
 
