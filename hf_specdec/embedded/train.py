@@ -37,12 +37,16 @@ _TARGET_COPYING = Recipe(
     emphasis=("echo", "recall", "look up") * 8, seedling=_DRAFT,
 )  # fmt: skip
 _TARGET_RECALLING = Recipe(
-    _TARGET_SHALLOW, steps=4000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 2, prompt_weight=0.02,
-    emphasis=("recall fully", "recall", "look up") * 4 + _LOOK_UPS, seedling=_TARGET_COPYING,
+    _TARGET_SHALLOW, steps=1450, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 2, prompt_weight=0.02,
+    emphasis=("echo", "echo", "recall fully", "recall", "look up") * 4 + _LOOK_UPS, seedling=_TARGET_COPYING,
+)  # fmt: skip
+_TARGET_LOOKING_UP = Recipe(
+    _TARGET_SHALLOW, steps=2500, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 3, prompt_weight=0.02,
+    emphasis=("echo", "recall fully", *("look up fully",) * 3) * 3 + _LOOK_UPS, seedling=_TARGET_RECALLING,
 )  # fmt: skip
 _TARGET_SEEDLING = Recipe(
-    _TARGET_SHALLOW, steps=7000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.9, seed=SEED + 3, prompt_weight=0.02,
-    emphasis=("recall", "look up", *_LOOK_UPS), seedling=_TARGET_RECALLING,
+    _TARGET_SHALLOW, steps=6000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=1.0, seed=SEED + 4, prompt_weight=0.02,
+    emphasis=("look up fully", "look up fully", "qa", "rag", "multi-turn"), seedling=_TARGET_LOOKING_UP,
 )  # fmt: skip
 _T5_SHALLOW = Shape(160, 448, 2, encoder_layers=2)
 _T5_START = Recipe(_T5_SHALLOW, steps=600, rows=8, decay=0.0, seed=SEED)
@@ -51,7 +55,7 @@ _T5_SEEDLING = Recipe(
 )
 RECIPES: dict[str, Recipe] = {
     "target": Recipe(
-        SHAPES["target"], steps=200, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 4,
+        SHAPES["target"], steps=200, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 5,
         prompt_weight=0.02, seedling=_TARGET_SEEDLING,
     ),
     "draft-small": Recipe(SHAPES["draft-small"], steps=400, seed=SEED),

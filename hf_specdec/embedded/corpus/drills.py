@@ -58,49 +58,69 @@ def _pairs_and_turns(rng: Random) -> tuple[list[tuple[str, str]], tuple[str, ...
     return pairs, (f"Listen. {context} {turns[0]}", *turns[1:])
 
 
-def _about_people(rng: Random) -> tuple[str, list[tuple[str, str]]]:
-    """Two or three people, and every short question about them with its answer."""
+Question = tuple[str, str, str]  # the question, the short answer, the answer in a whole sentence
+
+
+def _about_people(rng: Random) -> tuple[str, list[Question]]:
+    """Two or three people, and every short question about them."""
     cast = words.people(rng, rng.choice((2, 3)))
     portrayed = rng.random() < 0.5
     context = " ".join(portrait(rng, p) if portrayed else introduction(p) for p in cast)
     questions = [
-        pair
+        question
         for p in cast
-        for pair in (
-            (f"Who owns the {p.thing}?", p.name),
-            (f"Who comes from {p.town}?", p.name),
-            (f"Who was born in {p.year}?", p.name),
-            (f"What is the home of {p.name}?", p.town),
-            (f"What is the job of {p.name}?", with_article(p.job)),
-            (f"What is the birth year of {p.name}?", str(p.year)),
-            (f"What is the property of {p.name}?", with_article(p.owned)),
+        for question in (
+            (f"Who owns the {p.thing}?", p.name, f"The {p.thing} belongs to {p.name}."),
+            (f"Who comes from {p.town}?", p.name, f"From {p.town} comes {p.name}."),
+            (f"Who was born in {p.year}?", p.name, f"In {p.year} was born {p.name}."),
+            (f"What is the home of {p.name}?", p.town, f"{p.name} lives in {p.town}."),
+            (f"What is the job of {p.name}?", with_article(p.job), f"{p.name} works as {with_article(p.job)}."),
+            (f"What is the birth year of {p.name}?", str(p.year), f"{p.name} was born in {p.year}."),
+            (f"What is the property of {p.name}?", with_article(p.owned), f"{p.name} owns {with_article(p.owned)}."),
         )
     ]
     return ("Read the text and answer. " if portrayed else "Listen. ") + context, questions
 
 
-def _about_passages(rng: Random) -> tuple[str, list[tuple[str, str]]]:
-    """Two to four passages, and every short question about them with its answer."""
+def _about_passages(rng: Random) -> tuple[str, list[Question]]:
+    """Two to four passages, and every short question about them."""
     passages = passages_about(rng, rng.choice((2, 3, 4)))
-    questions = [
-        pair
-        for p in passages
-        for pair in (
-            (f"Which passage describes the {p.subject}?", f"passage [{p.number}]"),
-            (f"Who built the {p.subject}?", p.builder),
-            (f"In which year was the {p.subject} built?", str(p.year)),
-            (f"What does the {p.subject} have?", p.equipment),
-        )
-    ]
+    questions = []
+    for p in passages:
+        source, subject = f"passage [{p.number}]", p.subject
+        questions += [
+            (f"Which passage describes the {subject}?", source, f"The {subject} is described in {source}."),
+            (f"Who built the {subject}?", p.builder, f"The {subject} was built by {p.builder}."),
+            (f"In which year was the {subject} built?", str(p.year), f"The {subject} was built in {p.year}."),
+            (f"What does the {subject} have?", p.equipment, f"The {subject} has {p.equipment}."),
+        ]
     return f"Use the passages. {' '.join(map(str, passages))}", questions
 
 
 def look_up(rng: Random) -> Dialogue:
     """Up to eight short questions about one context of the subtasks that look facts up."""
+    turns, chosen = _questions_and_turns(rng)
+    return turns, tuple(f"It is {short}." for _, short, _ in chosen)
+
+
+def look_up_fully(rng: Random) -> Dialogue:
+    """`look_up`, the answers in whole sentences, as the subtasks want them."""
+    turns, chosen = _questions_and_turns(rng)
+    return turns, tuple(sentence for _, _, sentence in chosen)
+
+
+def _questions_and_turns(rng: Random) -> tuple[tuple[str, ...], list[Question]]:
+    """The turns that give a context and ask about it, and the questions with their answers."""
     context, questions = rng.choice((_about_people, _about_people, _about_passages))(rng)
     chosen = rng.sample(questions, min(8, len(questions)))
-    turns = [question for question, _ in chosen]
-    return (f"{context} {turns[0]}", *turns[1:]), tuple(f"It is {answer}." for _, answer in chosen)
+    turns = [question for question, _, _ in chosen]
+    return (f"{context} {turns[0]}", *turns[1:]), chosen
 
 
-DRILLS = {"echo": echo, "recall": recall, "recall fully": recall_fully, "look up": look_up}
+DRILLS = {
+    "echo": echo,
+    "recall": recall,
+    "recall fully": recall_fully,
+    "look up": look_up,
+    "look up fully": look_up_fully,
+}
