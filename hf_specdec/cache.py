@@ -58,6 +58,13 @@ def is_static_by_request(cache: object) -> bool:
     return isinstance(own, StaticCache) and not own.offloading and not getattr(cache, "_is_user_defined", False)
 
 
+def is_unused_default(cache: object) -> bool:
+    """Whether `generate` made this cache because nothing else was asked for; then any other may take its place."""
+    if not isinstance(cache, DynamicCache) or getattr(cache, "_is_user_defined", False):
+        return False
+    return type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0
+
+
 def start_recording(cache: Cache) -> None:
     """Have sliding-window layers hold the tokens of a pass until they are kept or forgotten."""
     cache.activate_past_recording()

@@ -42,6 +42,11 @@ class SpeculationConfig:
             decoding they are the same.
         entropy_threshold: a number in [0, 1], or None for no such stop: a draft ends where 1 - sqrt(0.2 H) is
             below it, H the entropy in nats of its next distribution.
+        compile: compile the draft's steps and the verification by `torch.compile`, once for each pair, number of
+            rows, bucket of lengths and set of processors; seconds to minutes the first time, and kept with the target.
+            Implies static caches. Models that can't be fed from those (encoder-decoder, ALiBi), drafters other than
+            the model or none, rules that choose a length by what they saw, processors that read the text
+            (repetition penalty), and recorded scores decode as without it, with the same output.
 
     Raises:
         ValueError: a value out of range, named with the way out.
@@ -54,8 +59,11 @@ class SpeculationConfig:
     drafter: str = "model"
     verification: str = "token"
     entropy_threshold: float | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"compile={self.compile!r} is no choice: give True or False.")
         if self.strategy not in STRATEGIES:
             raise ValueError(
                 f"generation_strategy={self.strategy!r} is unknown: choose one of {', '.join(map(repr, STRATEGIES))}, "

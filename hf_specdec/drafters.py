@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.cache import is_static_by_request
 from hf_specdec.checks import needs_translation, vocabulary_size
 from hf_specdec.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_specdec.cross_tokenizer import cross_tokenizer_drafter
@@ -34,6 +33,7 @@ class DraftCall:
         processors: the host's.
         generation_config, model_kwargs: as `generate` prepared them for the target.
         inputs_tensor: `[B / num_return_sequences, ...]`, the inputs that `generate` was given.
+        static_capacity: slots of a static cache, where one is wanted.
     """
 
     model: PreTrainedModel
@@ -44,6 +44,7 @@ class DraftCall:
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any]
     inputs_tensor: Tensor | None
+    static_capacity: int | None = None
 
 
 def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
@@ -79,12 +80,11 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     if needs_translation(call.model, draft, *call.tokenizers):
         return _across_tokenizers(config, call, rule)
     kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor)
-    capacity = call.transcript.ids.shape[1]
-    if kwargs.get("use_cache") and is_static_by_request(call.model_kwargs.get("past_key_values")):
-        kwargs["past_key_values"] = static_cache(draft, kwargs, capacity, "draft")
+    if call.static_capacity is not None:
+        kwargs["past_key_values"] = static_cache(draft, kwargs, call.static_capacity, "draft")
     do_sample = bool(call.generation_config.do_sample)
     return ModelDrafter(
-        runner_for(draft, kwargs, input_ids.to(draft.device), capacity),
+        runner_for(draft, kwargs, input_ids.to(draft.device), call.transcript.ids.shape[1]),
         call.processors,
         rule,
         vocabulary=vocabulary_size(call.model),

@@ -15,11 +15,13 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from hf_specdec.cache import is_static_by_request, release
+from hf_specdec import captured
+from hf_specdec.cache import is_static_by_request, is_unused_default, release
 from hf_specdec.checks import check_call, check_model
 from hf_specdec.config import SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafters import DraftCall, make_drafter
+from hf_specdec.fast_decoding import accelerated, fast_capacity
 from hf_specdec.processors import HostProcessors
 from hf_specdec.runners import Runner, runner_for
 from hf_specdec.static_runner import static_cache
@@ -108,6 +110,8 @@ class SpeculativeDecoding:
             keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
         )
         processors = HostProcessors(logits_processor, pad_token or 0)
+        hidden = _hidden_tokens(input_ids, model_kwargs, generation_config)
+        capacity = _static_capacity(config, transcript, model_kwargs.get("past_key_values"))
         call = DraftCall(
             model=model,
             draft=self.assistant_model,
@@ -117,12 +121,11 @@ class SpeculativeDecoding:
             generation_config=generation_config,
             model_kwargs=dict(model_kwargs),
             inputs_tensor=inputs_tensor,
+            static_capacity=capacity,
         )
-        hidden = _hidden_tokens(input_ids, model_kwargs, generation_config)
-        capacity = transcript.ids.shape[1]
-        if is_static_by_request(model_kwargs.get("past_key_values")):
+        if capacity is not None:
             model_kwargs["past_key_values"] = static_cache(model, model_kwargs, capacity, "target")
-        target = runner_for(model, model_kwargs, input_ids, capacity, hidden)
+        target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)
         do_sample = bool(generation_config.do_sample)
         make_rollback = TABLE[config.strategy].rollback
         decoder = Decoder(
@@ -135,15 +138,25 @@ class SpeculativeDecoding:
         )
         self.stats = _last[model] = SpeculationStats(config.strategy)
         returns_dict = bool(generation_config.return_dict_in_generate)
-        try:
-            decoder.decode(transcript, self.stats)
-        finally:
-            if target.cache is not None and (returns_dict or getattr(target.cache, "_is_user_defined", False)):
-                release(target.cache)
+        with accelerated(decoder, transcript, compile=config.compile, keep_cache=returns_dict) as running:
+            try:
+                running.decode(transcript, self.stats)
+            finally:
+                kept = returns_dict or getattr(target.cache, "_is_user_defined", False)
+                if kept and target.cache is not None and running is decoder:
+                    release(target.cache)
         transcript.end()
         if not returns_dict:
             return transcript.sequences
         return _output(model, transcript, target, self.stats)
+
+
+def _static_capacity(config: SpeculationConfig, transcript: Transcript, cache: Any) -> int | None:
+    """Slots of the static caches of a call, or None where it asks for none, or brings a cache of its own."""
+    if not (is_static_by_request(cache) or (config.compile and is_unused_default(cache))):
+        return None
+    tokens = transcript.ids.shape[1]
+    return fast_capacity(tokens) if config.compile or captured.captures(transcript.ids.device) else tokens
 
 
 def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:

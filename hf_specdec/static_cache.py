@@ -7,6 +7,7 @@ hidden by the mask until it is written over.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -86,6 +87,15 @@ class RowsCache(Cache):
         self.capacity = capacity
         count = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[RowsLayer(capacity, self.slots) for _ in range(count)])
+
+    def copy(self) -> RowsCache:
+        """A cache of its own with the same content."""
+        twin = copy.copy(self)
+        twin.layers = [copy.copy(layer) for layer in self.layers]
+        for layer in twin.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        return twin
 
     @staticmethod
     def bytes_needed(config: PreTrainedConfig, batch_size: int, capacity: int, dtype: torch.dtype) -> int:

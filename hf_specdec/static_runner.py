@@ -67,6 +67,7 @@ class StaticRunner:
         visible: `[B, capacity]` bool, slots that hold no padding.
         positions: `[B, capacity]`, the position of a token in each slot.
         windows: see `attention_windows`.
+        keeps_logits: whether the model can be asked for the last logits only.
     """
 
     def __init__(self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor) -> None:
@@ -86,7 +87,7 @@ class StaticRunner:
         self.visible = input_ids.new_ones(batch_size, capacity).bool() if mask is None else mask.bool()
         self.windows = attention_windows(model.config)
         self._mode = pass_mode(model)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """As `ModelRunner.forward`."""
@@ -103,7 +104,7 @@ class StaticRunner:
                 self.visible,
                 self.windows,
                 span=max(self.read) + width,
-                count=count if self._keeps_logits else None,
+                count=count if self.keeps_logits else None,
             )
         self.passes += 1
         self.read = [n + width for n in self.read]

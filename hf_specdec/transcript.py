@@ -92,6 +92,11 @@ class Transcript:
         return self._columns.get("logits")
 
     @property
+    def records(self) -> bool:
+        """Whether scores or logits are recorded."""
+        return bool(self._rows)
+
+    @property
     def keeps_logits(self) -> bool:
         """Whether raw logits are recorded."""
         return "logits" in self._rows

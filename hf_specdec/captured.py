@@ -1,0 +1,82 @@
+"""Callables without Python inside: replayed from a CUDA graph, or compiled; on a CPU without either, just called."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Step = Callable[..., Any]
+
+
+def captures(device: torch.device) -> bool:
+    """Whether steps pay without being compiled: where a graph of them can be captured."""
+    return device.type == "cuda"
+
+
+def prepared(step: Step, device: torch.device, *, compile: bool) -> Step:
+    """A step as it will run: compiled if asked for, captured on CUDA."""
+    if compile:
+        step = _compiled(step, device)
+    return Captured(step) if device.type == "cuda" else step
+
+
+def _compiled(step: Step, device: torch.device) -> Step:
+    """`torch.compile` for fixed shapes, without guards: whoever keeps the step checks what it depends on.
+
+    Guards on every weight of a model cost as much as a small draft's pass, each round. Where compiling fails, for
+    instance without a C++ compiler, the step runs as it is, and a warning says so.
+    """
+    options = {"guard_filter_fn": lambda guards: [False] * len(guards), "cpp_wrapper": device.type == "cpu"}
+    ready: list[Step] = []
+
+    def run(*args: Any) -> Any:
+        if ready:
+            return ready[0](*args)
+        try:
+            # Each step counts its graphs by itself; torch's stubs don't know the argument yet.
+            compiled = torch.compile(step, fullgraph=True, dynamic=False, options=options, isolate_recompiles=True)  # type: ignore[call-overload]
+            result = compiled(*args)
+        except (RuntimeError, TypeError) as error:
+            reason = f"compile=True: decoding goes on uncompiled, since torch.compile failed: {error}"
+            warnings.warn(reason, stacklevel=2)
+            ready.append(step)
+            return step(*args)
+        ready.append(compiled)
+        return result
+
+    return run
+
+
+class Captured:
+    """A CUDA graph of a step: recorded at the first call, replayed at later ones.
+
+    All calls have to pass the same tensors; what they hold is read anew. The result's tensors are the same, too.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the step."""
+        if self._graph is None:
+            self._record(*args)
+        assert self._graph is not None
+        self._graph.replay()
+        return self._result
+
+    def _record(self, *args: Any) -> None:
+        """Warm up on a side stream, as capturing asks for, then capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._step(*args)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._result = self._step(*args)
