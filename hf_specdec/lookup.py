@@ -71,7 +71,7 @@ class RowText:
         """
         text = self.own.text
         for size in self.sizes:
-            if size > len(text):
+            if size > len(text) or count == 0:
                 continue
             last = tuple(text[-size:])
             place = self.own.find(last)

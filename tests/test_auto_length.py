@@ -212,7 +212,14 @@ def test_greedy_tokens_are_those_of_plain_generate_whatever_the_lengths(
     plain = target.generate(**inputs, **settings)
     lengths = cycle([3, 0, 0, 5, 1, 0, 0, 0, 16])
     monkeypatch.setattr(AutoLength, "_choose", lambda self: setattr(self, "limit", next(lengths)))
-    for variant in ({}, {"entropy_threshold": 0.3}, {"strategy": "bild", "rollback_threshold": 0.0}):
+    variants = [
+        {},
+        {"entropy_threshold": 0.3},
+        {"strategy": "bild", "rollback_threshold": 0.0},
+        {"drafter": "lookup"},
+        {"drafter": "hybrid"},
+    ]
+    for variant in variants:
         decoding = SpeculativeDecoding(draft, num_assistant_tokens="auto", **variant)
         assert torch.equal(target.generate(**inputs, **settings, custom_generate=decoding), plain)
         assert decoding.stats is not None

@@ -31,6 +31,7 @@ def test_the_longest_match_goes_first_and_of_those_the_latest() -> None:
     assert copied([1, 2, 3, 9, 2, 3, 7, 5, 6, 1, 2, 3]) == [9, 2, 3, 7]
     assert copied([5, 3, 9, 8, 5, 3, 7, 8, 5, 3], count=2) == [7, 8]
     assert copied([1, 2, 3]) == []
+    assert copied([1, 2, 1], count=0) == []
 
 
 def test_a_copy_that_reaches_the_end_goes_on_with_itself() -> None:
