@@ -74,8 +74,7 @@ class Engine:
         self.tails: list[list[int]] = []
         self._no_drafts = (self.state[:, :0], self.state[:, 3], None)
         # Once as they are, so that the caches exist before anything is compiled or captured.
-        with torch.no_grad():
-            self._verify(self._draft())
+        self._verify(self._draft())
         self.run_verify: Callable[[Drafted], Tensor] = captured.prepared(self._verify, device, compile=compile)
         self.run_draft: Callable[[], Drafted] = self._draft
         if draft is not None:
@@ -114,12 +113,12 @@ class FastDecoder(Decoder):
         if first and isinstance(self.drafter, ModelDrafter):
             known = transcript.sequences[:, :-2].clamp(max=plan.draft_vocabulary - 1)
             _read_prompt(self.drafter.runner, known)
-        with torch.no_grad():
+        with _ordinary_tensors():
             drafts = engine.run_draft()
         drafted = perf_counter()
         if first:
             _read_prompt(self.target, transcript.sequences[:, :-1])
-        with torch.no_grad():
+        with _ordinary_tensors():
             result = engine.run_verify(drafts).tolist()
         checked = perf_counter()
         rows = [[int(n) for n in row[:-1]] for row in result]
@@ -196,8 +195,9 @@ def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool, keep
     assert isinstance(target, StaticRunner) and (draft is None or isinstance(draft, StaticRunner))
     engines: Engines = target.model.__dict__.setdefault("_speculation_engines", Engines())
     key = (compile, len(target.read), target.cache.capacity, _plan_key(plan), _state_of(target), _state_of(draft))
-    engine = engines.take(key) or Engine(plan, target, draft, compile)
-    engine.adopt(target, draft)
+    with _ordinary_tensors():
+        engine = engines.take(key) or Engine(plan, target, draft, compile)
+        engine.adopt(target, draft)
     fields = {name: getattr(decoder, name) for name in Decoder.__dataclass_fields__}
     try:
         yield FastDecoder(**fields, engine=engine)
@@ -259,6 +259,13 @@ def _has_fixed_rope(model: PreTrainedModel) -> bool:
     return not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
 
 
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """No gradients, but tensors that calls within and without the caller's `inference_mode` can write to."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def _read_prompt(runner: Any, tokens: Tensor) -> None:
     if tokens.shape[1] > 0:
         runner.forward(tokens, 1)
@@ -289,7 +296,8 @@ def _state_of(runner: StaticRunner | None) -> Hashable:
     if runner is None:
         return None
     model = runner.model
-    weights = tuple((id(p), p.data_ptr(), p.dtype) for p in model.parameters())
+    # Weights of a tensor class of their own (quantized ones) may have no address to ask for.
+    weights = tuple((id(p), p.data_ptr() if type(p) is torch.nn.Parameter else 0, p.dtype) for p in model.parameters())
     modules = tuple((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
     config = model.config.get_text_config(decoder=True)
-    return (id(model), model.training, config._attn_implementation, hash(weights), hash(modules))
+    return (id(model), str(model.device), model.training, config._attn_implementation, hash(weights), hash(modules))

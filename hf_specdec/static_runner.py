@@ -28,6 +28,7 @@ def keeps_rows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
 
     It has to take positions and a ready-made mask for every row, which encoder-decoder models and those with
     ALiBi (BLOOM) don't, and to look at keys by its mask only, which transformers' own mark for static caches says.
+    And it has to stand on one device.
     """
     config = model.config.get_text_config(decoder=True)
     positions = model_kwargs.get("position_ids")
@@ -35,6 +36,7 @@ def keeps_rows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
         not model.config.is_encoder_decoder
         and bool(model._can_compile_fullgraph)
         and type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+        and len({weight.device for weight in model.parameters()}) == 1
         and {"attention_mask", "position_ids"} <= inspect.signature(model.forward).parameters.keys()
         and not getattr(config, "alibi", False)
         and config._attn_implementation in ATTENTION

@@ -19,7 +19,7 @@ class Round:
             position; in greedy decoding the count of positions at which the target agrees.
         draft_steps: forward passes of the draft.
         width: tokens per row in the target's pass (its prompt included in the first round).
-        draft_seconds: time spent drafting.
+        draft_seconds: time spent drafting; on CUDA with captured rounds the time to launch it.
         verify_seconds: time in the target's pass, the processors and the acceptance rule, up to the moment
             when the result is known on the host.
         seconds: the whole round.

@@ -108,6 +108,16 @@ def test_later_calls_see_nothing_of_earlier_ones(fast_rounds) -> None:
     assert torch.equal(first.past_key_values.layers[0].keys, kept)
 
 
+def test_calls_in_and_out_of_inference_mode_share_an_engine(fast_rounds) -> None:
+    target, draft = pair("llama")
+    settings = {**prompts(2), **GREEDY, "assistant_model": draft, "cache_implementation": "static"}
+    plain = target.generate(**prompts(2), **GREEDY, generation_strategy=None)
+    with torch.inference_mode():
+        assert torch.equal(target.generate(**settings), plain)
+    assert torch.equal(target.generate(**settings), plain)
+    assert len({id(decoder.engine) for decoder in fast_rounds}) == 1
+
+
 def test_changed_weights_get_an_engine_of_their_own_and_few_are_kept(fast_rounds) -> None:
     target, draft = pair("llama")
     settings = {**prompts(1), **GREEDY, "assistant_model": draft, "cache_implementation": "static"}
