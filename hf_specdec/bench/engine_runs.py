@@ -148,7 +148,7 @@ class BatchForwards:
             self._sample()  # the first pass of a shape allocates, or compiles
 
     def sample(self) -> dict[str, Any]:
-        """Each target pass after the draft steps that it verifies: {"draft": {"1": seconds}, "target": {width: seconds}}.
+        """Each target pass follows its draft steps: {"draft": {"1": seconds}, "target": {width: seconds}}.
 
         In the order of decoding, since a model that was just run finds its weights in the processor's cache; seconds
         are lists.
