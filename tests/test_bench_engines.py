@@ -15,8 +15,9 @@ from tiny_pair import save_pair
 
 from hf_specdec.bench import bandwidth, engine_goals, engine_metrics, engines, engines_report, pictures
 from hf_specdec.bench.data import benchmark_prompts
+from hf_specdec.bench.engine_forwards import Forwards, keeping_engines, prepared_times
 from hf_specdec.bench.engine_methods import contestants
-from hf_specdec.bench.engine_runs import BatchForwards, endless, run_batch
+from hf_specdec.bench.engine_runs import endless, run_batch
 from hf_specdec.bench.loading import LoadedPair, load_pair
 from hf_specdec.bench.settings import Settings
 
@@ -222,7 +223,9 @@ def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
     runs = [run_batch(pair, by_kind[kind], prompts, asked) for kind in ("plain", "fixed")]
     assert runs[0].tokens == runs[1].tokens
     for engine in ("eager", "static"):
-        assert set(BatchForwards(pair, prompts, asked, engine, [1, 3]).sample()["target"]) == {"1", "3"}
+        times = Forwards(pair, asked, [1, 3]).sample(engine, prompts)
+        assert times is not None and set(times["target"]) == {"1", "3"}
+    assert Forwards(pair, asked, [1, 3]).sample("compiled", prompts) is None, "nothing was compiled for them"
     assert bandwidth.describe(pair, 30)["cache_bytes"] is None
 
 

@@ -101,7 +101,7 @@ def _gpu_goals(result: Result) -> list[Goal]:
 
 
 def _floor(result: Result) -> Goal:
-    """The worst prompt of all that "auto" decoded on the eager engine, at any batch size."""
+    """The worst prompt of all that "auto" decoded, on any engine and at any batch size."""
     rows = [m for m in result["methods"] if m["kind"] in ("auto", "floor")]
     worst = [(place, m) for m in rows if (place := engine_metrics.worst_prompt(result, m["name"])) is not None]
     what = f"auto, worst prompt and batch size, over plain, {result['arguments']['max_new_tokens']} tokens"

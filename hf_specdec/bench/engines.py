@@ -12,8 +12,9 @@ from tqdm import tqdm
 from hf_specdec.bench import bandwidth, rendering, results
 from hf_specdec.bench.collect import rounded
 from hf_specdec.bench.data import Prompt, benchmark_prompts
+from hf_specdec.bench.engine_forwards import Forwards, keeping_engines
 from hf_specdec.bench.engine_methods import LONGEST_AUTO, LOOKAHEADS, contestants, runs_at
-from hf_specdec.bench.engine_runs import STEPS, BatchForwards, run_batch
+from hf_specdec.bench.engine_runs import run_batch
 from hf_specdec.bench.journal import Record
 from hf_specdec.bench.loading import LoadedPair, load_pair
 from hf_specdec.bench.methods import Method, assisted_refusal
@@ -44,7 +45,8 @@ def run_engines(settings: Settings) -> None:
     methods = contestants(settings, pair)
     result = results.new(settings, pair, methods, prompts)
     sitting = Sitting(settings, Processes(), key_of)
-    measure(settings, pair, methods, batches(prompts, settings), sitting)
+    with keeping_engines(len(methods)):
+        measure(settings, pair, methods, batches(prompts, settings), sitting)
     for key, kind in (("runs", "run"), ("forwards", "forwards"), ("first_calls", "first_call")):
         result[key] = [without_kind(record) for record in sitting.done.values() if record["kind"] == kind]
     result["memory"] = bandwidth.describe(pair, settings.prompt_lengths[0] + settings.max_new_tokens // 2)
@@ -70,7 +72,7 @@ def measure(
     settings: Settings, pair: LoadedPair, methods: Sequence[Method], groups: Sequence[Sequence[Batch]], sitting: Sitting
 ) -> None:
     """Everything that the journal does not hold yet, each record written before the next is measured."""
-    forwards: dict[Place, BatchForwards] = {}
+    forwards = Forwards(pair, settings, _widths(settings))
     warm: set[Place] = set()
     work = list(_order(methods, groups, settings.repeats))
     bar = tqdm(total=sum(len(turn) for *_, turn in work), desc="engines", unit="run", file=sys.stderr)
@@ -88,12 +90,10 @@ def measure(
             position += 1
             bar.update()
         # After the last method of each group, so that raw forwards meet the same state of the machine as runs do.
-        for engine in (engine for engine in STEPS if engine in ("eager", *settings.engines)):
-            record, place = {"kind": "forwards", **about, "engine": engine}, (engine, size, length)
-            if key_of(record) not in sitting.done:
-                if place not in forwards:
-                    forwards[place] = BatchForwards(pair, group, settings, engine, _widths(settings))
-                sitting.keep(record | {"times": rounded(forwards[place].sample())})
+        for engine in dict.fromkeys(("eager", *settings.engines)):
+            record = {"kind": "forwards", **about, "engine": engine}
+            if key_of(record) not in sitting.done and (times := forwards.sample(engine, group)) is not None:
+                sitting.keep(record | {"times": rounded(times)})
     bar.close()
 
 
