@@ -53,7 +53,7 @@ class Engine:
     """Static buffers of a pair and the prepared steps over them; serves one call at a time.
 
     Args:
-        plan: how rounds run.
+        plan: how rounds run; kept as an attribute, and `compile`, too.
         target, draft: the models' runners, before their first pass, whose caches it keeps; no draft: plain decoding.
         compile: compile the steps.
 
@@ -65,6 +65,7 @@ class Engine:
 
     def __init__(self, plan: Plan, target: StaticRunner, draft: StaticRunner | None, compile: bool) -> None:
         self.plan = plan
+        self.compile = compile
         self.target = _side(target)
         self.draft = None if draft is None else _side(draft)
         device, rows = target.positions.device, len(target.read)
@@ -162,6 +163,9 @@ class Engines:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._kept.values())
+
     def take(self, key: Hashable) -> Engine | None:
         """An engine for one call; nobody else gets it until it is put back."""
         return self._kept.pop(key, None)
@@ -171,6 +175,11 @@ class Engines:
         self._kept[key] = engine
         while len(self._kept) > KEPT_ENGINES:
             self._kept.popitem(last=False)
+
+
+def kept_engines(model: PreTrainedModel, *, compile: bool) -> list[Engine]:
+    """The engines that a target keeps for calls with or without `compile`, whose steps can be timed by themselves."""
+    return [engine for engine in model.__dict__.get("_speculation_engines", ()) if engine.compile == compile]
 
 
 def fast_capacity(tokens: int) -> int:

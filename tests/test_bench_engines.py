@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_pair import save_pair
 
+from hf_specdec import captured
 from hf_specdec.bench import bandwidth, engine_goals, engine_metrics, engines, engines_report, pictures
 from hf_specdec.bench.data import benchmark_prompts
 from hf_specdec.bench.engine_forwards import Forwards, keeping_engines, prepared_times
@@ -341,3 +342,21 @@ def test_bytes_that_a_step_reads(pair: LoadedPair) -> None:
     assert bandwidth.weight_bytes(target) == 8 * total
     assert bandwidth.cache_bytes(target, 10) == 8 * 10 * 2 * config.num_hidden_layers * config.hidden_size
     assert bandwidth.copy_rate(torch.device("cpu"), 2**16) > 0
+
+
+def test_prepared_steps_are_timed_for_their_own_batch_size(
+    settings: Settings, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What would be compiled runs as it is, which takes no minute.
+    monkeypatch.setattr(captured, "prepared", lambda step, device, *, compile: step)
+    asked = replace(settings, engines=("compiled",), lookaheads=(2, 3))
+    prompts = benchmark_prompts(pair, (30,), 2, 12, long_answers=False)
+    assert prepared_times(pair, True, 2) is None
+    with keeping_engines(9):
+        methods = [method for method in contestants(asked, pair) if method.facts["kind"] in ("none", "fixed")]
+        runs = [run_batch(pair, method, prompts, asked) for method in methods if method.options.get("compile")]
+        times = prepared_times(pair, True, 2)
+        assert prepared_times(pair, True, 1) is None and prepared_times(pair, False, 2) is None
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+    assert times is not None
+    assert (set(times["draft"]), set(times["target"])) == ({"2", "3"}, {"1", "3", "4"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
                 drafted, seconds = timed(pair, engine.run_draft)
                 if lookahead:
                     times["draft"].setdefault(str(lookahead), []).append(seconds / lookahead)
-                _, seconds = timed(pair, lambda e=engine, d=drafted: e.run_verify(d))
+                _, seconds = timed(pair, partial(engine.run_verify, drafted))
                 times["target"].setdefault(str(lookahead + 1), []).append(seconds)
     return times if times["target"] else None
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import hf_specdec
-from hf_specdec import SpeculationConfig
 from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.methods import Method, assisted_as, assisted_refusal, lookahead, plain
 from hf_specdec.bench.settings import Settings
 
-_SETTINGS = ("num_assistant_tokens", "drafter", "compile")
 LOOKAHEADS = (2, 4, 6, 8)
 LONGEST_AUTO = 16  # the most tokens that "auto" drafts in a round
 
@@ -53,13 +51,13 @@ def contestants(settings: Settings, pair: LoadedPair) -> list[Method]:
     # No draft can cost more: what is left to lose where drafting never pays.
     floor = _speculative("auto, the target as its own draft", pair.target, "eager", {"num_assistant_tokens": "auto"})
     found.append(replace(floor, facts=_facts("floor", "eager", most_rows=1)))
-    return [method for method in found if _known(method)]
+    return found
 
 
 def for_growth(settings: Settings, pair: LoadedPair) -> list[Method]:
     """Of each engine the method with the default lookahead."""
     chosen = replace(settings, lookaheads=(lookahead(settings, pair),))
-    found = [method for engine in settings.engines for method in _ours(chosen, pair, engine) if _known(method)]
+    found = [method for engine in settings.engines for method in _ours(chosen, pair, engine)]
     return [method for method in found if method.facts["kind"] == "fixed"]
 
 
@@ -82,16 +80,6 @@ def _ours(settings: Settings, pair: LoadedPair, engine: str) -> list[Method]:
         replace(_speculative(title, pair.draft, engine, options), facts=facts)  #
         for title, options, facts in rows
     ]
-
-
-def _known(method: Method) -> bool:
-    """Whether this version of the package takes the method's settings."""
-    own = {key: value for key, value in method.options.items() if key in _SETTINGS}
-    try:
-        SpeculationConfig(**own)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _speculative(title: str, draft: Any, engine: str, options: dict[str, Any]) -> Method:
