@@ -43,10 +43,11 @@ class SpeculationConfig:
         entropy_threshold: a number in [0, 1], or None for no such stop: a draft ends where 1 - sqrt(0.2 H) is
             below it, H the entropy in nats of its next distribution.
         compile: compile the draft's steps and the verification by `torch.compile`, once for each pair, number of
-            rows, bucket of lengths and set of processors; seconds to minutes the first time, and kept with the target.
-            Implies static caches. Models that can't be fed from those (encoder-decoder, ALiBi), drafters other than
-            the model or none, rules that choose a length by what they saw, processors that read the text
-            (repetition penalty), and recorded scores decode as without it, with the same output.
+            rows, bucket of lengths and set of processors with their numbers (a new temperature compiles anew);
+            seconds to minutes the first time, and kept with the target. Implies static caches. Output is the same
+            where it can't be had, and is decoded as without it: models that can't be fed from static caches
+            (encoder-decoder, ALiBi), drafters other than the model or none, lengths chosen by what was seen
+            ("auto"), processors that read the text (repetition penalty), recorded scores.
 
     Raises:
         ValueError: a value out of range, named with the way out.
