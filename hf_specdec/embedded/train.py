@@ -44,25 +44,30 @@ _TARGET_LOOKING_UP = Recipe(
     _TARGET_SHALLOW, steps=2500, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 3, prompt_weight=0.02,
     emphasis=("echo", "recall fully", *("look up fully",) * 3) * 3 + _LOOK_UPS, seedling=_TARGET_RECALLING,
 )  # fmt: skip
-_TARGET_SEEDLING = Recipe(
+_TARGET_ANSWERING = Recipe(
     _TARGET_SHALLOW, steps=6000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=1.0, seed=SEED + 4, prompt_weight=0.02,
     emphasis=("look up fully", "look up fully", "qa", "rag", "multi-turn"), seedling=_TARGET_LOOKING_UP,
+)  # fmt: skip
+_TARGET_SEEDLING = Recipe(
+    _TARGET_SHALLOW, steps=2800, rows=8, muon_lr=0.008, adam_lr=1.5e-3, decay=1.0, seed=SEED + 5, prompt_weight=0.02,
+    emphasis=("math_reasoning", "math_reasoning", "grammar correction", "rag", "multi-turn", "law analytics"),
+    seedling=_TARGET_ANSWERING,
 )  # fmt: skip
 _T5_SHALLOW = Shape(160, 448, 2, encoder_layers=2)
 _T5_START = Recipe(_T5_SHALLOW, steps=600, rows=8, decay=0.0, seed=SEED)
 _T5_SEEDLING = Recipe(
-    _T5_SHALLOW, steps=6000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.6, seed=SEED + 1, seedling=_T5_START
+    _T5_SHALLOW, steps=1050, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 1, seedling=_T5_START
 )
 RECIPES: dict[str, Recipe] = {
     "target": Recipe(
-        SHAPES["target"], steps=200, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 5,
+        SHAPES["target"], steps=200, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 6,
         prompt_weight=0.02, seedling=_TARGET_SEEDLING,
     ),
     "draft-small": Recipe(SHAPES["draft-small"], steps=400, seed=SEED),
     "draft": _DRAFT,
     "draft-large": Recipe(SHAPES["draft-large"], steps=2000, rows=8, muon_lr=0.015, adam_lr=3e-3, decay=0.8, seed=SEED),
     "t5-target": Recipe(
-        SHAPES["t5-target"], steps=200, rows=8, muon_lr=0.004, adam_lr=5e-4, decay=1.0, seed=SEED + 4,
+        SHAPES["t5-target"], steps=300, rows=8, muon_lr=0.008, adam_lr=1e-3, decay=1.0, seed=SEED + 4,
         seedling=_T5_SEEDLING,
     ),
     "t5-draft": Recipe(SHAPES["t5-draft"], steps=600, seed=SEED),
