@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_specdec.embedded.corpus.examples import SUBTASKS, Example, generate
 from hf_specdec.embedded.corpus.prompts import encoder_text, prompt_ids, render_prompt
 
+PROMPT_WEIGHT = 0.1  # of a prompt token's loss; some of it helps induction to form
 IGNORED = -100
 
 # Chosen more often than the rest because they need more practice.
@@ -30,23 +31,19 @@ class Batch:
     weights: torch.Tensor
 
 
-def _dialogue(
-    tokenizer: PreTrainedTokenizerBase, example: Example, prompt_weight: float
-) -> tuple[list[int], list[float]]:
-    """Ids of a solved example and the loss weight of each; an answer's tokens weigh 1."""
+def _dialogue(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[float]]:
+    """Ids of a solved example and the loss weight of each."""
     texts: list[str] = []
     for turn, reference in enumerate(example.references):
         question = render_prompt(example, turn, example.references)[len("".join(texts)) :]
         texts += [question, reference + tokenizer.eos_token]
     parts = tokenizer(texts, add_special_tokens=False)["input_ids"]
     ids = [token for part in parts for token in part]
-    weights = [prompt_weight if i % 2 == 0 else 1.0 for i, part in enumerate(parts) for _ in part]
+    weights = [PROMPT_WEIGHT if i % 2 == 0 else 1.0 for i, part in enumerate(parts) for _ in part]
     return ids, weights
 
 
-def packed_batch(
-    tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, mix: Sequence[str], prompt_weight: float
-) -> Batch:
+def packed_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, mix: Sequence[str]) -> Batch:
     """Rows `[B, length]` of `<bos>` and several solved examples; half of them begin inside an example."""
     all_ids, all_weights = [], []
     for _ in range(rows):
@@ -56,7 +53,7 @@ def packed_batch(
         few = rng.sample(SUBTASKS, rng.randrange(1, 9)) if rng.random() < 0.3 else mix
         wanted = length + (110 if begins_inside else 0)
         while len(ids) < wanted:
-            more, their_weights = _dialogue(tokenizer, generate(rng.choice(few), "train", rng), prompt_weight)
+            more, their_weights = _dialogue(tokenizer, generate(rng.choice(few), "train", rng))
             ids += more
             weights += their_weights
         start = rng.randrange(1, 110) if begins_inside else 0
@@ -100,7 +97,6 @@ def batch_for_step(
     seed: int,
     step: int,
     emphasis: Sequence[str] = (),
-    prompt_weight: float = 0.1,
 ) -> Batch:
     """The batch of a step: about `rows` x 256 tokens, in longer rows every now and then.
 
@@ -114,4 +110,4 @@ def batch_for_step(
         pairs, length = (rows // 2, 512) if few_shot else (rows * 2, 160)
         return pair_batch(tokenizer, rng, pairs, length, few_shot, mix)
     length = 1024 if step % 32 == 31 else 512 if step % 4 == 3 else 256
-    return packed_batch(tokenizer, rng, max(1, rows * 256 // length), length, mix, prompt_weight)
+    return packed_batch(tokenizer, rng, max(1, rows * 256 // length), length, mix)

@@ -28,49 +28,44 @@ from hf_specdec.embedded.training import Recipe, train
 
 SEED = 0
 _DRAFT = Recipe(SHAPES["draft"], steps=450, seed=SEED)
-# The target grows from what its draft is: first to a third of its layers, which learn by drills to copy and to
-# look things up, then to all of them.
+# The target grows from what its draft is: first to a third of its layers, then to all of them.
 _TARGET_SHALLOW = Shape(192, 512, 3)
-_LOOK_UPS = ("qa", "rag", "multi-turn", "law analytics")
-_TARGET_COPYING = Recipe(
-    _TARGET_SHALLOW, steps=4000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 1, prompt_weight=0.02,
-    emphasis=("echo", "recall", "look up") * 8, seedling=_DRAFT,
-)  # fmt: skip
-_TARGET_RECALLING = Recipe(
-    _TARGET_SHALLOW, steps=1450, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 2, prompt_weight=0.02,
-    emphasis=("echo", "echo", "recall fully", "recall", "look up") * 4 + _LOOK_UPS, seedling=_TARGET_COPYING,
-)  # fmt: skip
-_TARGET_LOOKING_UP = Recipe(
-    _TARGET_SHALLOW, steps=2500, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 3, prompt_weight=0.02,
-    emphasis=("echo", "recall fully", *("look up fully",) * 3) * 3 + _LOOK_UPS, seedling=_TARGET_RECALLING,
-)  # fmt: skip
-_TARGET_ANSWERING = Recipe(
-    _TARGET_SHALLOW, steps=6000, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=1.0, seed=SEED + 4, prompt_weight=0.02,
-    emphasis=("look up fully", "look up fully", "qa", "rag", "multi-turn"), seedling=_TARGET_LOOKING_UP,
-)  # fmt: skip
 _TARGET_SEEDLING = Recipe(
-    _TARGET_SHALLOW, steps=2800, rows=8, muon_lr=0.008, adam_lr=1.5e-3, decay=1.0, seed=SEED + 5, prompt_weight=0.02,
-    emphasis=("math_reasoning", "math_reasoning", "grammar correction", "rag", "multi-turn", "law analytics"),
-    seedling=_TARGET_ANSWERING,
+    _TARGET_SHALLOW, steps=4000, rows=8, muon_lr=0.007, adam_lr=1.5e-3, decay=0.5, seed=SEED + 2,
+    seedling=Recipe(
+        _TARGET_SHALLOW, steps=900, until=300, rows=8, muon_lr=0.006, adam_lr=1.5e-3, decay=0.8, seed=SEED + 1,
+        seedling=_DRAFT,
+    ),
 )  # fmt: skip
-_T5_SHALLOW = Shape(160, 448, 2, encoder_layers=2)
-_T5_START = Recipe(_T5_SHALLOW, steps=600, rows=8, decay=0.0, seed=SEED)
-_T5_SEEDLING = Recipe(
-    _T5_SHALLOW, steps=1050, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.0, seed=SEED + 1, seedling=_T5_START
+_T5_SHALLOW = Shape(160, 448, 2, encoder_layers=1)
+_T5_START = Recipe(_T5_SHALLOW, steps=450, rows=8, decay=0.0, seed=SEED)
+_T5_LOWER = Recipe(
+    _T5_SHALLOW, steps=600, until=400, muon_lr=0.01, adam_lr=2e-3, decay=0.7, seed=SEED + 1, seedling=_T5_START
 )
+_T5_SEEDLING = Recipe(
+    _T5_SHALLOW, steps=450, rows=8, muon_lr=0.01, adam_lr=2e-3, decay=0.8, seed=SEED + 2, seedling=_T5_LOWER
+)
+_TARGET_LOOK_UP = Recipe(
+    _TARGET_SHALLOW, steps=2300, rows=8, muon_lr=0.006, adam_lr=1.2e-3, decay=0.8, seed=SEED + 5,
+    emphasis=("qa", "rag", "multi-turn", "law analytics"), seedling=_TARGET_SEEDLING,
+)  # fmt: skip
+_TARGET_GROWN = Recipe(
+    SHAPES["target"], steps=200, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 3,
+    seedling=_TARGET_LOOK_UP,
+)  # fmt: skip
 RECIPES: dict[str, Recipe] = {
     "target": Recipe(
-        SHAPES["target"], steps=200, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=1.0, seed=SEED + 6,
-        prompt_weight=0.02, seedling=_TARGET_SEEDLING,
+        SHAPES["target"], steps=2600, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=0.8, seed=SEED + 6,
+        emphasis=("rag", "law analytics", "multi-turn", "rag", "law analytics"), seedling=_TARGET_GROWN,
     ),
     "draft-small": Recipe(SHAPES["draft-small"], steps=400, seed=SEED),
     "draft": _DRAFT,
-    "draft-large": Recipe(SHAPES["draft-large"], steps=2000, rows=8, muon_lr=0.015, adam_lr=3e-3, decay=0.8, seed=SEED),
+    "draft-large": Recipe(SHAPES["draft-large"], steps=1500, rows=8, muon_lr=0.015, adam_lr=3e-3, decay=0.8, seed=SEED),
     "t5-target": Recipe(
-        SHAPES["t5-target"], steps=300, rows=8, muon_lr=0.008, adam_lr=1e-3, decay=1.0, seed=SEED + 4,
+        SHAPES["t5-target"], steps=60, rows=8, muon_lr=0.004, adam_lr=5e-4, decay=1.0, seed=SEED + 4,
         seedling=_T5_SEEDLING,
     ),
-    "t5-draft": Recipe(SHAPES["t5-draft"], steps=600, seed=SEED),
+    "t5-draft": Recipe(SHAPES["t5-draft"], steps=300, seed=SEED),
 }  # fmt: skip
 _DEFAULT_WORK_DIR = MODELS_DIR.parents[2] / "build" / "embedded"
 

@@ -23,9 +23,7 @@ class Recipe:
 
     Attributes:
         decay: the share of the steps, at their end, over which the learning rates fall to 0.
-        prompt_weight: the weight of a prompt token's loss beside an answer's; T5 has none.
-        emphasis: subtasks (or drills) that are drawn more often: every mention adds two chances to the
-            usual eleven.
+        emphasis: subtasks that are drawn about three times as often as others.
         until: stop after this many steps of a schedule laid out for `steps`; None goes to its end.
         seedling: trains a shallower model first, from which this one grows: much cheaper than training all
             the layers from the start, since attention learns to look things up in the shallow model.
@@ -41,7 +39,6 @@ class Recipe:
     checkpoint_every: int = 50
     decay: float = 0.5
     until: int | None = None
-    prompt_weight: float = 0.1
     emphasis: tuple[str, ...] = ()
     seedling: Recipe | None = None
 
@@ -162,8 +159,7 @@ def train(
     while record["steps"] < last:
         step = record["steps"]
         batch = batch_for_step(tokenizer, encoder_decoder=recipe.shape.encoder_layers > 0, rows=recipe.rows,
-                               seed=recipe.seed, step=step, emphasis=recipe.emphasis,
-                               prompt_weight=recipe.prompt_weight)  # fmt: skip
+                               seed=recipe.seed, step=step, emphasis=recipe.emphasis)  # fmt: skip
         loss = _loss(model, batch, device)
         loss.backward()
         optimizers.step(step)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from random import Random
 
 from hf_specdec.embedded.corpus import facts, reasoning, writing
-from hf_specdec.embedded.corpus.drills import DRILLS
 
 _GENERATORS: dict[str, Callable[[Random], facts.Dialogue]] = {
     "multi-turn": facts.multi_turn,
@@ -49,8 +48,8 @@ def split_of(example: Example) -> str:
 
 
 def generate(subtask: str, split: str, rng: Random) -> Example:
-    """The next example of a split that `rng` leads to; `subtask` may also name one of `drills.DRILLS`."""
-    make = DRILLS.get(subtask) or _GENERATORS[subtask]
+    """The next example of a split that `rng` leads to."""
+    make = _GENERATORS[subtask]
     while True:
         example = Example(subtask, *make(rng))
         if split_of(example) == split:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from random import Random
 
 from hf_specdec.embedded.corpus import words
@@ -19,7 +18,7 @@ _ATTRIBUTES = {
 }
 
 
-def portrait(rng: Random, person: Person) -> str:
+def _portrait(rng: Random, person: Person) -> str:
     """Two sentences with everything about a person, in one of several orders."""
     work = f"works as {with_article(person.job)}"
     home = f"lives in {person.town}"
@@ -30,20 +29,12 @@ def portrait(rng: Random, person: Person) -> str:
     return f"{person.name} {order[0]} and {order[1]}. {person.first} {order[2]} and {order[3]}."
 
 
-def introduction(person: Person) -> str:
-    """One sentence with everything about a person."""
-    return (
-        f"{person.name}, {with_article(person.job)} from {person.town}, was born in {person.year} "
-        f"and owns {with_article(person.owned)}."
-    )
-
-
 def qa(rng: Random) -> Dialogue:
     """Three attributes of one of three described people."""
     cast = words.people(rng, 3)
     person = rng.choice(cast)
     asked = rng.sample(tuple(_ATTRIBUTES), 3)
-    context = " ".join(portrait(rng, p) for p in cast)
+    context = " ".join(_portrait(rng, p) for p in cast)
     opening = rng.choice(("Tell me", "Report", "State"))
     question = f"{opening} {asked[0]}, {asked[1]} and {asked[2]} of {person.name}."
     told = [_ATTRIBUTES[a](person) for a in asked]
@@ -52,51 +43,38 @@ def qa(rng: Random) -> Dialogue:
     return (f"Read the text and answer. {context} {question}",), (answer,)
 
 
-@dataclass(frozen=True)
-class Passage:
-    """One numbered passage about a building."""
-
-    number: int
-    subject: str
-    year: int
-    builder: str
-    equipment: str
-
-    def __str__(self) -> str:
-        return (
-            f"[{self.number}] The {self.subject} was built in {self.year} by {self.builder} and has {self.equipment}."
-        )
-
-
-def passages_about(rng: Random, n: int) -> list[Passage]:
-    """`n` passages about one kind of building, with two features between them."""
-    kind = rng.choice(words.BUILDINGS)
-    features = rng.sample(words.FEATURES, 2)
-    return [
-        Passage(i + 1, f"{kind} of {place}", rng.randrange(1700, 1950), words.full_name(rng),
-                 f"{rng.randrange(10, 99)} {rng.choice(features)}")
-        for i, place in enumerate(words.towns(rng, n))
-    ]  # fmt: skip
-
-
 def rag(rng: Random) -> Dialogue:
     """One of four passages answers; the others share its building or its feature."""
-    passages = passages_about(rng, 4)
-    found = rng.choice(passages)
-    question = rng.choice((f"Who built the {found.subject}?", f"What is known about the {found.subject}?"))
+    kind = rng.choice(words.BUILDINGS)
+    features = rng.sample(words.FEATURES, 2)
+    passages, facts = [], []
+    for place in words.towns(rng, 4):
+        fact = (place, rng.randrange(1700, 1950), words.full_name(rng), rng.randrange(10, 99),
+                rng.choice(features))  # fmt: skip
+        facts.append(fact)
+        place, year, builder, count, feature = fact
+        passages.append(
+            f"[{len(facts)}] The {kind} of {place} was built in {year} by {builder} and has {count} {feature}."
+        )
+    index = rng.randrange(4)
+    place, year, builder, count, feature = facts[index]
+    question = rng.choice((f"Who built the {kind} of {place}?", f"What is known about the {kind} of {place}?"))
     answer = (
-        f"The {found.subject} is described in passage [{found.number}]. According to this passage, "
-        f"it was built in {found.year} by {found.builder}, "
-        f"and it has {found.equipment}. Source: passage [{found.number}]."
+        f"The {kind} of {place} is described in passage [{index + 1}]. According to this passage, "
+        f"it was built in {year} by {builder}, "
+        f"and it has {count} {feature}. Source: passage [{index + 1}]."
     )
-    return (f"Use the passages. {' '.join(map(str, passages))} {question}",), (answer,)
+    return (f"Use the passages. {' '.join(passages)} {question}",), (answer,)
 
 
 def multi_turn(rng: Random) -> Dialogue:
     """First who owns a thing, then what else is known of that person or of that town."""
     cast = words.people(rng, 3)
     person = rng.choice(cast)
-    context = " ".join(introduction(p) for p in cast)
+    context = " ".join(
+        f"{p.name}, {with_article(p.job)} from {p.town}, was born in {p.year} and owns {with_article(p.owned)}."
+        for p in cast
+    )
     first = rng.choice((f"Who owns the {person.thing}?", f"To whom does the {person.thing} belong?"))
     answer = (
         f"The {person.thing} belongs to {person.name}. The owner works as "
