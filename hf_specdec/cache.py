@@ -12,33 +12,43 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, StaticCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 REWINDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def new_cache(config: PreTrainedConfig, role: str, *, cross_attention: bool) -> Cache:
+def new_cache(model: PreTrainedModel, argument: str, *, cross_attention: bool) -> Cache:
     """An empty cache for a model's decoder that any number of passes can be rolled back in.
 
     Every layer keeps all its tokens, also where attention is windowed by its mask: between two calls of `crop`
     transformers' sliding layers take one pass (5.17), a drafting loop makes several.
 
+    Args:
+        model: the model.
+        argument: the argument of `generate` that it came by.
+        cross_attention: whether its decoder reads an encoding.
+
     Raises:
         ValueError: the model's own kind of cache can't be rolled back.
     """
-    check_rewindable(DynamicCache(config=config.get_text_config(decoder=True)), role)
+    named = f"{argument}={type(model).__name__}"
+    check_rewindable(DynamicCache(config=model.config.get_text_config(decoder=True)), named)
     return EncoderDecoderCache(DynamicCache(), DynamicCache()) if cross_attention else DynamicCache()
 
 
-def check_rewindable(cache: object, role: str) -> None:
+def check_rewindable(cache: object, argument: str) -> None:
     """Refuse a cache that cannot forget its last tokens.
 
     Layers are judged by their exact class: quantized layers inherit `is_croppable=True` and a `crop` that
     leaves their quantized part behind.
 
+    Args:
+        cache: any cache of transformers.
+        argument: the argument that it came by, with its value, as the message names it.
+
     Raises:
-        ValueError: names the cache's class and the way out.
+        ValueError: names the argument, the cache's class and the way out.
     """
     layers = getattr(self_attention(cache), "layers", None)
     lazily_dynamic = isinstance(self_attention(cache), DynamicCache) and not layers
@@ -46,9 +56,9 @@ def check_rewindable(cache: object, role: str) -> None:
         return
     odd = sorted({type(layer).__name__ for layer in layers or () if type(layer) not in REWINDABLE_LAYERS})
     raise ValueError(
-        f"past_key_values={type(cache).__name__}({', '.join(odd)}) of the {role} can't be rolled back, which "
-        "speculation needs after each rejected draft: use cache_implementation='dynamic' (the default), "
-        "use_cache=False, or generation_strategy=None; models with a recurrent state can't speculate."
+        f"{argument}: its cache {type(cache).__name__}({', '.join(odd)}) can't be rolled back, which speculation "
+        "needs after each rejected draft: use cache_implementation='dynamic' (the default), use_cache=False, or "
+        "decode without speculation; models with a recurrent state can't speculate."
     )
 
 
@@ -65,9 +75,45 @@ def is_unused_default(cache: object) -> bool:
     return type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0
 
 
-def start_recording(cache: Cache) -> None:
-    """Have sliding-window layers hold the tokens of a pass until they are kept or forgotten."""
+def start_recording(cache: Cache) -> list[Any]:
+    """Have sliding-window layers hold the tokens of a pass until they are kept or forgotten.
+
+    Returns:
+        The layers that did not before, for `stop_recording`.
+    """
+    idle = [layer for layer in self_attention(cache).layers if getattr(layer, "record_past", None) is False]
     cache.activate_past_recording()
+    return idle
+
+
+def stop_recording(layers: Sequence[Any]) -> None:
+    """Have sliding-window layers, cut to their windows, keep no more than these in later passes."""
+    for layer in layers:
+        layer.record_past = False
+
+
+def forget_broken_pass(cache: Cache, width: int) -> None:
+    """Bring every layer back to `width` slots after a pass that may have ended before its last layer."""
+    for layer in self_attention(cache).layers:
+        if layer.is_initialized and (excess := layer.get_seq_length() - width) > 0:
+            layer.crop(-excess)
+
+
+def can_forget(cache: Cache, width: int, count: int) -> bool:
+    """Whether all layers hold `width` slots, and what windows see after their last `count` are forgotten."""
+    for layer in self_attention(cache).layers:
+        needed = width
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            needed = count + min(width - count, layer.sliding_window - 1)
+        # Layers that share another's keys are never initialized.
+        if layer.is_initialized and layer.keys.shape[-2] < needed:
+            return False
+    return True
+
+
+def forget_all(cache: Cache) -> None:
+    """Empty the part of a cache that grows with the decoded text."""
+    self_attention(cache).reset()
 
 
 def forget_last(cache: Cache, count: int) -> None:

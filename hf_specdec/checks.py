@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+from torch.nn import Module
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.cache import check_rewindable, is_static_by_request
@@ -11,6 +13,15 @@ from hf_specdec.cross_tokenizer import tokenizers_disagree
 from hf_specdec.processors import check_stateless
 
 MAX_VOCABULARY_PADDING = 1024
+# Arguments that by themselves choose how transformers decodes.
+OTHER_MODES = {
+    "assistant_early_exit": "drafts by the target's own first layers",
+    "constraints": "constrained beam search",
+    "dola_layers": "DoLa",
+    "force_words_ids": "constrained beam search",
+    "prompt_lookup_num_tokens": "transformers' prompt lookup (ours is drafter='lookup')",
+    "use_mtp": "transformers' multi-token prediction",
+}
 
 
 def check_call(
@@ -27,39 +38,123 @@ def check_call(
     if (generation_config.num_beams or 1) > 1:
         raise ValueError(
             f"num_beams={generation_config.num_beams}: speculation decodes one sequence per row, so set num_beams=1, "
-            "or generation_strategy=None for beam search."
+            "or decode without speculation for beam search."
         )
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation_config, name, None):
             raise ValueError(
                 f"{name}=True: a round's passes cover several tokens and drop some, so there is no such output per "
-                f"token; leave {name} out, or set generation_strategy=None."
+                f"token; leave {name} out, or decode without speculation."
             )
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds: a draft can't read another model's embeddings, so pass input_ids instead.")
-    check_stateless(processors)
-    check_model(model, "target")
-    cache = model_kwargs.get("past_key_values")
+    _check_mode(generation_config)
+    check_stateless(processors, generation_config)
+    check_model(model, "model")
+    check_cache_implementation(model, generation_config.cache_implementation)
+    cache, implementation = model_kwargs.get("past_key_values"), generation_config.cache_implementation
     if model_kwargs.get("use_cache") and not is_static_by_request(cache):
-        check_rewindable(cache, "target")
+        if implementation is not None:
+            argument = f"cache_implementation={implementation!r}"
+        elif getattr(cache, "_is_user_defined", False):
+            argument = f"past_key_values={type(cache).__name__}"
+        else:
+            argument = f"model={type(model).__name__}"
+        check_rewindable(cache, argument)
 
 
-def check_model(model: PreTrainedModel, role: str) -> None:
-    """Refuse models without weights at hand, and models with a state that can't be taken back.
+def _check_mode(generation_config: GenerationConfig) -> None:
+    """Refuse arguments that choose another way of decoding, which speculation would drop without a word.
 
     Raises:
-        ValueError: names the model, its role and the way out.
+        ValueError: names the argument, its value and the way out.
     """
-    name = type(model).__name__
+    chosen = {name: getattr(generation_config, name, None) for name in OTHER_MODES}
+    # Contrastive search, by the conditions of `GenerationConfig.get_generation_mode`.
+    if not generation_config.do_sample and (generation_config.top_k or 0) > 1:
+        chosen["penalty_alpha"] = getattr(generation_config, "penalty_alpha", None) or None
+    for name, value in chosen.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{name}={value!r}: it asks for {OTHER_MODES.get(name, 'contrastive search')}, which speculation is "
+                f"not: leave {name} out, or decode without speculation."
+            )
+
+
+def check_cache_implementation(model: PreTrainedModel, name: str | None) -> None:
+    """Refuse kinds of cache before `generate` makes them: some can't be made, one runs another loop than ours.
+
+    Raises:
+        ValueError: names the argument, its value and the way out.
+    """
+    reasons = {
+        "paged": "it runs transformers' continuous batching, which speculation is not",
+        "quantized": "what it has quantized can't be rolled back after a rejected draft",
+    }
+    if name is not None and "offloaded" in name and model.device.type == "cpu":
+        reasons[name] = "it moves the cache off an accelerator, and the model is on the CPU"
+    if name in reasons:
+        raise ValueError(
+            f"cache_implementation={name!r}: {reasons[name]}: use cache_implementation='dynamic' (the default), or "
+            "decode without speculation."
+        )
+
+
+def check_is_model(draft: Any) -> None:
+    """Refuse a draft that is no loaded model with a language-modelling head.
+
+    Raises:
+        ValueError: names the argument, its value and the way out.
+    """
+    # Adapters and compiled models wrap a model of transformers without being one.
+    if isinstance(draft, Module) and hasattr(draft, "config") and getattr(draft, "can_generate", lambda: False)():
+        return
+    value = type(draft).__name__ if isinstance(draft, Module) else repr(draft)
+    raise ValueError(
+        f"assistant_model={value} is no model that generates text: pass a loaded one, for instance "
+        "AutoModelForCausalLM.from_pretrained(name)."
+    )
+
+
+def check_kinds(model: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Refuse an encoder-decoder draft of a decoder-only target, and the reverse.
+
+    A decoder-only draft that reads the target's encoding (Distil-Whisper's) is no such.
+
+    Raises:
+        ValueError: names the argument, its value and the way out.
+    """
+    encoded, own_encoder = model.config.is_encoder_decoder, draft.config.is_encoder_decoder
+    reads_encoding = "encoder_outputs" in inspect.signature(draft.forward).parameters
+    if encoded == own_encoder or (encoded and reads_encoding):
+        return
+    kinds = {True: "an encoder-decoder model", False: "a decoder-only model"}
+    raise ValueError(
+        f"assistant_model={type(draft).__name__} is {kinds[bool(own_encoder)]} and the target {type(model).__name__} "
+        f"{kinds[bool(encoded)]}: give a draft of the target's kind."
+    )
+
+
+def check_model(model: PreTrainedModel, argument: str) -> None:
+    """Refuse models without weights at hand, and models with a state that can't be taken back.
+
+    Args:
+        model: the model.
+        argument: the argument that it came by.
+
+    Raises:
+        ValueError: names the argument, its value and the way out.
+    """
+    named = f"{argument}={type(model).__name__}"
     if model.device.type == "meta":
         raise ValueError(
-            f"the {role} {name} is on the 'meta' device, where there is nothing to compute with: load its weights, "
-            "or give it a device_map that keeps its first layer on a real device."
+            f"{named} is on the 'meta' device, where there is nothing to compute with: load its weights, or give it "
+            "a device_map that keeps its first layer on a real device."
         )
     if getattr(model, "_is_stateful", False):
         raise ValueError(
-            f"the {role} {name} keeps a recurrent state that can't be rolled back after a rejected draft: choose "
-            "an attention-only model, or generation_strategy=None."
+            f"{named} keeps a recurrent state that can't be rolled back after a rejected draft: choose an "
+            "attention-only model, or decode without speculation."
         )
 
 

@@ -41,15 +41,17 @@ class Decoder:
     def decode(self, transcript: Transcript, stats: SpeculationStats) -> None:
         """Decode until every row has ended; each round is added to `stats`.
 
-        A cache then holds all but the last token shown, as plain `generate` leaves it.
+        A cache then holds all but the last token shown, as plain `generate` leaves it, also after an exception.
         """
-        while not transcript.finished:
-            stats.rounds.append(self._round(transcript))
-            self.drafter.observe(stats.rounds[-1])
-            transcript.show()
-        # Only now: a sliding window that has forgotten a round's drafts can't go back once more.
-        shown = transcript.sequences.shape[1]
-        self.target.rewind([min(n, shown) - 1 for n in transcript.lengths])
+        try:
+            while not transcript.finished:
+                stats.rounds.append(self._round(transcript))
+                self.drafter.observe(stats.rounds[-1])
+                transcript.show()
+        finally:
+            # Only now: a sliding window that has forgotten a round's drafts can't go back once more.
+            shown = transcript.sequences.shape[1]
+            self.target.end([min(n, shown) - 1 for n in transcript.lengths])
 
     def _round(self, transcript: Transcript) -> Round:
         began = perf_counter()

@@ -55,7 +55,7 @@ def draft_inputs(
         kwargs["attention_mask"] = mask[:, -input_ids.shape[1] :]
         kwargs.pop("position_ids", None)
     if kwargs.get("use_cache"):
-        kwargs["past_key_values"] = new_cache(draft.config, "draft", cross_attention=encoded)
+        kwargs["past_key_values"] = new_cache(draft, "assistant_model", cross_attention=encoded)
     return kwargs
 
 

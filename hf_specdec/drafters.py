@@ -81,7 +81,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         return _across_tokenizers(config, call, rule)
     kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor)
     if call.static_capacity is not None:
-        kwargs["past_key_values"] = static_cache(draft, kwargs, call.static_capacity, "draft")
+        kwargs["past_key_values"] = static_cache(draft, kwargs, call.static_capacity, "assistant_model")
     do_sample = bool(call.generation_config.do_sample)
     return ModelDrafter(
         runner_for(draft, kwargs, input_ids.to(draft.device), call.transcript.ids.shape[1]),

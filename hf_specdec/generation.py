@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -13,15 +14,15 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_specdec import captured
 from hf_specdec.cache import is_static_by_request, is_unused_default, release
-from hf_specdec.checks import check_call, check_model
+from hf_specdec.checks import check_call, check_is_model, check_kinds, check_model
 from hf_specdec.config import SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafters import DraftCall, make_drafter
 from hf_specdec.fast_decoding import accelerated, fast_capacity
+from hf_specdec.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.processors import HostProcessors
 from hf_specdec.runners import Runner, runner_for
 from hf_specdec.static_runner import static_cache
@@ -49,7 +50,9 @@ class SpeculativeDecoding:
         assistant_model: the draft, on any device and in any dtype; None for drafters that need none.
         strategy: `"speculative"` or `"bild"`.
         streamer, tokenizer, assistant_tokenizer: as `generate` takes them.
-        settings: `num_assistant_tokens`, `fallback_threshold`, … (see `SpeculationConfig`).
+        settings: `num_assistant_tokens`, `fallback_threshold`, … (see `SpeculationConfig`). Those in the call of
+            `generate` precede them. Those of a `generation_config` are not read on this path, where a lookahead that
+            was set can't be told from the default that `generate` fills in.
 
     Attributes:
         stats: `SpeculationStats` of the last call, also of one that an exception broke off.
@@ -71,13 +74,8 @@ class SpeculativeDecoding:
     ) -> None:
         check_fields(settings)
         self.config = SpeculationConfig(strategy, **settings)
-        if self.config.drafts_by_model and assistant_model is None:
-            raise ValueError(
-                f"assistant_model=None with generation_strategy={strategy!r} and drafter={self.config.drafter!r}: pass "
-                "the draft, assistant_model=draft, in the call or to hf_specdec.enable(model, assistant_model=draft), "
-                "or choose drafter='lookup', which needs none."
-            )
         self.assistant_model = assistant_model
+        self._check_draft(self.config)
         self.streamer = streamer
         self.tokenizer = tokenizer
         self.assistant_tokenizer = assistant_tokenizer
@@ -91,23 +89,78 @@ class SpeculativeDecoding:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         inputs_tensor: Tensor | None = None,
+        num_assistant_tokens: int | Literal["auto"] | None = None,
+        fallback_threshold: float | None = None,
+        rollback_threshold: float | None = None,
+        drafter: str | None = None,
+        verification: str | None = None,
+        entropy_threshold: float | None = None,
+        compile: bool | None = None,
         **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-        """The decoding loop; keeps the contract of `GenerationMixin._sample`."""
-        config = self.config.resolve(model.config.model_type)
+    ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
+        """The decoding loop; keeps the contract of `GenerationMixin._sample`.
+
+        `generate` hands over those of its arguments that are named here: a call's settings, before the object's.
+        """
+        settings: dict[str, Any] = {
+            "num_assistant_tokens": num_assistant_tokens,
+            "fallback_threshold": fallback_threshold,
+            "rollback_threshold": rollback_threshold,
+            "drafter": drafter,
+            "verification": verification,
+            "entropy_threshold": entropy_threshold,
+            "compile": compile,
+        }
+        config = replace(self.config, **{name: value for name, value in settings.items() if value is not None})
+        self._check_draft(config)
+        return self._decode(
+            config.resolve(model.config.model_type),
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            inputs_tensor,
+            model_kwargs,
+        )
+
+    def _check_draft(self, config: SpeculationConfig) -> None:
+        if self.assistant_model is not None:
+            check_is_model(self.assistant_model)
+        elif config.drafts_by_model:
+            raise ValueError(
+                f"assistant_model=None with generation_strategy={config.strategy!r} and drafter={config.drafter!r}: "
+                "pass the draft, assistant_model=draft, in the call or to hf_specdec.enable(model, "
+                "assistant_model=draft), or choose drafter='lookup', which needs none."
+            )
+
+    def _decode(
+        self,
+        config: SpeculationConfig,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None,
+        model_kwargs: dict[str, Any],
+    ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
+        """The decoding loop by a call's resolved settings."""
         check_call(model, generation_config, logits_processor, model_kwargs)
         if self.assistant_model is not None and config.drafts_by_model:
-            check_model(self.assistant_model, "draft")
+            check_model(self.assistant_model, "assistant_model")
+            check_kinds(model, self.assistant_model)
         pad = generation_config._pad_token_tensor
         pad_token = None if pad is None else int(pad)
+        returns_dict = bool(generation_config.return_dict_in_generate)
         transcript = Transcript(
             input_ids,
             stopping_criteria,
             pad_token,
             self.streamer,
             spare=config.longest_draft + 1,
-            keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
-            keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+            keep_scores=returns_dict and bool(generation_config.output_scores),
+            keep_logits=returns_dict and bool(generation_config.output_logits),
         )
         processors = HostProcessors(logits_processor, pad_token or 0)
         hidden = _hidden_tokens(input_ids, model_kwargs, generation_config)
@@ -124,7 +177,7 @@ class SpeculativeDecoding:
             static_capacity=capacity,
         )
         if capacity is not None:
-            model_kwargs["past_key_values"] = static_cache(model, model_kwargs, capacity, "target")
+            model_kwargs["past_key_values"] = static_cache(model, model_kwargs, capacity, "model")
         target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)
         do_sample = bool(generation_config.do_sample)
         make_rollback = TABLE[config.strategy].rollback
@@ -137,18 +190,23 @@ class SpeculativeDecoding:
             do_sample=do_sample,
         )
         self.stats = _last[model] = SpeculationStats(config.strategy)
-        returns_dict = bool(generation_config.return_dict_in_generate)
-        with accelerated(decoder, transcript, compile=config.compile, keep_cache=returns_dict) as running:
-            try:
-                running.decode(transcript, self.stats)
-            finally:
-                kept = returns_dict or getattr(target.cache, "_is_user_defined", False)
-                if kept and target.cache is not None and running is decoder:
-                    release(target.cache)
+        _run(decoder, transcript, self.stats, compile=config.compile, keep_cache=returns_dict)
         transcript.end()
         if not returns_dict:
             return transcript.sequences
         return _output(model, transcript, target, self.stats)
+
+
+def _run(decoder: Decoder, transcript: Transcript, stats: SpeculationStats, *, compile: bool, keep_cache: bool) -> None:
+    """Decode, and make a cache that the caller keeps his own."""
+    with accelerated(decoder, transcript, compile=compile, keep_cache=keep_cache) as running:
+        try:
+            running.decode(transcript, stats)
+        finally:
+            cache = decoder.target.cache
+            kept = keep_cache or getattr(cache, "_is_user_defined", False)
+            if kept and cache is not None and running is decoder:
+                release(cache)
 
 
 def _static_capacity(config: SpeculationConfig, transcript: Transcript, cache: Any) -> int | None:
@@ -170,9 +228,9 @@ def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_c
 
 def _output(
     model: PreTrainedModel, transcript: Transcript, target: Runner, stats: SpeculationStats
-) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """The output of `generate`, with the statistics as its attribute `speculation`."""
-    kind = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+) -> SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
+    """The output of `generate`, with the statistics."""
+    kind = SpeculativeEncoderDecoderOutput if model.config.is_encoder_decoder else SpeculativeDecoderOnlyOutput
     output = kind(
         sequences=transcript.sequences,
         scores=transcript.scores,

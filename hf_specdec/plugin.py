@@ -16,8 +16,15 @@ from types import TracebackType
 from typing import Any
 from weakref import ref
 
-from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
+from hf_specdec.checks import check_cache_implementation, check_is_model
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
 
@@ -25,6 +32,8 @@ ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
 _UNSET: Any = object()
 
 _parameters = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
+# `generate` takes these out of its keyword arguments by name.
+KNOWN = frozenset({*_parameters, "tokenizer", "assistant_tokenizer", "trust_remote_code"})
 _inside: ContextVar[bool] = ContextVar("hf_specdec_inside", default=False)
 
 
@@ -77,9 +86,11 @@ def enable(
         override earlier ones setting by setting.
 
     Raises:
-        ValueError: an unknown strategy or field, or a value out of range.
+        ValueError: an unknown strategy or field, a value out of range, or a draft that is no model.
     """
     check_fields(settings)
+    if assistant_model is not _UNSET and assistant_model is not None:
+        check_is_model(assistant_model)
     if generation_strategy is _UNSET or generation_strategy is None:
         SpeculationConfig(**settings)
     else:
@@ -127,6 +138,8 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
         strategy = settings.pop("generation_strategy", None)
         call.pop("generation_strategy", None)
         custom = call.get("custom_generate")
+        if strategy is None and custom is None and not _inside.get():
+            _check_strategy_is_not_missing(self, call)
         if strategy is not None and custom is not None and "generation_strategy" in kwargs:
             raise ValueError(
                 f"generation_strategy={strategy!r} together with custom_generate: give one of the two, or bind the "
@@ -146,6 +159,7 @@ def _speculative_call(
     """A call's arguments with the strategy's loop in place of the package's own arguments."""
     for name in ARGUMENTS:
         call.pop(name, None)
+    check_cache_implementation(model, _configured(model, call, "cache_implementation"))
     draft = settings.pop("assistant_model", None)
     tokenizer = call.pop("tokenizer", None)
     decoding = SpeculativeDecoding(
@@ -156,6 +170,11 @@ def _speculative_call(
         assistant_tokenizer=call.pop("assistant_tokenizer", None),
         **settings,
     )
+    for name in _unused(model, call):
+        raise ValueError(
+            f"{name}={call[name]!r} is no argument of generate or of this model, and no speculation setting: choose "
+            f"among {', '.join(FIELDS)}, or leave it out."
+        )
     _add_stop_strings(model, call, tokenizer)
     return {**call, "custom_generate": decoding}
 
@@ -181,12 +200,41 @@ def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabl
     return settings
 
 
+def _configured(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
+    """An argument of transformers by its precedence: the call, `generation_config`, the model's own; None: unset."""
+    configs = (call.get("generation_config"), model.generation_config)
+    return call.get(name) or next((value for config in configs if (value := getattr(config, name, None))), None)
+
+
+def _unused(model: PreTrainedModel, call: dict[str, Any]) -> Iterator[str]:
+    """The arguments that neither `generate` nor the model knows, as transformers itself judges the latter."""
+    configs = (GenerationConfig(), call.get("generation_config"), model.generation_config)
+    for name, value in call.items():
+        if name in KNOWN or any(hasattr(config, name) for config in configs):
+            continue
+        try:
+            model._validate_model_kwargs({name: value})
+        except ValueError:
+            yield name
+
+
+def _check_strategy_is_not_missing(model: PreTrainedModel, call: dict[str, Any]) -> None:
+    """Refuse settings of ours in a call that names no strategy and finds none.
+
+    Raises:
+        ValueError: names the setting, its value and the way out.
+    """
+    given = {name: call[name] for name in FIELDS if name in call}
+    for name in _unused(model, {**given, "generation_config": call.get("generation_config")}) if given else ():
+        raise ValueError(
+            f"{name}={call[name]!r} without a generation_strategy: add generation_strategy='speculative' or 'bild', "
+            f"or leave {name} out."
+        )
+
+
 def _add_stop_strings(model: PreTrainedModel, call: dict[str, Any], tokenizer: Any) -> None:
     """Turn `stop_strings` into a criterion, since `generate` keeps the tokenizer from custom loops."""
-    configs = (call.get("generation_config"), model.generation_config)
-    stop_strings = call.get("stop_strings") or next(
-        (value for config in configs if (value := getattr(config, "stop_strings", None))), None
-    )
+    stop_strings = _configured(model, call, "stop_strings")
     if stop_strings is None or tokenizer is None:
         return
     criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
 # They read the scores alone, row by row, so that all positions may go through them at once.
@@ -177,17 +177,22 @@ class BildRollback(LogitsProcessor):
         return self.relax(scores.unsqueeze(1), token, token.new_ones(1)).squeeze(1)
 
 
-def check_stateless(processors: LogitsProcessorList) -> None:
+def check_stateless(processors: LogitsProcessorList, generation_config: GenerationConfig) -> None:
     """Refuse processors that keep state from call to call.
 
     Raises:
-        ValueError: names the processor, the argument that made it, and the way out.
+        ValueError: names the processor, the argument that made it, its value, and the way out.
     """
-    arguments = {"SynthIDTextWatermarkLogitsProcessor": "watermarking_config"}
     for processor in processors:
         if isinstance(processor, STATEFUL):
             name = type(processor).__name__
+            synthid = isinstance(processor, host.SynthIDTextWatermarkLogitsProcessor)
+            argument = "watermarking_config" if synthid else "guidance_scale"
+            value = getattr(generation_config, argument, None)
+            shown = value if value is None or argument == "guidance_scale" else value.to_dict()
+            # Without a value in the call's settings it was given as an object.
+            given = f"logits_processor=[{name}]" if value is None else f"{argument}={shown}"
             raise ValueError(
-                f"{arguments.get(name, 'guidance_scale')}: {name} keeps state from call to call and can't take back "
-                "what it saw of rejected drafts: drop it, or pass generation_strategy=None for plain decoding."
+                f"{given}: {name} keeps state from call to call and can't take back what it saw of rejected drafts: "
+                "drop it, or decode without speculation."
             )

@@ -48,7 +48,7 @@ class ModelRunner:
         batch_size, prompt_length = input_ids.shape
         read = 0
         if self.cache is not None:
-            caches.start_recording(self.cache)
+            self._recording = caches.start_recording(self.cache)
             read = max(min(self.cache.get_seq_length() - hidden, prompt_length - 1), 0)
         self.read = [read] * batch_size
         self._width = read + hidden
@@ -120,6 +120,22 @@ class ModelRunner:
             caches.realign(self.cache, self._width, shifts, new_width)
         self._width = new_width
 
+    def end(self, lengths: Sequence[int]) -> None:
+        """Leave the cache as plain `generate` would after `lengths` tokens, whatever ended the call.
+
+        It is emptied where a pass broke off beyond repair, or a sliding window no longer holds what it would see:
+        going on from it is right then, too, and reads the text again.
+        """
+        if self.cache is None:
+            return
+        caches.forget_broken_pass(self.cache, self._width)
+        most = max(n - min(n, length) for n, length in zip(self.read, lengths, strict=True))
+        if caches.can_forget(self.cache, self._width, most):
+            self.rewind(lengths)
+        else:
+            caches.forget_all(self.cache)
+        caches.stop_recording(self._recording)
+
     def _inputs(self, tokens: Tensor, slot_kwargs: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of a pass, by the model's own preparation.
 
@@ -181,7 +197,7 @@ class RowByRowRunner:
         for row in range(len(input_ids)):
             kwargs = {key: _row(value, row, len(input_ids)) for key, value in model_kwargs.items()}
             kwargs["past_key_values"] = (
-                caches.new_cache(model.config, "target", cross_attention=cross_attention) if given is not None else None
+                caches.new_cache(model, "model", cross_attention=cross_attention) if given is not None else None
             )
             self.rows.append(ModelRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden))
 
@@ -204,6 +220,11 @@ class RowByRowRunner:
         """As `ModelRunner.rewind`."""
         for runner, length in zip(self.rows, lengths, strict=True):
             runner.rewind([length])
+
+    def end(self, lengths: Sequence[int]) -> None:
+        """As `ModelRunner.end`."""
+        for runner, length in zip(self.rows, lengths, strict=True):
+            runner.end([length])
 
 
 def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[torch.no_grad]:

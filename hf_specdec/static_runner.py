@@ -46,7 +46,7 @@ def keeps_rows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     )
 
 
-def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], capacity: int, role: str) -> Cache:
+def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], capacity: int, argument: str) -> Cache:
     """An unused cache for a call that asks for a static one: a `RowsCache` where the model can be fed from it.
 
     Raises:
@@ -54,7 +54,7 @@ def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], capacity:
     """
     if keeps_rows(model, model_kwargs):
         return RowsCache(model.config, capacity)
-    return new_cache(model.config, role, cross_attention="encoder_outputs" in model_kwargs)
+    return new_cache(model, argument, cross_attention="encoder_outputs" in model_kwargs)
 
 
 class StaticRunner:
@@ -115,6 +115,10 @@ class StaticRunner:
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `ModelRunner.rewind`; no data is touched."""
         self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
+
+    def end(self, lengths: Sequence[int]) -> None:
+        """As `ModelRunner.end`."""
+        self.rewind(lengths)
 
 
 def static_pass(

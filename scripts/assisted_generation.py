@@ -257,7 +257,8 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
         values = options.pop(single) or []
         grid = task == "sweep" or (task, single) == ("engines", "num_assistant_tokens")
         if len(values) > 1 and not grid:
-            parser.error(f"argument --{single}: {len(values)} values are for --task sweep; give one")
+            takers = "--task sweep or engines" if single == "num_assistant_tokens" else "--task sweep"
+            parser.error(f"argument --{single}: {len(values)} values are for {takers}; give one")
         if grid:
             options[several] = values
         elif values:

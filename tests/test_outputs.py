@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from families import pair, prompts
-from transformers import DynamicCache
+from models import llama, noisy
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 import hf_specdec
 
@@ -45,3 +50,92 @@ def test_training_goes_on_after_a_call() -> None:
     for model in (target, draft):
         model(**inputs).logits.sum().backward()
         assert all(weight.grad is not None for weight in model.parameters() if weight.dim() > 1)
+
+
+def mistral() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MistralConfig(
+        vocab_size=64, num_hidden_layers=2, initializer_range=0.2, sliding_window=6, pad_token_id=0, **sizes
+    )
+    return MistralForCausalLM(config).to(torch.float64).eval()
+
+
+class Breaks:
+    """A streamer that breaks off the call with a token."""
+
+    def __init__(self, error: type[BaseException], at: int) -> None:
+        self.error, self.left = error, at
+
+    def put(self, value: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("make", [llama, mistral])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_cache_of_ones_own_can_be_gone_on_with(make: Callable[[], PreTrainedModel], error: Any) -> None:
+    """Also after a call that broke off: it holds all but the last token shown, and its windows no more than plain."""
+    target = make()
+    draft = noisy(target)
+    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    inputs = prompts(1)
+    start = inputs["input_ids"].shape[1]
+    plain = target.generate(**inputs, **call)
+    cache = DynamicCache(config=target.config)
+    decoding = hf_specdec.SpeculativeDecoding(draft, num_assistant_tokens=6, streamer=Breaks(error, 4))
+    with pytest.raises(error):
+        target.generate(**inputs, **call, past_key_values=cache, custom_generate=decoding)
+    assert cache.get_seq_length() == start + 3
+    assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+    assert torch.equal(target.generate(plain[:, : start + 4], past_key_values=cache, max_new_tokens=8), plain)
+    window = getattr(target.config, "sliding_window", None) or 1000
+    assert all(layer.keys.shape[-2] <= window - 1 for layer in cache.layers)
+
+
+def test_a_pass_that_broke_off_between_two_layers() -> None:
+    """The first layer has its tokens, the second has not."""
+    target = mistral()
+    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    inputs = prompts(1)
+    plain = target.generate(**inputs, **call)
+    cache = DynamicCache(config=target.config)
+    passes = []
+
+    def broken(*args: Any) -> None:
+        passes.append(1)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+
+    decoding = hf_specdec.SpeculativeDecoding(noisy(target))
+    hook = target.model.layers[1].register_forward_pre_hook(broken)
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**inputs, **call, past_key_values=cache, custom_generate=decoding)
+    hook.remove()
+    held = cache.get_seq_length()
+    assert len({layer.get_seq_length() for layer in cache.layers}) == 1 and held > 8
+    left = plain.shape[1] - held - 1
+    assert torch.equal(target.generate(plain[:, : held + 1], past_key_values=cache, max_new_tokens=left), plain)
+
+
+def test_a_window_that_can_not_go_back_is_emptied() -> None:
+    """Rows apart: one has read more than is shown when the call breaks off, and its window has moved on."""
+    target = mistral()
+    inputs = prompts(4)
+    call: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    plain = target.generate(**inputs, **call)
+    emptied = []
+    for shown in range(3, 12):
+        cache = DynamicCache(config=target.config)
+        decoding = hf_specdec.SpeculativeDecoding(noisy(target, 0.2), streamer=Breaks(RuntimeError, shown))
+        with pytest.raises(RuntimeError):
+            target.generate(**inputs, **call, past_key_values=cache, custom_generate=decoding)
+        emptied.append(cache.get_seq_length() == 0)
+        start = inputs["input_ids"].shape[1] + shown
+        mask = torch.cat([inputs["attention_mask"], torch.ones(4, shown, dtype=torch.long)], dim=1)
+        again = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 16 - shown, "do_sample": False}
+        assert torch.equal(target.generate(plain[:, :start], **again), plain)
+    assert any(emptied) and not all(emptied)

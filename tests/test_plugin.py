@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,10 +22,12 @@ from transformers import (
     WhisperForConditionalGeneration,
     pipeline,
 )
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 from word_tokenizer import word_tokenizer
 
 import hf_specdec
 from hf_specdec import SpeculationStats, SpeculativeDecoding, last_speculation
+from hf_specdec.config import FIELDS
 
 ORIGINAL = GenerationMixin.generate
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
@@ -275,6 +280,26 @@ def test_the_hook_without_patching(pair) -> None:
     assert decoding.stats is last_speculation(target) is not None
 
 
+def test_settings_of_the_call_precede_those_of_the_hook(pair) -> None:
+    target, draft = pair
+    decoding = SpeculativeDecoding(draft, num_assistant_tokens=6)
+    assert longest(speculates(target, custom_generate=decoding)) == 6
+    assert longest(speculates(target, custom_generate=decoding, num_assistant_tokens=2)) == 2
+    assert longest(speculates(target, custom_generate=decoding, num_assistant_tokens=3, drafter="hybrid")) <= 3
+    with hf_specdec.enable():
+        assert longest(speculates(target, custom_generate=decoding, num_assistant_tokens=1)) == 1
+    assert longest(speculates(target, custom_generate=decoding)) == 6
+    with pytest.raises(ValueError, match="num_assistant_tokens=0"):
+        speculates(target, custom_generate=decoding, num_assistant_tokens=0)
+    with pytest.raises(ValueError, match="assistant_model=None"):
+        speculates(target, custom_generate=SpeculativeDecoding(drafter="lookup"), drafter="model")
+
+
+def test_the_hook_takes_every_setting() -> None:
+    parameters = inspect.signature(SpeculativeDecoding(drafter="none")).parameters
+    assert set(FIELDS) <= set(parameters)
+
+
 def test_statistics_are_data(pair) -> None:
     import json
 
@@ -282,6 +307,9 @@ def test_statistics_are_data(pair) -> None:
     decoding = SpeculativeDecoding(draft, num_assistant_tokens=3)
     output = target.generate(**prompts(2), **GREEDY, custom_generate=decoding, return_dict_in_generate=True)
     stats = output.speculation
+    assert output["speculation"] is stats and isinstance(output, GenerateDecoderOnlyOutput)
+    for twin in (copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
+        assert twin["speculation"].to_dict() == stats.to_dict() and torch.equal(twin["sequences"], output.sequences)
     assert stats is decoding.stats is last_speculation(target)
     assert stats.new_tokens == int((output.sequences[:, 9:] != PAD).sum())
     assert all(a <= d for r in stats.rounds for a, d in zip(r.accepted, r.drafted, strict=True))

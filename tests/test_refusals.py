@@ -106,7 +106,68 @@ def test_an_unknown_field(pair, name: str) -> None:
         hf_specdec.enable(pair[0], **{name: 3})
     with pytest.raises(ValueError, match=f"{name}=3.*rollback_threshold"):
         SpeculativeDecoding(pair[1], **{name: 3})
-    refused(*pair, name, **{name: 3})
+    refused(*pair, f"{name}=3", "rollback_threshold", **{name: 3})
+
+
+def test_what_the_model_itself_takes_is_no_unknown_field(pair) -> None:
+    """Control: arguments of the model's forward pass, and of an encoder, go through."""
+    settings: dict[str, Any] = {"max_new_tokens": 4, "generation_strategy": "speculative"}
+    pair[0].generate(**prompts(1), position_ids=torch.arange(9)[None], assistant_model=pair[1], **settings)
+    target = t5()
+    pair_of_t5 = {"assistant_model": noisy(target), "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long)}
+    target.generate(**prompts(1), **pair_of_t5, **settings)
+
+
+@pytest.mark.parametrize("call", [{}, {"generation_strategy": None}])
+def test_a_setting_without_a_strategy(pair, call: dict[str, Any]) -> None:
+    refused(
+        *pair, "fallback_threshold=0.5", "generation_strategy", fallback_threshold=0.5, **{"generation_strategy": None}
+    )
+    with pytest.raises(ValueError, match=r"fallback_threshold=0.5 without a generation_strategy"):
+        pair[0].generate(**prompts(1), max_new_tokens=2, assistant_model=pair[1], fallback_threshold=0.5, **call)
+
+
+@pytest.mark.parametrize("draft", ["gpt2", torch.nn.Linear(2, 2), llama().model], ids=["name", "layer", "headless"])
+def test_a_draft_that_is_no_model(pair, draft: Any) -> None:
+    words = "assistant_model='gpt2'" if draft == "gpt2" else f"assistant_model={type(draft).__name__}"
+    refused(pair[0], draft, words, "from_pretrained")
+    with pytest.raises(ValueError, match=f"{words}.*from_pretrained"):
+        hf_specdec.enable(pair[0], assistant_model=draft)
+    with pytest.raises(ValueError, match=f"{words}.*from_pretrained"):
+        SpeculativeDecoding(draft)
+
+
+def test_a_draft_of_the_other_kind(pair) -> None:
+    seq2seq = t5()
+    way_out = "draft of the target's kind"
+    refused(pair[0], seq2seq, "assistant_model=T5ForConditionalGeneration is an encoder-decoder model", way_out)
+    refused(seq2seq, pair[1], "assistant_model=LlamaForCausalLM is a decoder-only model", way_out)
+
+
+OTHER_MODES: list[dict[str, Any]] = [
+    {"dola_layers": "high"},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"force_words_ids": [[5]]},
+    {"prompt_lookup_num_tokens": 3},
+    {"assistant_early_exit": 1},
+]
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES, ids=lambda mode: next(iter(mode)))
+def test_another_way_of_decoding(pair, mode: dict[str, Any]) -> None:
+    name, value = next(iter(mode.items()))
+    refused(*pair, f"{name}={value!r}", f"leave {name} out", "without speculation", **mode)
+
+
+def test_a_penalty_that_means_nothing_in_sampling(pair) -> None:
+    """Control: there plain `generate` doesn't read it either."""
+    call = {**prompts(1), "max_new_tokens": 4, "penalty_alpha": 0.6, "top_k": 4, "do_sample": True}
+    assert pair[0].generate(**call, assistant_model=pair[1], generation_strategy="speculative").shape[1] <= 13
+
+
+@pytest.mark.parametrize("name", ["quantized", "paged", "offloaded", "offloaded_static"])
+def test_kinds_of_cache(pair, name: str) -> None:
+    refused(*pair, f"cache_implementation='{name}'", "'dynamic'", "without speculation", cache_implementation=name)
 
 
 def test_a_missing_draft(pair) -> None:
@@ -133,12 +194,20 @@ def test_embeddings_as_inputs(pair) -> None:
 
 
 def test_classifier_free_guidance(pair) -> None:
-    refused(*pair, "guidance_scale", "drop it", guidance_scale=1.5)
+    refused(*pair, "guidance_scale=1.5", "drop it", guidance_scale=1.5)
 
 
 def test_synthid(pair) -> None:
     watermark = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])
-    refused(*pair, "watermarking_config", "SynthID", "drop it", watermarking_config=watermark, do_sample=True)
+    refused(
+        *pair,
+        "watermarking_config={",
+        "'ngram_len': 3",
+        "SynthID",
+        "drop it",
+        watermarking_config=watermark,
+        do_sample=True,
+    )
 
 
 class Halves(QuantizedLayer):
@@ -171,20 +240,20 @@ def mamba() -> PreTrainedModel:
 
 def test_recurrent_models_on_either_side(pair) -> None:
     recurrent = mamba()
-    refused(recurrent, pair[1], "target MambaForCausalLM", "recurrent", "generation_strategy=None")
-    refused(pair[0], recurrent, "draft MambaForCausalLM", "recurrent", "attention-only")
+    refused(recurrent, pair[1], "model=MambaForCausalLM", "recurrent", "without speculation")
+    refused(pair[0], recurrent, "assistant_model=MambaForCausalLM", "recurrent", "attention-only")
 
 
 def test_a_draft_without_weights(pair) -> None:
     with torch.device("meta"):
         empty = llama()
-    refused(pair[0], empty, "draft LlamaForCausalLM", "meta", "device_map")
+    refused(pair[0], empty, "assistant_model=LlamaForCausalLM", "meta", "device_map")
 
 
 def test_a_target_without_weights(pair) -> None:
     with torch.device("meta"):
         empty = llama()
-    refused(empty, pair[1], "target LlamaForCausalLM", "meta", "device_map")
+    refused(empty, pair[1], "model=LlamaForCausalLM", "meta", "device_map")
 
 
 def test_vocabularies_that_differ_by_more_than_padding(pair) -> None:

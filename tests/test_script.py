@@ -142,7 +142,7 @@ def test_a_target_without_a_known_draft(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--gamma 2 3", ["--num_assistant_tokens", "2 values", "--task sweep"]),
+        ("--gamma 2 3", ["--num_assistant_tokens", "2 values", "--task sweep or engines"]),
         ("--task subtasks --rollback_thres 1 2", ["--rollback_threshold", "--task sweep"]),
         ("--draft_models a b", ["--draft_models", "--task sweep"]),
         ("--prompt_template nothing", ["--prompt_template", "'nothing'", "{prompt}"]),
