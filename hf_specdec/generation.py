@@ -178,12 +178,14 @@ class SpeculativeDecoding:
         )
         if capacity is not None:
             model_kwargs["past_key_values"] = static_cache(model, model_kwargs, capacity, "model")
+        # Before the target's, which marks the cache: this one may refuse.
+        drafter = make_drafter(config, call)
         target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)
         do_sample = bool(generation_config.do_sample)
         make_rollback = TABLE[config.strategy].rollback
         decoder = Decoder(
             target=target,
-            drafter=make_drafter(config, call),
+            drafter=drafter,
             processors=processors,
             relaxation=make_rollback(config, not do_sample) if make_rollback else None,
             rule=SAMPLING_RULES[config.verification] if do_sample else greedy,

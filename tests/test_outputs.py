@@ -121,6 +121,15 @@ def test_a_pass_that_broke_off_between_two_layers() -> None:
     assert torch.equal(target.generate(plain[:, : held + 1], past_key_values=cache, max_new_tokens=left), plain)
 
 
+def test_a_refused_call_leaves_the_cache_alone() -> None:
+    target = mistral()
+    cache = DynamicCache(config=target.config)
+    decoding = hf_specdec.SpeculativeDecoding(llama(vocab_size=64 + 1025))
+    with pytest.raises(ValueError, match="assistant_model="):
+        target.generate(**prompts(1), max_new_tokens=4, past_key_values=cache, custom_generate=decoding)
+    assert not any(layer.record_past for layer in cache.layers)
+
+
 def test_a_window_that_can_not_go_back_is_emptied() -> None:
     """Rows apart: one has read more than is shown when the call breaks off, and its window has moved on."""
     target = mistral()
