@@ -106,7 +106,7 @@ def check_is_model(draft: Any) -> None:
     Raises:
         ValueError: names the argument, its value and the way out.
     """
-    # Adapters and compiled models wrap a model of transformers without being one.
+    # Adapters (PEFT) wrap a model of transformers without being one.
     if isinstance(draft, Module) and hasattr(draft, "config") and getattr(draft, "can_generate", lambda: False)():
         return
     value = type(draft).__name__ if isinstance(draft, Module) else repr(draft)
