@@ -192,13 +192,14 @@ def test_weights_on_disk(load: Any, tmp_path: Path, roles: str) -> None:
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_model_offloaded_as_a_whole_is_refused_by_name(role: str) -> None:
+    argument = {"target": "model", "draft": "assistant_model"}[role]
     models = dict(zip(("target", "draft"), families.pair("llama"), strict=True))
     cpu_offload(models[role], execution_device=torch.device("cpu"))
     with pytest.raises(BenchError, match=r"--device_map: 'auto' .* LlamaForCausalLM.* choose a smaller model"):
         check_loaded(models[role], None, "auto")
     with (
         hf_specdec.enable(models["target"], assistant_model=models["draft"], generation_strategy="speculative"),
-        pytest.raises(ValueError, match=f"the {role} LlamaForCausalLM is on the 'meta' device.*device_map"),
+        pytest.raises(ValueError, match=f"{argument}=LlamaForCausalLM is on the 'meta' device.*device_map"),
     ):
         models["target"].generate(**families.prompts(1), **GREEDY)
 
