@@ -225,10 +225,10 @@ def test_the_report_is_rendered_from_its_data_and_describes_the_shipped_files(cl
 
 
 def test_the_target_is_ahead_of_its_draft(claims):
-    """Ten points in most subtasks, and never behind. Six is the aim; REPORT.md says which are missing."""
+    """By ten points in six subtasks or more, and never behind."""
     scores = claims["pairs"]["target"]["scores"]
     ahead = [scores["target"][s] - scores["draft"][s] for s in embedded.SUBTASKS]
-    assert sum(lead >= 0.10 for lead in ahead) >= 4
+    assert sum(lead >= 0.10 for lead in ahead) >= 6
     assert min(ahead) >= 0
 
 
