@@ -22,7 +22,7 @@ from hf_specdec import captured
 from hf_specdec.decoding import Decoder
 from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.drafting import ModelDrafter, NoDrafter
-from hf_specdec.processors import BildRollback
+from hf_specdec.processors import PREFIX_FREE, BildRollback
 from hf_specdec.round_steps import Plan, Side, draft_step, verify_step
 from hf_specdec.static_runner import StaticRunner
 from hf_specdec.stats import Round
@@ -30,18 +30,8 @@ from hf_specdec.transcript import Transcript
 
 CAPACITY_STEP = 256  # calls whose capacity rounds up to the same multiple share their steps
 KEPT_ENGINES = 4  # of a target; each holds its caches
-# They read scores alone and are told apart by their numbers.
-PROCESSORS = (
-    host.TemperatureLogitsWarper,
-    host.TopKLogitsWarper,
-    host.TopPLogitsWarper,
-    host.MinPLogitsWarper,
-    host.TypicalLogitsWarper,
-    host.EpsilonLogitsWarper,
-    host.EtaLogitsWarper,
-    host.InfNanRemoveLogitsProcessor,
-    host.LogitNormalization,
-)
+# They read scores alone and are told apart by their numbers; the one left out holds a list of tokens.
+PROCESSORS = tuple(kind for kind in PREFIX_FREE if kind is not host.SuppressTokensLogitsProcessor)
 
 # They stop by a round's own draft probabilities, or at their limit.
 FIXED_RULES = (StopRule, Fallback, EntropyStop)

@@ -23,7 +23,7 @@ class Recipe:
 
     Attributes:
         decay: the share of the steps, at their end, over which the learning rates fall to 0.
-        emphasis: subtasks that are drawn about three times as often as others.
+        emphasis: subtasks that are drawn more often: each mention adds two chances to the usual eleven.
         until: stop after this many steps of a schedule laid out for `steps`; None goes to its end.
         seedling: trains a shallower model first, from which this one grows: much cheaper than training all
             the layers from the start, since attention learns to look things up in the shallow model.
