@@ -16,9 +16,10 @@ from transformers import LogitsProcessor, PreTrainedModel
 from hf_specdec import sampling
 from hf_specdec.draft_length import StopRule
 from hf_specdec.drafting import align_vocabulary
+from hf_specdec.masks import attention_windows
 from hf_specdec.processors import Relaxation
 from hf_specdec.static_cache import RowsCache
-from hf_specdec.static_runner import attention_windows, static_pass
+from hf_specdec.static_runner import static_pass
 from hf_specdec.verification import Rule
 
 

@@ -12,35 +12,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 
 from hf_specdec.cache import new_cache
+from hf_specdec.masks import attention_mask, attention_windows, takes_ready_masks
 from hf_specdec.runner import extend_count, extend_mask, pass_mode, prompt_positions
 from hf_specdec.static_cache import RowsCache
 
-ATTENTION = ("eager", "sdpa")
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"})
 
 
 def keeps_rows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether a model can be fed from a `RowsCache`.
 
-    It has to take positions and a ready-made mask for every row, which encoder-decoder models and those with
-    ALiBi (BLOOM) don't, and to look at keys by its mask only, which transformers' own mark for static caches says.
-    And it has to stand on one device.
+    It has to take ready masks and positions for every row, and to stand on one device.
     """
-    config = model.config.get_text_config(decoder=True)
     positions = model_kwargs.get("position_ids")
     return (
-        not model.config.is_encoder_decoder
-        and bool(model._can_compile_fullgraph)
+        takes_ready_masks(model)
         and type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
         and len({weight.device for weight in model.parameters()}) == 1
-        and {"attention_mask", "position_ids"} <= inspect.signature(model.forward).parameters.keys()
-        and not getattr(config, "alibi", False)
-        and config._attn_implementation in ATTENTION
-        and LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
         and KNOWN_KWARGS.issuperset(key for key, value in model_kwargs.items() if value is not None)
         and (positions is None or positions.dim() == 2)
     )
@@ -158,29 +149,3 @@ def static_pass(
         **kept,
     ).logits
     return logits
-
-
-def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
-    """The kinds of a model's layers, each with how many tokens back it sees, itself included; None: all."""
-    text = config.get_text_config(decoder=True)
-    window = getattr(text, "sliding_window", None)
-    types = getattr(text, "layer_types", None)
-    if types is None:
-        return {"full_attention": window}
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(types))}
-
-
-def attention_mask(slots: Tensor, visible: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The additive mask `[B, 1, k, span]` of queries in `slots` `[B, k]` over the slots of `visible` `[B, span]`.
-
-    A query sees visible slots up to its own and not beyond its window. It always sees itself, padding too, so that
-    no softmax is empty.
-    """
-    keys = torch.arange(visible.shape[1], device=slots.device)
-    distance = slots.unsqueeze(2) - keys
-    seen = (distance >= 0) & visible.unsqueeze(1)
-    if window is not None:
-        seen &= distance < window
-    hidden = ~(seen | (distance == 0))
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
-    return mask.masked_fill(hidden, torch.finfo(dtype).min).unsqueeze(1)

@@ -78,17 +78,15 @@ def speculative_sampling(
     """
     assert uniforms is not None
     lookahead = draft_tokens.shape[1]
-    judged = target_probs[:, :lookahead]
-    p_token = _of_tokens(judged, draft_tokens)
-    bar, overlap = uniforms[:, :lookahead], p_token
+    drafted = _drafted(lengths, lookahead)
+    p_token = _of_tokens(target_probs, draft_tokens)
+    bar = uniforms[:, :lookahead]
     if draft_probs is not None:
         bar = bar * _of_tokens(draft_probs, draft_tokens)
-        overlap = torch.minimum(judged, draft_probs).sum(dim=-1)
-    drafted = _drafted(lengths, lookahead)
+    excess = _excess(target_probs, draft_tokens, drafted, draft_probs)
     n_accepted = _leading((bar < p_token) & drafted)
-    next_token = draw(_residual(target_probs, draft_tokens, lengths, draft_probs, n_accepted), uniforms[:, -1])
-    reached = drafted & _drafted(n_accepted + 1, lookahead)
-    return Verification(n_accepted, next_token, (overlap * reached).sum(dim=1))
+    next_token = _draw_next(target_probs, excess, n_accepted, uniforms[:, -1])
+    return Verification(n_accepted, next_token, _overlap(excess, drafted, n_accepted))
 
 
 def block_verification(
@@ -110,34 +108,25 @@ def block_verification(
     """
     assert uniforms is not None
     lookahead = draft_tokens.shape[1]
-    judged = target_probs[:, :lookahead]
-    p_token = _of_tokens(judged, draft_tokens)
+    drafted = _drafted(lengths, lookahead)
+    p_token = _of_tokens(target_probs, draft_tokens)
     q_token = torch.ones_like(p_token) if draft_probs is None else _of_tokens(draft_probs, draft_tokens)
     block = [torch.ones_like(uniforms[:, 0])]
     for ratio in (p_token / q_token).unbind(1):
         block.append((block[-1] * ratio).clamp(max=1.0))
     passes = torch.stack(block, dim=1)
-    scaled = passes[:, :-1].unsqueeze(2) * judged
-    if draft_probs is None:
-        overlap = p_token
-        rest = scaled.sum(dim=2) - passes[:, :-1] * p_token
-    else:
-        overlap = torch.minimum(judged, draft_probs).sum(dim=-1)
-        rest = (scaled - draft_probs).clamp(min=0.0).sum(dim=2)
-    # [B, γ] for blocks of 1 to γ drafts; the last has nothing after it.
-    rest = torch.nn.functional.pad(rest[:, 1:], (0, min(lookahead, 1)))
+    excess = _excess(passes.unsqueeze(2) * target_probs, draft_tokens, drafted, draft_probs)
+    # Blocks of 1 to γ drafts; the whole draft is followed by no other that could be better.
     ends = torch.arange(1, lookahead + 1, device=lengths.device)
     whole = ends == lengths.unsqueeze(1)
-    kept = passes[:, 1:]
+    kept, rest = passes[:, 1:], excess[:, 1:].sum(dim=2)
     bar = torch.where(whole, kept, rest)
     total = torch.where(whole, 1.0, rest + 1.0 - kept)
-    accepted = (uniforms[:, :lookahead] * total < bar) & _drafted(lengths, lookahead)
+    accepted = (uniforms[:, :lookahead] * total < bar) & drafted
     n_accepted = (accepted * ends).amax(dim=1) if lookahead else torch.zeros_like(lengths)
-    scale = passes.gather(1, n_accepted.unsqueeze(1))
-    weights = _residual(target_probs, draft_tokens, lengths, draft_probs, n_accepted, scale)
-    next_token = draw(weights, uniforms[:, -1])
-    reached = _drafted(lengths, lookahead) & _drafted(n_accepted + 1, lookahead)
-    return Verification(n_accepted, next_token, (overlap * reached).sum(dim=1))
+    next_token = _draw_next(target_probs, excess, n_accepted, uniforms[:, -1])
+    unscaled = _excess(target_probs, draft_tokens, drafted, draft_probs)
+    return Verification(n_accepted, next_token, _overlap(unscaled, drafted, n_accepted))
 
 
 SAMPLING_RULES: dict[str, Rule] = {"token": speculative_sampling, "block": block_verification}
@@ -157,27 +146,26 @@ def _of_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
     return probs.gather(2, tokens.unsqueeze(2)).squeeze(2)
 
 
-def _residual(
-    target_probs: Tensor,
-    draft_tokens: Tensor,
-    lengths: Tensor,
-    draft_probs: Tensor | None,
-    n_accepted: Tensor,
-    scale: Tensor | float = 1.0,
-) -> Tensor:
-    """`[B, V]`: weights of the token after the accepted ones; p itself where nothing was rejected.
-
-    `scale` `[B, 1]` multiplies p before q is taken off.
-    """
-    rows = torch.arange(len(lengths), device=lengths.device)
-    p = target_probs[rows, n_accepted]
-    if draft_tokens.shape[1] == 0:
-        return p
-    position = n_accepted.clamp(max=draft_tokens.shape[1] - 1)
+def _excess(target_probs: Tensor, draft_tokens: Tensor, drafted: Tensor, draft_probs: Tensor | None) -> Tensor:
+    """`[B, γ+1, V]`: max(0, p - q) where a token was drafted, from q or as a point mass; elsewhere p itself."""
     if draft_probs is None:
-        weights = p.scatter(1, draft_tokens[rows, position].unsqueeze(1), 0.0)
-    else:
-        weights = (scale * p - draft_probs[rows, position]).clamp(min=0.0)
+        kept = _of_tokens(target_probs, draft_tokens) * ~drafted
+        return target_probs.scatter(2, draft_tokens.unsqueeze(2), kept.unsqueeze(2))
+    q = torch.nn.functional.pad(draft_probs * drafted.unsqueeze(2), (0, 0, 0, 1))
+    return (target_probs - q).clamp_(min=0.0)
+
+
+def _draw_next(target_probs: Tensor, excess: Tensor, n_accepted: Tensor, uniform: Tensor) -> Tensor:
+    """`[B]`: the token after the accepted ones, from what p exceeds q by there."""
+    rows = torch.arange(len(n_accepted), device=n_accepted.device)
+    weights = excess[rows, n_accepted]
     # A rejection where p and q agree to the last bit leaves nothing to draw from; its odds are rounding's.
-    rejected = (n_accepted < lengths) & (weights.sum(dim=1) > 0)
-    return torch.where(rejected.unsqueeze(1), weights, p)
+    some = weights.sum(dim=1, keepdim=True) > 0
+    return draw(torch.where(some, weights, target_probs[rows, n_accepted]), uniform)
+
+
+def _overlap(excess: Tensor, drafted: Tensor, n_accepted: Tensor) -> Tensor:
+    """`[B]`: Σ over reached positions of Σ_x min(p(x), q(x)), which is 1 less the excess."""
+    lookahead = drafted.shape[1]
+    reached = drafted & _drafted(n_accepted + 1, lookahead)
+    return ((1.0 - excess[:, :lookahead].sum(dim=2)) * reached).sum(dim=1)

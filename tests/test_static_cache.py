@@ -11,8 +11,9 @@ from transformers import StaticCache
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
+from hf_specdec.masks import attention_mask
 from hf_specdec.static_cache import RowsCache
-from hf_specdec.static_runner import StaticRunner, attention_mask, keeps_rows
+from hf_specdec.static_runner import StaticRunner, keeps_rows
 
 NEW_TOKENS = 16
 LOSSLESS = {"rollback_threshold": 0.0, "fallback_threshold": 0.2}
