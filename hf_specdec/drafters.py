@@ -17,6 +17,7 @@ from hf_specdec.drafting import Drafter, ModelDrafter, NoDrafter
 from hf_specdec.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter, LookupDrafter
 from hf_specdec.processors import HostProcessors
 from hf_specdec.runners import runner_for
+from hf_specdec.static_cache import CacheSize
 from hf_specdec.static_runner import static_cache
 from hf_specdec.strategies import TABLE, stop_rule
 from hf_specdec.transcript import Transcript
@@ -33,7 +34,7 @@ class DraftCall:
         processors: the host's.
         generation_config, model_kwargs: as `generate` prepared them for the target.
         inputs_tensor: `[B / num_return_sequences, ...]`, the inputs that `generate` was given.
-        static_capacity: slots of a static cache, where one is wanted.
+        static_size: of static caches, where they are wanted.
     """
 
     model: PreTrainedModel
@@ -44,7 +45,7 @@ class DraftCall:
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any]
     inputs_tensor: Tensor | None
-    static_capacity: int | None = None
+    static_size: CacheSize | None = None
 
 
 def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
@@ -80,8 +81,8 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     if needs_translation(call.model, draft, *call.tokenizers):
         return _across_tokenizers(config, call, rule)
     kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor)
-    if call.static_capacity is not None:
-        kwargs["past_key_values"] = static_cache(draft, kwargs, call.static_capacity, "assistant_model")
+    if call.static_size is not None:
+        kwargs["past_key_values"] = static_cache(draft, kwargs, call.static_size, "assistant_model")
     do_sample = bool(call.generation_config.do_sample)
     return ModelDrafter(
         runner_for(draft, kwargs, input_ids.to(draft.device), call.transcript.ids.shape[1]),

@@ -212,6 +212,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
     processors = decoder.processors.processors
     if (
         not isinstance(target, StaticRunner)
+        or target.cache.grows
         or transcript.records
         or not all(type(processor) in PROCESSORS for processor in processors)
         or not (decoder.relaxation is None or type(decoder.relaxation) is BildRollback)

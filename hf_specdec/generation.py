@@ -25,7 +25,8 @@ from hf_specdec.fast_decoding import accelerated, fast_capacity
 from hf_specdec.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.processors import HostProcessors
 from hf_specdec.runners import Runner, runner_for
-from hf_specdec.static_runner import static_cache
+from hf_specdec.static_cache import CacheSize, RowsCache
+from hf_specdec.static_runner import keeps_rows, static_cache
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.strategies import TABLE
 from hf_specdec.transcript import Transcript
@@ -164,7 +165,7 @@ class SpeculativeDecoding:
         )
         processors = HostProcessors(logits_processor, pad_token or 0)
         hidden = _hidden_tokens(input_ids, model_kwargs, generation_config)
-        capacity = _static_capacity(config, transcript, model_kwargs.get("past_key_values"))
+        static_size = _static_size(config, transcript, model, model_kwargs)
         call = DraftCall(
             model=model,
             draft=self.assistant_model,
@@ -174,10 +175,10 @@ class SpeculativeDecoding:
             generation_config=generation_config,
             model_kwargs=dict(model_kwargs),
             inputs_tensor=inputs_tensor,
-            static_capacity=capacity,
+            static_size=static_size,
         )
-        if capacity is not None:
-            model_kwargs["past_key_values"] = static_cache(model, model_kwargs, capacity, "model")
+        if static_size is not None:
+            model_kwargs["past_key_values"] = static_cache(model, model_kwargs, static_size, "model")
         # Before the target's, which marks the cache: this one may refuse.
         drafter = make_drafter(config, call)
         target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)
@@ -211,12 +212,21 @@ def _run(decoder: Decoder, transcript: Transcript, stats: SpeculationStats, *, c
                 release(cache)
 
 
-def _static_capacity(config: SpeculationConfig, transcript: Transcript, cache: Any) -> int | None:
-    """Slots of the static caches of a call, or None where it asks for none, or brings a cache of its own."""
-    if not (is_static_by_request(cache) or (config.compile and is_unused_default(cache))):
-        return None
-    tokens = transcript.ids.shape[1]
-    return fast_capacity(tokens) if config.compile or captured.captures(transcript.ids.device) else tokens
+def _static_size(
+    config: SpeculationConfig, transcript: Transcript, model: PreTrainedModel, model_kwargs: dict[str, Any]
+) -> CacheSize | None:
+    """How large the static caches of a call are; None where dynamic ones serve it better, or it brings its own.
+
+    They serve batches by themselves: rows that accept unevenly would have to be moved in a dynamic cache in every
+    round, which took longer than the passes themselves. A single row is served better by a dynamic one.
+    """
+    cache, tokens = model_kwargs.get("past_key_values"), transcript.ids.shape[1]
+    if is_static_by_request(cache) or (config.compile and is_unused_default(cache)):
+        prepared = config.compile or captured.captures(transcript.ids.device)
+        return CacheSize(fast_capacity(tokens) if prepared else tokens)
+    if transcript.batch_size > 1 and is_unused_default(cache) and keeps_rows(model, model_kwargs):
+        return CacheSize(tokens, grows=True)
+    return None
 
 
 def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:
@@ -233,11 +243,14 @@ def _output(
 ) -> SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
     """The output of `generate`, with the statistics."""
     kind = SpeculativeEncoderDecoderOutput if model.config.is_encoder_decoder else SpeculativeDecoderOnlyOutput
+    cache = target.cache
+    if isinstance(cache, RowsCache) and cache.grows:
+        cache = cache.as_dynamic(model.config, transcript.sequences.shape[1] - 1)
     output = kind(
         sequences=transcript.sequences,
         scores=transcript.scores,
         logits=transcript.logits,
-        past_key_values=target.cache,
+        past_key_values=cache,
     )
     output.speculation = stats
     return output

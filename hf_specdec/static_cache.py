@@ -8,12 +8,23 @@ hidden by the mask until it is written over.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
+
+GROWTH = 256  # slots that a growing cache adds at a time
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """How large the static caches of a call are; see `RowsCache`."""
+
+    capacity: int
+    grows: bool = False
 
 
 class Slots:
@@ -35,23 +46,32 @@ class RowsLayer(CacheLayerMixin):
     Args:
         capacity: slots of each row.
         slots: where the next pass writes.
+        grows: start with the slots of the first pass and add `GROWTH` at a time, up to the capacity.
     """
 
-    def __init__(self, capacity: int, slots: Slots) -> None:
+    def __init__(self, capacity: int, slots: Slots, grows: bool = False) -> None:
         super().__init__()
         self.capacity = capacity
         self.slots = slots
+        self.grows = grows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for states `[B, H, k, D]`; keys and values may differ in D."""
-        self.keys = key_states.new_zeros(*key_states.shape[:2], self.capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(*value_states.shape[:2], self.capacity, value_states.shape[-1])
+        self.keys, self.values = (
+            states.new_zeros(*states.shape[:2], self._needed(), states.shape[-1])
+            for states in (key_states, value_states)
+        )
         self.is_initialized = True
+
+    def _needed(self) -> int:
+        return min(self.capacity, -(-self.slots.span // GROWTH) * GROWTH) if self.grows else self.capacity
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write `[B, H, k, D]` into the slots of the pass; returns everything up to the span, `[B, H, span, D]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif (more := self._needed() - self.keys.shape[2]) > 0:
+            self.keys, self.values = (torch.nn.functional.pad(old, (0, 0, 0, more)) for old in (self.keys, self.values))
         written, span = self.slots.written, self.slots.span
         for stored, states in ((self.keys, key_states), (self.values, value_states)):
             if len(written) == 1:
@@ -60,6 +80,11 @@ class RowsLayer(CacheLayerMixin):
                 rows = torch.arange(len(written), device=written.device).unsqueeze(1)
                 stored[rows, :, written] = states.transpose(1, 2)
         return self.keys[:, :, :span], self.values[:, :, :span]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that keys and values take now; 0 before the first pass."""
+        return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The length and offset of what `update` returns."""
@@ -80,13 +105,15 @@ class RowsCache(Cache):
     Args:
         config: the model's; it says how many layers there are.
         capacity: the most tokens that a row can hold, drafts included.
+        grows: take memory as texts grow, instead of all at once; nothing can be compiled over such a cache.
     """
 
-    def __init__(self, config: PreTrainedConfig, capacity: int) -> None:
+    def __init__(self, config: PreTrainedConfig, capacity: int, *, grows: bool = False) -> None:
         self.slots = Slots(capacity)
         self.capacity = capacity
+        self.grows = grows
         count = config.get_text_config(decoder=True).num_hidden_layers
-        super().__init__(layers=[RowsLayer(capacity, self.slots) for _ in range(count)])
+        super().__init__(layers=[RowsLayer(capacity, self.slots, grows) for _ in range(count)])
 
     def copy(self) -> RowsCache:
         """A cache of its own with the same content."""
@@ -96,6 +123,13 @@ class RowsCache(Cache):
             if layer.is_initialized:
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         return twin
+
+    def as_dynamic(self, config: PreTrainedConfig, length: int) -> DynamicCache:
+        """The first `length` tokens of every row as plain `generate` would have cached them."""
+        dynamic = DynamicCache(config=config.get_text_config(decoder=True))
+        for index, layer in enumerate(self.layers):
+            dynamic.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
+        return dynamic
 
     @staticmethod
     def bytes_needed(config: PreTrainedConfig, batch_size: int, capacity: int, dtype: torch.dtype) -> int:
@@ -111,4 +145,4 @@ class RowsCache(Cache):
     @property
     def nbytes(self) -> int:
         """The memory that keys and values take now; 0 before the first pass."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        return sum(layer.nbytes for layer in self.layers)

@@ -17,7 +17,7 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from hf_specdec.cache import new_cache
 from hf_specdec.masks import attention_mask, attention_windows, takes_ready_masks
 from hf_specdec.runner import extend_count, extend_mask, pass_mode, prompt_positions
-from hf_specdec.static_cache import RowsCache
+from hf_specdec.static_cache import CacheSize, RowsCache
 
 KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"})
 
@@ -37,14 +37,14 @@ def keeps_rows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     )
 
 
-def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], capacity: int, argument: str) -> Cache:
-    """An unused cache for a call that asks for a static one: a `RowsCache` where the model can be fed from it.
+def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: CacheSize, argument: str) -> Cache:
+    """An unused cache for a call that wants a static one: a `RowsCache` where the model can be fed from it.
 
     Raises:
         ValueError: neither that nor transformers' dynamic cache can be rolled back.
     """
     if keeps_rows(model, model_kwargs):
-        return RowsCache(model.config, capacity)
+        return RowsCache(model.config, size.capacity, grows=size.grows)
     return new_cache(model, argument, cross_attention="encoder_outputs" in model_kwargs)
 
 

@@ -209,7 +209,7 @@ def test_a_run_that_was_broken_off_goes_on(settings: Settings, tmp_path: Path, m
 
 def test_sampling_draws_as_many_tokens(settings: Settings, pair: LoadedPair) -> None:
     drawn = replace(settings, do_sample=True, top_k=0)
-    prompts = benchmark_prompts(pair, (30,), 2, 12, long_answers=False)
+    prompts = benchmark_prompts(pair, (30,), 2, 12)
     for method in contestants(drawn, pair):
         run = run_batch(pair, method, prompts[: method.facts["most_rows"]], drawn)
         assert all(len(row) == 12 for row in run.tokens)
@@ -219,7 +219,7 @@ def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
     target, draft = save_pair(tmp_path, encoder_decoder=True)
     asked = replace(settings, model_name=str(target), assistant_model=str(draft))
     pair = load_pair(asked)
-    prompts = benchmark_prompts(pair, (30,), 2, 12, long_answers=False)
+    prompts = benchmark_prompts(pair, (30,), 2, 12)
     by_kind = {method.facts["kind"]: method for method in contestants(asked, pair)}
     runs = [run_batch(pair, by_kind[kind], prompts, asked) for kind in ("plain", "fixed")]
     assert runs[0].tokens == runs[1].tokens
@@ -350,7 +350,7 @@ def test_prepared_steps_are_timed_for_their_own_batch_size(
     # What would be compiled runs as it is, which takes no minute.
     monkeypatch.setattr(captured, "prepared", lambda step, device, *, compile: step)
     asked = replace(settings, engines=("compiled",), lookaheads=(2, 3))
-    prompts = benchmark_prompts(pair, (30,), 2, 12, long_answers=False)
+    prompts = benchmark_prompts(pair, (30,), 2, 12)
     assert prepared_times(pair, True, 2) is None
     with keeping_engines(9):
         methods = [method for method in contestants(asked, pair) if method.facts["kind"] in ("none", "fixed")]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import EAGER, FAMILIES, pair, prompts
+from families import EAGER, FAMILIES, PAD, pair, prompts
 from test_distribution import FALSE_FAILURE, odds
 from test_distribution import pair as toy_pair  # noqa: F401
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.masks import attention_mask
-from hf_specdec.static_cache import RowsCache
+from hf_specdec.static_cache import RowsCache, RowsLayer
 from hf_specdec.static_runner import StaticRunner, keeps_rows
 
 NEW_TOKENS = 16
@@ -78,6 +78,43 @@ def test_the_cache_is_the_size_that_its_formula_says(family: str) -> None:
     cache = out.past_key_values
     assert cache.capacity == inputs["input_ids"].shape[1] + 8 + 5
     assert cache.nbytes == RowsCache.bytes_needed(target.config, 3, cache.capacity, torch.float64)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-sliding"])
+def test_a_batch_has_static_rows_by_itself_and_returns_the_cache_of_plain_generate(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They grow with the text; what is returned holds plain decoding's keys, and decoding goes on from it."""
+    sizes = []
+    update = RowsLayer.update
+    monkeypatch.setattr(RowsLayer, "update", lambda layer, *args: (update(layer, *args), sizes.append(layer.nbytes))[0])
+    monkeypatch.setattr("hf_specdec.static_cache.GROWTH", 16)
+    target, draft = pair(family, dtype=torch.float32 if family in EAGER else torch.float64)
+    inputs, settings = prompts(4), {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 40}
+    plain = target.generate(**inputs, **settings)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        out = target.generate(**inputs, **settings)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert len(set(sizes)) > 1
+    assert type(out.past_key_values) is type(plain.past_key_values)
+    shown = (out.sequences != PAD).long()
+    for ours, theirs in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        # Of what a sliding window still holds, in every row what is not padding.
+        seen = shown[:, :-1][:, -theirs.keys.shape[2] :].bool()[:, None, :, None]
+        assert ours.keys.shape == theirs.keys.shape
+        torch.testing.assert_close(ours.keys * seen, theirs.keys * seen, atol=1e-4, rtol=1e-4)
+    more = {"input_ids": out.sequences, "attention_mask": shown, "max_new_tokens": 8, "do_sample": False}
+    again = [target.generate(**more, past_key_values=kept.past_key_values) for kept in (out, plain)]
+    assert torch.equal(*again)
+
+
+def test_a_single_row_and_a_cache_of_the_caller_s_own_stay_dynamic() -> None:
+    target, draft = pair("llama")
+    own = DynamicCache(config=target.config)
+    settings = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 8}
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert target.generate(**prompts(3), **settings, past_key_values=own).past_key_values is own
+        assert type(target.generate(**prompts(1), **settings).past_key_values) is DynamicCache
 
 
 def test_rolling_back_moves_nothing_and_what_is_rolled_back_has_no_effect() -> None:

@@ -30,25 +30,25 @@ class Prompt:
 
 
 def benchmark_prompts(
-    pair: LoadedPair, lengths: Sequence[int], per_length: int, new_tokens: int, *, long_answers: bool = True
+    pair: LoadedPair, lengths: Sequence[int], per_length: int, new_tokens: int, *, spare: int = 0
 ) -> list[Prompt]:
     """`per_length` prompts of exactly each of `lengths` tokens, the same ones at every length.
 
-    The embedded pairs get held-out examples, `long_answers` those whose reference answer has at least `new_tokens`
-    tokens, so that decoding is not over before it can be timed; otherwise all subtasks in turn. Other models get
-    text of the same corpus, cut by their own tokenizer, inside their chat template where they have one. Raises
-    `BenchError` for a length that can't be had.
+    The embedded pairs get held-out examples of all subtasks in turn, those first whose reference answer has at least
+    `new_tokens` tokens, so that decoding is not over before it can be timed. Other models get text of the same
+    corpus, cut by their own tokenizer, inside their chat template where they have one. The context has to hold
+    `spare` tokens more. Raises `BenchError` for a length that can't be had.
     """
     room = context_length(pair)
     for length in lengths:
-        if room is not None and length + (0 if pair.encoder_decoder else new_tokens) > room:
+        if room is not None and spare + length + (0 if pair.encoder_decoder else new_tokens) > room:
             raise BenchError(
                 f"--prompt_lengths: {length} tokens and --max_new_tokens {new_tokens} don't fit into the "
                 f"context of {room} tokens; give shorter prompts or fewer new tokens"
             )
     labelled: list[tuple[str, list[int]]] = []
     if pair.target_name in embedded.names():
-        examples = _long_answers(pair, per_length, new_tokens if long_answers else 1)
+        examples = _long_answers(pair, per_length, new_tokens)
         labelled = [(ex.subtask, _embedded_prompt(pair, ex, length)) for length in lengths for ex in examples]
     else:
         numbers = range(per_length)
@@ -116,15 +116,15 @@ def _positions(config: PretrainedConfig) -> int | None:
 
 
 def _long_answers(pair: LoadedPair, count: int, new_tokens: int) -> list[embedded.Example]:
-    """Held-out examples from all subtasks in turn; those with long answers first."""
+    """Held-out examples from all subtasks in turn; those whose answers are long enough first."""
     columns = [embedded.examples(subtask, split="heldout", n=8 * count) for subtask in embedded.SUBTASKS]
     in_turn = [example for row in zip_longest(*columns) for example in row if example is not None]
 
     def answer_tokens(example: embedded.Example) -> int:
         return len(pair.tokenizer(example.references[0], add_special_tokens=False).input_ids)
 
-    # A stable sort: all that are long enough keep their turn, the others follow from the longest down.
-    return sorted(in_turn, key=lambda example: -min(answer_tokens(example), new_tokens))[:count]
+    # A stable sort: all keep their turn.
+    return sorted(in_turn, key=lambda example: answer_tokens(example) < new_tokens)[:count]
 
 
 def _embedded_prompt(pair: LoadedPair, example: embedded.Example, length: int) -> list[int]:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_specdec.bench import bandwidth, engine_metrics
-from hf_specdec.bench.engine_metrics import Ratio, fastest, ratio, runs_of
+from hf_specdec.bench.engine_metrics import DRAFTING, Ratio, fastest, ratio, runs_of
 from hf_specdec.bench.markdown import number, table
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
 
-_DRAFTING = ("fixed", "auto")
 _FAST_ENGINES = ("static", "compiled")
 _LONG_ENOUGH = 128  # new tokens, for the floor to be judged
 
@@ -56,7 +55,7 @@ def _cpu_goals(result: Result) -> list[Goal]:
     }
     found = []
     for engine, asked in least.items():
-        ours = fastest(result, 1, kind=_DRAFTING, engine=engine)
+        ours = fastest(result, 1, kind=DRAFTING, engine=engine)
         if ours is None:
             continue
         theirs = fastest(result, 1, kind="assisted")
@@ -84,7 +83,7 @@ def _batch_goals(result: Result, engine: str) -> list[Goal]:
 
 
 def _gpu_goals(result: Result) -> list[Goal]:
-    ours = fastest(result, 1, kind=_DRAFTING)
+    ours = fastest(result, 1, kind=DRAFTING)
     plain = fastest(result, 1, kind=("none", "plain"), engine=_FAST_ENGINES)
     plain_ours = fastest(result, 1, kind="none")
     if ours is None:

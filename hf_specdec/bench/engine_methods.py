@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from hf_specdec.bench.settings import Settings
 
 LOOKAHEADS = (2, 4, 6, 8)
 LONGEST_AUTO = 16  # the most tokens that "auto" drafts in a round
+STOP_LOOKAHEAD, STOP_ENTROPY = 12, 0.5  # a draft that stops where it is not sure, as transformers' default does
 
 # How our loop can run, as arguments of generate().
 ENGINES: Mapping[str, dict[str, Any]] = {
@@ -33,8 +34,8 @@ ASSISTED = (
 def contestants(settings: Settings, pair: LoadedPair) -> list[Method]:
     """Plain generate() first, then transformers' assisted generation at each setting, then ours on each engine.
 
-    `facts` of each: its kind (plain, assisted, none, fixed, auto, floor), engine, lookahead (None: not fixed) and
-    the most rows of a batch that it takes (None: any).
+    `facts` of each: its kind (plain, assisted, none, fixed, stopped, auto, floor), engine, lookahead (None: not
+    fixed) and the most rows of a batch that it takes (None: any).
     """
     found = [replace(plain(), title="plain generate()", facts=_facts("plain"))]
     if pair.target.device.type != "cpu":
@@ -68,7 +69,7 @@ def runs_at(method: Method, rows: int) -> bool:
 
 
 def _ours(settings: Settings, pair: LoadedPair, engine: str) -> list[Method]:
-    rows: Sequence[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    rows: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("plain on our loop", {"drafter": "none"}, _facts("none", engine)),
         *(
             (f"speculative, γ = {tokens}", {"num_assistant_tokens": tokens}, _facts("fixed", engine, tokens))
@@ -76,6 +77,10 @@ def _ours(settings: Settings, pair: LoadedPair, engine: str) -> list[Method]:
         ),
         ("speculative, auto", {"num_assistant_tokens": "auto"}, _facts("auto", engine)),
     ]
+    if engine != "compiled":
+        # Compiled drafts run to their full length; stopping them spares nothing.
+        stop = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
+        rows.append((f"speculative, entropy stop {STOP_ENTROPY:g}", stop, _facts("stopped", engine)))
     return [
         replace(_speculative(title, pair.draft, engine, options), facts=facts)  #
         for title, options, facts in rows

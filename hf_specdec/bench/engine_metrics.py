@@ -16,6 +16,8 @@ from hf_specdec.bench import metrics
 RunDict = Mapping[str, Any]
 Result = Mapping[str, Any]
 
+DRAFTING = ("fixed", "stopped", "auto")  # the kinds of our methods that draft
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -204,7 +206,7 @@ def over_plain_on_engine(result: Result, method: Mapping[str, Any], batch: int) 
 def break_even(result: Result, engine: str) -> int | None:
     """The smallest batch size at which no draft of ours beats plain decoding on its engine; None: they all pay."""
     for batch in sorted({run["batch"] for run in result["runs"]}):
-        ours = fastest(result, batch, kind=("fixed", "auto"), engine=engine)
+        ours = fastest(result, batch, kind=DRAFTING, engine=engine)
         gain = None if ours is None else over_plain_on_engine(result, ours, batch)
         if gain is not None and gain.middle <= 1:
             return int(batch)

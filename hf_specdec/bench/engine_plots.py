@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from hf_specdec.bench import engine_metrics
-from hf_specdec.bench.engine_metrics import fastest, rate, runs_of, typical_rate
+from hf_specdec.bench.engine_metrics import DRAFTING, fastest, rate, runs_of, typical_rate
 from hf_specdec.bench.markdown import capital
 
 Result = Mapping[str, Any]
@@ -66,7 +66,7 @@ def speed_by_batch(result: Result) -> Figure:
     ]
     for engine in engines:
         lines.append((f"ours without a draft, {engine}", _COLOURS[engine], "o--", {"kind": "none", "engine": engine}))
-        ours = {"kind": ("fixed", "auto"), "engine": engine}
+        ours = {"kind": DRAFTING, "engine": engine}
         lines.append((f"ours, fastest with a draft, {engine}", _COLOURS[engine], "o-", ours))
     for label, colour, style, facts in lines:
         points = [(batch, found) for batch in batches if (found := fastest(result, batch, **facts)) is not None]
@@ -95,7 +95,7 @@ def _speed(result: Result, name: str, batch: int) -> tuple[float, float, float]:
 
 def _headline(result: Result, batch: int) -> str:
     plain, parts = runs_of(result, "plain", batch), []
-    for words, facts in (("transformers' best", {"kind": "assisted"}), ("ours", {"kind": ("fixed", "auto")})):
+    for words, facts in (("transformers' best", {"kind": "assisted"}), ("ours", {"kind": DRAFTING})):
         best = fastest(result, batch, **facts)
         gain = None if best is None else engine_metrics.ratio(runs_of(result, best["name"], batch), plain)
         if gain is not None:

@@ -40,8 +40,7 @@ def run_engines(settings: Settings) -> None:
     pair = load_pair(settings)
     count = max(settings.limit or PROMPTS_PER_LENGTH, *settings.batch_sizes)
     # Room for the drafts beyond the last token, too.
-    new_tokens = settings.max_new_tokens + LONGEST_AUTO
-    prompts = benchmark_prompts(pair, settings.prompt_lengths, count, new_tokens, long_answers=False)
+    prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens, spare=LONGEST_AUTO)
     methods = contestants(settings, pair)
     result = results.new(settings, pair, methods, prompts)
     sitting = Sitting(settings, Processes(), key_of)

@@ -30,8 +30,7 @@ def run_growth(settings: Settings) -> None:
     """
     results.check_writable(settings.output_dir)
     pair = load_pair(settings)
-    room = settings.max_new_tokens
-    prompts = benchmark_prompts(pair, settings.prompt_lengths, _PROMPTS_PER_LENGTH, room, long_answers=False)
+    prompts = benchmark_prompts(pair, settings.prompt_lengths, _PROMPTS_PER_LENGTH, settings.max_new_tokens)
     methods = for_growth(settings, pair)
     result = results.new(settings, pair, methods, prompts)
     result["samples"] = [
