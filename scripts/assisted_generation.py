@@ -91,7 +91,7 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--output_dir",
         type=Path,
-        default=Path("results", "latest"),
+        default=Path("results"),
         metavar="DIR",
         help="for JSON, markdown and pictures (%(default)s); report: renders the JSON files that are there",
     )

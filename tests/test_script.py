@@ -66,7 +66,7 @@ def test_defaults_are_the_published_ones(script: ModuleType) -> None:
     assert (options["prompt_lengths"], options["max_new_tokens"]) == ((256, 512), 30)
     settings = Settings(**options)
     assert (settings.fallback_threshold, settings.rollback_threshold, settings.repeats) == (0.6, 3.0, 3)
-    assert options["output_dir"] == Path("results/latest")
+    assert options["output_dir"] == Path("results")
 
 
 @pytest.mark.parametrize(
@@ -256,5 +256,5 @@ def test_main_job_from_the_root_and_from_scripts(models: list[str], tmp_path: Pa
 def test_a_default_run_leaves_git_clean() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    for place in ("results/latest/x.json", "scripts/results/latest/x.json"):
+    for place in ("results/x.json", "results/x.md", "scripts/results/x.png"):
         assert subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", place], check=False).returncode == 0

@@ -79,8 +79,15 @@ def _ours(settings: Settings, pair: LoadedPair, engine: str) -> list[Method]:
     ]
     if engine != "compiled":
         # Compiled drafts run to their full length; stopping them spares nothing.
-        stop = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
-        rows.append((f"speculative, entropy stop {STOP_ENTROPY:g}", stop, _facts("stopped", engine)))
+        stopping: dict[str, Any] = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
+        rows += [
+            (f"speculative, entropy stop {STOP_ENTROPY:g}", stopping, _facts("stopped", engine)),
+            (
+                f"speculative, auto, entropy stop {STOP_ENTROPY:g}",
+                stopping | {"num_assistant_tokens": "auto"},
+                _facts("auto", engine),
+            ),
+        ]
     return [
         replace(_speculative(title, pair.draft, engine, options), facts=facts)  #
         for title, options, facts in rows

@@ -57,7 +57,7 @@ class Settings:
     draft_precision: str | None = None
     device_map: str | None = None
     offload_folder: Path | None = None
-    output_dir: Path = Path("results") / "latest"
+    output_dir: Path = Path("results")
 
     @property
     def sampling(self) -> bool:

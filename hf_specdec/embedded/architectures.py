@@ -99,7 +99,7 @@ def _prime_lookups(model: T5ForConditionalGeneration) -> None:
     before, after, sharp = 1, 17, 8.0  # T5's buckets of the distances -1 and +1 among 32
     encoder = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight  # [buckets, heads]
     decoder = model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
-    encoder[before, 0] = encoder[after, 1] = decoder[before, 0] = sharp
+    encoder[before, 0] = encoder[after, 1 % encoder.shape[1]] = decoder[before, 0] = sharp
     for block in model.decoder.block:
         cross = block.layer[1].EncDecAttention
         cross.q.weight.copy_(0.5 * cross.k.weight)
