@@ -5,8 +5,11 @@ The rule knows finished rounds only, so that its choice never depends on the tar
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Hashable
 from statistics import median_low
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS as MAX_DRAFT
 from hf_specdec.draft_length import StopRule
@@ -31,8 +34,9 @@ CLEAR = 2.0
 # What drafts may have lost for a probe to be made: so many plain steps, and this share of the time.
 GRANT, SHARE = 1.25, 0.01
 # In a round of its own, plain decoding is timed again after so many rounds with drafts, then four times as many, ….
-FIRST_REFRESH = 16
+FIRST_REFRESH, LAST_REFRESH = 16, 256
 LONG_PROMPT = 16
+KEPT_SITUATIONS = 16  # of a target
 
 
 class Positions:
@@ -140,6 +144,41 @@ class Times:
         return unread * (PRIOR_SLOPE * self.step() if self._reading is None else self._reading)
 
 
+class Experience:
+    """What rounds have taught so far, over all calls in the same situation.
+
+    Args:
+        copies: drafts are copies and cost no steps.
+
+    Attributes:
+        times, accepted, drafted: estimates of what passes take and of how far drafts get.
+        elapsed: seconds of all rounds; a share of them may be lost by probes.
+        balance: seconds that drafts have gained.
+        probed: seconds that probes have lost.
+        refresh: after so many rounds with drafts in a row plain decoding is timed again.
+    """
+
+    def __init__(self, *, copies: bool = False) -> None:
+        self.times = Times(copies=copies)
+        self.accepted = Positions(PRIOR_ACCEPTANCE)
+        self.drafted = Positions(1.0)
+        self.elapsed = self.balance = self.probed = 0.0
+        self.refresh = FIRST_REFRESH
+
+
+_experiences: WeakKeyDictionary[Any, OrderedDict[Hashable, Experience]] = WeakKeyDictionary()
+
+
+def experience(target: object, situation: Hashable, *, copies: bool) -> Experience:
+    """The experience of a target's calls in one situation, which goes with the target; a fresh one at first."""
+    known = _experiences.setdefault(target, OrderedDict())
+    known.setdefault(situation, Experience(copies=copies))
+    known.move_to_end(situation)
+    while len(known) > KEPT_SITUATIONS:
+        known.popitem(last=False)
+    return known[situation]
+
+
 class AutoLength(StopRule):
     """Drafts as many tokens as maximise the expected tokens per second, none where drafting cannot pay.
 
@@ -150,21 +189,15 @@ class AutoLength(StopRule):
     token: the draft reads the prompt while the caller waits for the target to do so.
 
     Args:
-        copies: drafts are copies and cost no steps.
+        known: what earlier calls have taught; this one adds to it.
     """
 
-    def __init__(self, *, copies: bool = False) -> None:
+    def __init__(self, known: Experience | None = None) -> None:
         super().__init__(1)
-        self.times = Times(copies=copies)
-        self._accepted = Positions(PRIOR_ACCEPTANCE)
-        self._drafted = Positions(1.0)
+        self.known = known or Experience()
         self._rounds = 0
         self._unread = 0.0
         self._since_plain = 0
-        self._refresh = FIRST_REFRESH
-        self._elapsed = 0.0
-        self._balance = 0.0
-        self._probed = 0.0
         self._probing = False
 
     def observe(self, finished: Round) -> None:
@@ -173,17 +206,19 @@ class AutoLength(StopRule):
         if not live:
             return
         self._rounds += 1
+        known = self.known
         gained = sum(finished.new_tokens[row] for row in live) / len(live)
         if self._rounds == 1:
-            self.times.first_round(finished)
+            known.times.first_round(finished)
         else:
-            self.times.add(finished, self._unread)
-            self._elapsed += finished.seconds
+            known.times.add(finished, self._unread)
+            known.elapsed += finished.seconds
         if self.limit and self._rounds > 1:
-            self._balance += gained * self.times.target(1) - finished.seconds
+            gain = gained * known.times.target(1) - finished.seconds
+            known.balance += gain
             if self._probing:
-                self._probed += max(finished.seconds - gained * self.times.target(1), 0.0)
-        for positions, counts in ((self._accepted, finished.accepted), (self._drafted, finished.drafted)):
+                known.probed += max(-gain, 0.0)
+        for positions, counts in ((known.accepted, finished.accepted), (known.drafted, finished.drafted)):
             positions.fade()
             for row in live:
                 positions.add(counts[row], self.limit, 1.0 / len(live))
@@ -192,16 +227,16 @@ class AutoLength(StopRule):
         self._choose()
 
     def _choose(self) -> None:
-        rates = self._rates()
+        known, rates = self.known, self._rates()
         best = max(range(MAX_DRAFT + 1), key=rates.__getitem__)
         self._probing = False
         if best and rates[best] < MARGIN * rates[0]:
             best = 0
-        doubtful = not self.times.knows_plain and rates[best] < CLEAR * rates[0]
-        if best and (doubtful or self._since_plain >= self._refresh):
-            self._refresh *= 4
+        doubtful = not known.times.knows_plain and rates[best] < CLEAR * rates[0]
+        if best and (doubtful or self._since_plain >= known.refresh):
+            known.refresh = min(4 * known.refresh, LAST_REFRESH)
             best = 0
-        elif best == 0 and self.times.knows_plain:
+        elif best == 0 and known.times.knows_plain:
             best = self._probe()
             self._probing = best > 0
         self.limit = best
@@ -209,29 +244,31 @@ class AutoLength(StopRule):
     def _rates(self) -> list[float]:
         """Expected tokens per second of a row, for rounds of 0 to `MAX_DRAFT` drafts."""
         tokens, drafts, steps = 1.0, 0.0, 0.0
-        rates = [1.0 / self.times.target(1)]
-        drafted = self._drafted.reach()
-        for position, accepted in enumerate(self._accepted.reach()):
+        times = self.known.times
+        rates = [1.0 / times.target(1)]
+        drafted = self.known.drafted.reach()
+        for position, accepted in enumerate(self.known.accepted.reach()):
             # The step that finds that a draft has to stop is paid for as well.
             steps += drafted[position - 1] if position else 1.0
             drafts += drafted[position]
             tokens += accepted
-            rates.append(tokens / (steps * self.times.step() + self.times.target(1 + drafts)))
+            rates.append(tokens / (steps * times.step() + times.target(1 + drafts)))
         return rates
 
     def _probe(self) -> int:
         """Length of a probe: what costs little, at least 1; 0 while its worst case does not fit into the budget."""
-        plain = self.times.target(1)
+        known = self.known
+        plain = known.times.target(1)
         length = 1
         while length < 4 and self._loss(length + 1) <= plain / 2:
             length += 1
         # What drafts lost after they had gained more is no reason to stop looking.
-        lost = max(self._probed, -self._balance)
-        budget = GRANT * plain + SHARE * self._elapsed - lost
+        lost = max(known.probed, -known.balance)
+        budget = GRANT * plain + SHARE * known.elapsed - lost
         return length if self._loss(length) <= budget else 0
 
     def _loss(self, length: int) -> float:
         """Seconds lost by a round of so many drafts, none of them accepted."""
-        times = self.times
+        times = self.known.times
         drafting = length * times.step() + times.reading(self._unread)
         return drafting + times.target(1 + length) - times.target(1)

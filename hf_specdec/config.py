@@ -26,9 +26,9 @@ class SpeculationConfig:
             speed by two thresholds (Kim et al. 2023).
         num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` takes 4, or 7
             for targets of the T5 family; 10 where all drafts are copies.
-            `"auto"` chooses each round's length, from 0 to 16, by the acceptance and the times so far, so that
-            sampled text may differ from run to run at one seed (its distribution does not); across tokenizers
-            it takes 4.
+            `"auto"` chooses each round's length, from 0 to 16, by the acceptance and the times so far, those of
+            earlier calls of the same models included, so that sampled text may differ from run to run at one seed
+            (its distribution does not); across tokenizers it takes 4.
         fallback_threshold: BiLD only, a probability in [0, 1]. A drafted token whose distribution's maximum is
             below it is not appended; the target takes over. 0 never falls back.
         rollback_threshold: BiLD only, nats, at least 0. A drafted token at a distance -ln p_target above it is

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.auto_length import Experience, experience
 from hf_specdec.checks import needs_translation, vocabulary_size
 from hf_specdec.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_specdec.cross_tokenizer import cross_tokenizer_drafter
@@ -54,7 +55,7 @@ def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
     Raises:
         ValueError: tokenizers differ, and the drafter or the strategy can't work across tokenizers.
     """
-    rule = stop_rule(config)
+    rule = stop_rule(config, _experience(config, call))
     makers = {
         "model": lambda: _model(config, call, rule),
         "lookup": lambda: _lookup(call, rule, LOOKUP_SIZES),
@@ -62,6 +63,17 @@ def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
         "none": NoDrafter,
     }
     return makers[config.drafter]()
+
+
+def _experience(config: SpeculationConfig, call: DraftCall) -> Experience | None:
+    """What earlier calls of these models with these settings and as many rows have taught."""
+    if config.num_assistant_tokens != "auto":
+        return None
+    draft = call.draft if config.drafts_by_model else None
+    places = tuple((str(model.device), model.dtype) for model in (call.model, draft) if model is not None)
+    sampled = call.generation_config.do_sample and call.generation_config.temperature
+    situation = (config, id(draft), places, sampled, call.transcript.batch_size)
+    return experience(call.model, situation, copies=config.drafter == "lookup")
 
 
 def _lookup(call: DraftCall, rule: StopRule, sizes: tuple[int, ...]) -> LookupDrafter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_specdec.auto_length import AutoLength
+from hf_specdec.auto_length import AutoLength, Experience
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.processors import BildRollback
@@ -26,10 +26,15 @@ class Strategy:
     drafts_are_points: bool
 
 
-def stop_rule(config: SpeculationConfig) -> StopRule:
-    """The rule that ends a round's drafting: a length, and what else the strategy and the settings stop by."""
+def stop_rule(config: SpeculationConfig, known: Experience | None = None) -> StopRule:
+    """The rule that ends a round's drafting: a length, and what else the strategy and the settings stop by.
+
+    Args:
+        config: resolved settings.
+        known: what earlier calls have taught about the length that pays.
+    """
     auto = config.num_assistant_tokens == "auto"
-    length: StopRule = AutoLength(copies=config.drafter == "lookup") if auto else StopRule(config.longest_draft)
+    length = AutoLength(known) if auto else StopRule(config.longest_draft)
     rules = [length, *TABLE[config.strategy].stops(config)]
     if config.entropy_threshold is not None:
         rules.append(EntropyStop(config.longest_draft, config.entropy_threshold))
