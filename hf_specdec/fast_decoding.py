@@ -28,7 +28,7 @@ from hf_specdec.static_runner import StaticRunner
 from hf_specdec.stats import Round
 from hf_specdec.transcript import Transcript
 
-CAPACITY_STEP = 256  # calls whose capacity rounds up to the same multiple share their steps
+LEAST_CAPACITY_STEP = 128  # see `fast_capacity`
 KEPT_ENGINES = 4  # of a target; each holds its caches
 # They read scores alone and are told apart by their numbers; the one left out holds a list of tokens.
 PROCESSORS = tuple(kind for kind in PREFIX_FREE if kind is not host.SuppressTokensLogitsProcessor)
@@ -173,8 +173,12 @@ def kept_engines(model: PreTrainedModel, *, compile: bool) -> list[Engine]:
 
 
 def fast_capacity(tokens: int) -> int:
-    """Slots of the caches of calls that reach this many tokens: calls of similar length share their steps."""
-    return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
+    """Slots of the caches of calls that reach this many tokens: calls of similar length share their steps.
+
+    Attention looks at all of them, so that of more than 512 tokens at most a quarter is added.
+    """
+    step = max(LEAST_CAPACITY_STEP, (1 << (tokens.bit_length() - 1)) // 4)
+    return -(-tokens // step) * step
 
 
 @contextmanager

@@ -151,19 +151,9 @@ class SpeculativeDecoding:
         if self.assistant_model is not None and config.drafts_by_model:
             check_model(self.assistant_model, "assistant_model")
             check_kinds(model, self.assistant_model)
-        pad = generation_config._pad_token_tensor
-        pad_token = None if pad is None else int(pad)
         returns_dict = bool(generation_config.return_dict_in_generate)
-        transcript = Transcript(
-            input_ids,
-            stopping_criteria,
-            pad_token,
-            self.streamer,
-            spare=config.longest_draft + 1,
-            keep_scores=returns_dict and bool(generation_config.output_scores),
-            keep_logits=returns_dict and bool(generation_config.output_logits),
-        )
-        processors = HostProcessors(logits_processor, pad_token or 0)
+        transcript = self._transcript(config, input_ids, stopping_criteria, generation_config)
+        processors = HostProcessors(logits_processor, _pad_token(generation_config) or 0)
         hidden = _hidden_tokens(input_ids, model_kwargs, generation_config)
         static_size = _static_size(config, transcript, model, model_kwargs)
         call = DraftCall(
@@ -199,6 +189,24 @@ class SpeculativeDecoding:
             return transcript.sequences
         return _output(model, transcript, target, self.stats)
 
+    def _transcript(
+        self,
+        config: SpeculationConfig,
+        input_ids: Tensor,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+    ) -> Transcript:
+        returns_dict = generation_config.return_dict_in_generate
+        return Transcript(
+            input_ids,
+            stopping_criteria,
+            _pad_token(generation_config),
+            self.streamer,
+            spare=config.longest_draft + 1,
+            keep_scores=bool(returns_dict and generation_config.output_scores),
+            keep_logits=bool(returns_dict and generation_config.output_logits),
+        )
+
 
 def _run(decoder: Decoder, transcript: Transcript, stats: SpeculationStats, *, compile: bool, keep_cache: bool) -> None:
     """Decode, and make a cache that the caller keeps his own."""
@@ -227,6 +235,11 @@ def _static_size(
     if transcript.batch_size > 1 and is_unused_default(cache) and keeps_rows(model, model_kwargs):
         return CacheSize(tokens, grows=True)
     return None
+
+
+def _pad_token(generation_config: GenerationConfig) -> int | None:
+    pad = generation_config._pad_token_tensor
+    return None if pad is None else int(pad)
 
 
 def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:

@@ -17,7 +17,7 @@ from test_static_cache import ROWS_FAMILIES
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding, captured
-from hf_specdec.fast_decoding import KEPT_ENGINES, FastDecoder
+from hf_specdec.fast_decoding import KEPT_ENGINES, FastDecoder, fast_capacity
 from hf_specdec.sampling import draw
 
 NEW_TOKENS = 16
@@ -194,3 +194,11 @@ def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing() -> Non
             assert torch.equal(out, target.generate(**inputs, **GREEDY, generation_strategy=None))
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
     assert graphs == [2, 2, 2, 2]
+
+
+def test_calls_of_similar_length_share_a_capacity_that_wastes_little() -> None:
+    sizes = [fast_capacity(tokens) for tokens in range(1, 4097)]
+    assert sizes == sorted(sizes) and sizes[0] == 128 and sizes[-1] == 4096
+    assert all(tokens <= size for tokens, size in enumerate(sizes, 1))
+    assert all(size <= 1.25 * tokens for tokens, size in enumerate(sizes, 1) if tokens > 512)
+    assert len(set(sizes)) == 16
