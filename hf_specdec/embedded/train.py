@@ -4,15 +4,21 @@
     python -m hf_specdec.embedded.train --only draft     # some of them, then the report
     python -m hf_specdec.embedded.train --report_only    # the report of the models as they are
 
-All six take under two hours on 2 CPU cores, minutes on a GPU, which is used if there is one. Killed and
-started again it goes on from its last checkpoint in `--work_dir`. Where the cores are shared with other
-work, one process a model with OMP_NUM_THREADS=1 is quicker than one process with all threads.
+A GPU is used if there is one, and takes minutes. Two CPU cores take under two hours, in two processes:
+
+    OMP_NUM_THREADS=1 python -m hf_specdec.embedded.train --only target &
+    OMP_NUM_THREADS=1 python -m hf_specdec.embedded.train --only draft-small draft draft-large t5-draft t5-target
+    wait; python -m hf_specdec.embedded.train --report_only
+
+Killed and started again it goes on from its last checkpoint in `--work_dir`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -70,8 +76,13 @@ _DEFAULT_WORK_DIR = MODELS_DIR.parents[2] / "build" / "embedded"
 def prepared_tokenizer(work_dir: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of `work_dir`, trained first if it is not there."""
     folder = work_dir / "tokenizer"
-    if not (folder / "tokenizer.json").exists():
-        train_tokenizer(SEED).save_pretrained(folder)
+    if not folder.exists():
+        own = work_dir / f"tokenizer-{os.getpid()}"
+        train_tokenizer(SEED).save_pretrained(own)
+        try:
+            own.rename(folder)
+        except OSError:  # another process was quicker; its tokenizer is the same
+            shutil.rmtree(own)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -82,8 +93,9 @@ def train_and_save(name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
     """
     model, record = train(name, recipe, tokenizer, work_dir)
     folder = model_path(name)
-    weights = {key: weight.half() for key, weight in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=weights)
+    model.half().save_pretrained(folder)
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     facts = {"record": record, "recipe": asdict(recipe), "versions": versions}
