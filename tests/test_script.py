@@ -15,7 +15,7 @@ from script import load_script
 from tiny_pair import save_pair
 
 from hf_specdec.bench import datasets
-from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.settings import BenchError, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -182,6 +182,45 @@ def test_data_sets_that_cannot_be_used(
     task = ["--task", "subtasks", "--dataset", str(path), "--prompt_column", "q"]
     assert script.main([*models, *task, "--output_dir", str(tmp_path / "out")]) == 1
     assert words in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ({"category": "qa", "turns": "one text"}, "a list of turns"),
+        ({"category": "qa", "turns": 5}, "a list of turns"),
+        ({"category": "qa", "turns": ["a"], "reference": "one text"}, "its reference is no list"),
+        ({"category": "qa", "turns": ["a"], "reference": 5}, "its reference is no list"),
+    ],
+)
+def test_spec_bench_lines_of_another_shape(tmp_path: Path, item: dict[str, Any], words: str) -> None:
+    path = tmp_path / "question.jsonl"
+    path.write_text(json.dumps({"category": "qa", "turns": ["a"]}) + "\n" + json.dumps(item) + "\n")
+    with pytest.raises(BenchError, match=f"line 2 of .*{words}"):
+        datasets.dialogues(Settings(task="subtasks", dataset="spec_bench", dataset_path=path))
+
+
+def test_a_path_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"--dataset_path: .* is only read by --dataset spec_bench"):
+        datasets.dialogues(Settings(task="subtasks", dataset_path=tmp_path / "question.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "No columns"),
+        (b"q\none\ntwo,three\n", "line 3"),
+        (b"q\n\xff\xfe\n", "can't decode"),
+    ],
+)
+def test_tables_that_cannot_be_read_are_said_with_their_cause(
+    tmp_path: Path, content: bytes, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "questions.csv"
+    path.write_bytes(content)
+    with pytest.raises(BenchError, match=words) as refused:
+        datasets.dialogues(Settings(task="subtasks", dataset=str(path), prompt_column="q"))
+    assert "--split" not in str(refused.value) and capsys.readouterr().err == ""
 
 
 def test_spec_bench_categories(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def dialogues(settings: Settings) -> list[list[Question]]:
         BenchError: a data set that can't be read or has nothing in it, a malformed line, a missing column.
     """
     name = settings.dataset
+    if settings.dataset_path is not None and name != "spec_bench":
+        raise BenchError(
+            f"--dataset_path: {str(settings.dataset_path)!r} is only read by --dataset spec_bench; give that too, or "
+            "name the file by --dataset itself"
+        )
     if name == "embedded":
         raw = _embedded(settings.split or "heldout", settings.limit or _EMBEDDED_LIMITS[settings.task])
     elif name == "spec_bench":
@@ -85,9 +90,13 @@ def _embedded(split: str, limit: int) -> Iterator[Raw]:
 def _spec_bench(path: Path) -> Iterator[Raw]:
     for number, item in json_lines(path):
         category, turns = item.get("category"), item.get("turns")
+        # A text would pass for a list of its letters.
+        turns = turns if isinstance(turns, list) else []
         if not isinstance(category, str) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
             raise _malformed(path, number, "it needs a category and a list of turns")
         references = item.get("reference") or []
+        if not isinstance(references, list):
+            raise _malformed(path, number, "its reference is no list with an entry for each turn")
         # One a turn; where a single turn has several right answers they stand in a list of their own.
         per_turn = [_texts(references[k]) if k < len(references) else () for k in range(len(turns))]
         yield "multi-turn" if category in _MT_BENCH else category, tuple(turns), tuple(per_turn)
@@ -117,8 +126,10 @@ def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
     name, _, config = settings.dataset.partition(":")
     path = Path(name)
     split = settings.split or "test"
+    datasets.disable_progress_bars()
+    # Its own line on what it can't read would precede ours.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        datasets.disable_progress_bars()
         if path.is_file():
             kind = {".csv": "csv", ".tsv": "csv", ".json": "json", ".parquet": "parquet"}.get(path.suffix, "text")
             options = {"sep": "\t"} if path.suffix == ".tsv" else {}
@@ -126,11 +137,13 @@ def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
         return datasets.load_dataset(name, config or None, split=split)
     # `datasets` raises many kinds for what is missing, damaged, private or unreachable; all mean one thing.
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # What it says itself may only be that something went wrong.
+        cause = error.__cause__ or error
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
+        of_split = "" if path.is_file() else f" with --split {split!r}"
         raise BenchError(
-            f"--dataset: {settings.dataset!r} with --split {split!r} can't be loaded "
-            f"({lines[0].rstrip('.')}); give embedded, spec_bench, a local file, or a name that the hub has and this "
-            "machine can reach"
+            f"--dataset: {settings.dataset!r}{of_split} can't be loaded ({lines[0].rstrip('.')}); give embedded, "
+            "spec_bench, a local file, or a name that the hub has and this machine can reach"
         ) from error
 
 
