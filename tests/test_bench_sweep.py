@@ -12,7 +12,7 @@ import pytest
 from tiny_pair import save_pair
 
 from hf_specdec.attention import attention_of
-from hf_specdec.bench import ablation_report, rendering, sweep_report
+from hf_specdec.bench import ablation_report, rendering, report, sweep_report
 from hf_specdec.bench.ablation import run_ablation
 from hf_specdec.bench.data import Prompt
 from hf_specdec.bench.loading import load_pair
@@ -201,6 +201,27 @@ def test_thresholds_chosen_on_the_training_split_come_with_the_command_that_judg
     assert words[words.index("--task") + 1] == "subtasks" and "--split" not in words, "heldout by default"
     assert float(words[words.index("--fallback_threshold") + 1]) == chosen["fallback"]
     assert float(words[words.index("--rollback_threshold") + 1]) == chosen["rollback"]
+
+
+def test_the_heading_names_all_drafts_and_lookaheads(swept: tuple[Path, dict[str, Any]]) -> None:
+    _, result = swept
+    lookaheads, drafts = (
+        list(dict.fromkeys(str(m[key]) for m in result["methods"] if key in m)) for key in ("lookahead", "draft")
+    )
+    text = report.heading(result)
+    assert len(lookaheads) > 1 and f", lookahead {', '.join(lookaheads)}, " in text
+    assert len(drafts) > 1 and f"- draft: {drafts[0]} " in text and f"\n- further drafts: {drafts[1]}\n" in text
+
+
+def test_commands_name_the_precision_and_place_of_their_row(swept: tuple[Path, dict[str, Any]]) -> None:
+    _, result = swept
+    elsewhere = {"draft_precision": "int8", "draft_device": "cpu", "device_map": "auto", "better_transformer": True}
+    row = sweep_report.chosen_row(result)
+    words = shlex.split(sweep_report.command(result | {"arguments": result["arguments"] | elsewhere}, row))
+    assert words[words.index("--draft_precision") + 1] == "int8" and words[words.index("--draft_device") + 1] == "cpu"
+    assert words[words.index("--device_map") + 1] == "auto" and "--better_transformer" in words
+    plain = shlex.split(sweep_report.command(result, row))
+    assert not {"--precision", "--device", "--device_map", "--dtype", "--better_transformer"} & set(plain)
 
 
 def test_lossless_rows_are_lossless(swept: tuple[Path, dict[str, Any]]) -> None:

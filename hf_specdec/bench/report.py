@@ -162,6 +162,9 @@ def heading(result: Result) -> str:
         f"{model['dtype']}, {model['device']}, {model['attention']} attention)"
         for role, model in result["models"].items()
     ]
+    # Of a sweep's drafts the first is described above.
+    further = _values(result, "draft")[1:] if result["task"] == "sweep" else []
+    models += [f"- further drafts: {', '.join(further)}"] if further else []
     environment = result["environment"]
     packages = environment["packages"]
     where = ", ".join([environment["cpu"], *environment["gpus"]])
@@ -169,7 +172,7 @@ def heading(result: Result) -> str:
         f"- on: {where}, {environment['torch_threads']} threads; torch {packages['torch']}, "
         f"transformers {packages['transformers']}"
     )
-    lookahead = f", lookahead {result['lookahead']}" if "draft" in result["models"] else ""
+    lookahead = f", lookahead {', '.join(_values(result, 'lookahead'))}" if "draft" in result["models"] else ""
     repeats = f"{arguments['repeats']} repeats" if arguments["repeats"] > 1 else "1 repeat"
     if result["task"] in DATA_TASKS:
         models.append(f"- data: {_data(result)}")
@@ -179,6 +182,13 @@ def heading(result: Result) -> str:
         shape = f"{arguments['max_new_tokens']} new tokens behind prompts of {lengths}, batch sizes {sizes}"
     models.append(f"- {how}, {shape}, {repeats}")
     return f"# {result['task'].capitalize()}\n\n" + "\n".join(models)
+
+
+def _values(result: Result, name: str) -> list[str]:
+    """Of a setting: all that a sweep tried, in order; elsewhere the one that the run had."""
+    if result["task"] != "sweep":
+        return [str(result[name])]
+    return list(dict.fromkeys(str(method[name]) for method in result["methods"] if name in method))
 
 
 def _data(result: Result) -> str:

@@ -15,6 +15,18 @@ from hf_specdec.bench.tradeoff import JUDGED, labels, won
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
 
+# In which precision and where a row ran, with the defaults of these arguments: they are part of its command.
+_PLACES = {
+    "dtype": "auto",
+    "draft_dtype": "auto",
+    "precision": None,
+    "draft_precision": None,
+    "device": None,
+    "draft_device": None,
+    "device_map": None,
+    "offload_folder": None,
+}
+
 LEGEND = (
     "Each figure is the mean of the repeats ± their standard deviation. Speedup: ratio of decode tokens/s (micro: all "
     "tokens / all seconds after the first delivery) over plain decoding in the same repeat. c: one draft step / one "
@@ -195,9 +207,11 @@ def command(result: Result, method: MethodDict, task: str = "benchmark") -> str:
     words += ["--generation_strategy", method["strategy"], "--num_assistant_tokens", str(method["lookahead"])]
     if method["strategy"] == "bild":
         words += ["--fallback_threshold", f"{method['fallback']:g}", "--rollback_threshold", f"{method['rollback']:g}"]
-    for name in ("dtype", "draft_dtype"):
-        if arguments[name] != "auto":
+    for name, default in _PLACES.items():
+        if arguments[name] != default:
             words += [f"--{name}", arguments[name]]
+    if arguments["better_transformer"]:
+        words.append("--better_transformer")
     if result["sampling"]:
         words.append("--do_sample")
         words += [f"--{name}={arguments[name]:g}" for name in ("temperature", "top_k", "top_p")]
