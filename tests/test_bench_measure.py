@@ -111,6 +111,27 @@ def test_assisted_baseline_is_constant_and_leaves_the_draft_as_it_was(settings: 
     assert left == 0
 
 
+def test_an_accepted_eos_counts_as_accepted_in_transformers_loop_as_in_ours(settings: Settings) -> None:
+    pair = load_pair(settings)
+    assert pair.draft is not None
+    (prompt,) = benchmark_prompts(pair, (40,), 1, 30)
+    longer = Settings(**vars(settings) | {"max_new_tokens": 30})
+    tokens = run_once(pair, plain(), prompt, longer).tokens
+    agreed = 0
+    # Whichever token ends the text: where the target reaches it in a draft, it was accepted.
+    for eos in sorted(set(tokens)):
+        for model in pair.models:
+            model.generation_config.eos_token_id = eos
+        ours, theirs = (
+            run_once(pair, method(longer, pair), prompt, longer).rounds for method in (strategy, transformers_assisted)
+        )
+        assert ours is not None and theirs is not None
+        for name in ("drafted", "accepted", "new_tokens", "overlap"):
+            assert [item[name] for item in ours] == [item[name] for item in theirs]
+        agreed += ours[-1]["accepted"] == ours[-1]["new_tokens"]
+    assert agreed > 0, "the case in question occurred"
+
+
 def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:
     asked = settings_for(tmp_path)
     pair = load_pair(asked)

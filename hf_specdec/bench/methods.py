@@ -6,9 +6,9 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
 from typing import Any, cast
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -123,7 +123,7 @@ def transformers_assisted(settings: Settings, pair: LoadedPair) -> Method:
         title,
         options,
         surroundings=lambda loaded: _drafting_as(loaded.draft, tokens),
-        read_rounds=lambda output, puts, log: _assisted_rounds(puts, log, greedy=not settings.sampling),
+        read_rounds=lambda output, puts, log: _assisted_rounds(output, puts, log, greedy=not settings.sampling),
     )
 
 
@@ -145,10 +145,10 @@ def prompt_lookup(settings: Settings) -> Method:
         "prompt_lookup",
         f"transformers' prompt lookup ({LOOKUP_TOKENS} tokens)",
         {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
-        surroundings=lambda loaded: _counted_lookups(),
+        surroundings=lambda loaded: _watched_lookups(),
         # Looking up takes no forward pass.
         read_rounds=lambda output, puts, log: [
-            replace(item, draft_steps=0) for item in _assisted_rounds(puts, log, greedy=not settings.sampling)
+            replace(item, draft_steps=0) for item in _assisted_rounds(output, puts, log, greedy=not settings.sampling)
         ],
     )
 
@@ -180,19 +180,19 @@ def _our_round(item: hf_specdec.Round) -> RoundRecord:
 @contextmanager
 def _drafting_as(
     draft: PreTrainedModel, tokens: int, schedule: str = "constant", confidence: float = 0.0
-) -> Iterator[list[int]]:
-    """Sets the draft's generation_config for transformers' loop; yields a list of the lengths that it drafts.
+) -> Iterator[list[Tensor]]:
+    """Sets the draft's generation_config for transformers' loop; yields a list of what it drafts, `[length]` a round.
 
     transformers reads lookahead, schedule and confidence threshold from there only. It calls the draft's
-    generate() once a round, so counting there costs a microsecond a round. Both are put back.
+    generate() once a round, so looking there costs a microsecond a round. Both are put back.
     """
     saved, generate = draft.generation_config, draft.generate
-    drafted: list[int] = []
+    drafted: list[Tensor] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         output = generate(*args, **kwargs)
         start = kwargs["decoder_input_ids"] if "decoder_input_ids" in kwargs else kwargs["input_ids"]
-        drafted.append(output.sequences.shape[1] - start.shape[1])
+        drafted.append(output.sequences[0, start.shape[1] :])
         return output
 
     config = copy.deepcopy(saved)
@@ -200,7 +200,7 @@ def _drafting_as(
     config.num_assistant_tokens_schedule = schedule
     config.assistant_confidence_threshold = confidence
     draft.generation_config = config
-    draft.generate = counted
+    draft.generate = watched
     try:
         yield drafted
     finally:
@@ -209,40 +209,49 @@ def _drafting_as(
 
 
 @contextmanager
-def _counted_lookups() -> Iterator[list[int]]:
-    """Yields a list of the lengths that transformers' prompt lookup finds, round by round."""
+def _watched_lookups() -> Iterator[list[Tensor]]:
+    """Yields a list of what transformers' prompt lookup finds, `[length]` a round."""
     get_candidates = PromptLookupCandidateGenerator.get_candidates
-    found: list[int] = []
+    found: list[Tensor] = []
 
-    def counted(self: Any, input_ids: Any, **kwargs: Any) -> Any:
+    def watched(self: Any, input_ids: Any, **kwargs: Any) -> Any:
         candidates = get_candidates(self, input_ids, **kwargs)
-        found.append(candidates[0].shape[1] - input_ids.shape[1])
+        found.append(candidates[0][0, input_ids.shape[1] :])
         return candidates
 
-    PromptLookupCandidateGenerator.get_candidates = counted
+    PromptLookupCandidateGenerator.get_candidates = watched
     try:
         yield found
     finally:
         PromptLookupCandidateGenerator.get_candidates = get_candidates
 
 
-def _assisted_rounds(puts: Sequence[int], drafted: Sequence[int], greedy: bool) -> list[RoundRecord]:
+def _assisted_rounds(output: Any, puts: Sequence[int], drafted: Sequence[Tensor], greedy: bool) -> list[RoundRecord]:
     """transformers streams one round a put; the last token of each is the target's own, the others accepted.
 
-    With a single token left it does not ask the draft, so the list of drafts may be shorter. In greedy
-    decoding the overlap at a position is whether the target agrees; in sampling transformers doesn't tell.
+    A last token that the draft had at its place was accepted, too: there the text ended, as at an accepted EOS. A
+    token of the target's own is never the one that it refused. With a single token left transformers does not ask
+    the draft, so there may be fewer drafts. In greedy decoding the overlap at a position is whether the target
+    agrees; in sampling transformers doesn't tell.
     """
-    return [
-        RoundRecord(
-            drafted=length,
-            accepted=new - 1,
-            new_tokens=new,
-            overlap=float(new - 1) if greedy else None,
-            draft_steps=length,
-            width=length + 1,
+    total = sum(puts)
+    tokens = output.sequences[0, -total:].tolist() if total else []
+    rounds, end = [], 0
+    for place, new in enumerate(puts):
+        draft = drafted[place].tolist() if place < len(drafted) else []
+        end += new
+        accepted = new if draft[new - 1 : new] == [tokens[end - 1]] else new - 1
+        rounds.append(
+            RoundRecord(
+                drafted=len(draft),
+                accepted=accepted,
+                new_tokens=new,
+                overlap=float(accepted) if greedy else None,
+                draft_steps=len(draft),
+                width=len(draft) + 1,
+            )
         )
-        for new, length in zip_longest(puts, drafted[: len(puts)], fillvalue=0)
-    ]
+    return rounds
 
 
 def as_dicts(rounds: Sequence[RoundRecord] | None) -> list[dict[str, Any]] | None:
