@@ -58,6 +58,8 @@ def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
     name = "subtasks-sampling.json"
     assert outcome(tmp_path / "two" / name) == outcome(tmp_path / "one" / name)
     assert json.loads((tmp_path / "two" / name).read_text())["processes"] == 2
+    assert "in each of 2 processes" in (tmp_path / "two" / name).with_suffix(".md").read_text()
+    assert "in each of" not in (tmp_path / "one" / name).with_suffix(".md").read_text()
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [name, "subtasks-sampling.md"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -248,6 +249,8 @@ def test_verdicts_are_no_easier_than_they_say(result: dict[str, Any]) -> None:
             run["seconds"] = 1000.0
     assert "on 0 of 8 subtasks" in report.count_line(slow)
     assert "is not known" in report.count_line(fast | {"quality": []})
+    unjudged = fast | {"quality": [entry for entry in fast["quality"] if entry["subtask"] != "qa"]}
+    assert "on 7 of 8 subtasks; of the others 1 can't be judged" in report.count_line(unjudged)
 
 
 def test_quality_of_each_method(result: dict[str, Any]) -> None:
@@ -339,6 +342,10 @@ def test_outputs_of_one_token_have_no_rate(tmp_path: Path, capsys: pytest.Captur
     result = json.loads((settings.output_dir / "subtasks-greedy.json").read_text())
     _, _, *rows = cells(report.group_table(result, None))
     assert all(row[1:5] == ["–"] * 4 and row[-1] == "9" for row in rows) and rendering.render(result) == text
+    assert {row[-1] for row in cells(report.bild_table(result))[2:]} == {"no rates"}
+    # A column of single characters, such as η's here, still has a rule that markdown takes for one.
+    rules = [cell for line in text.splitlines() if line.startswith("| --") for cell in line.split("|")[1:-1]]
+    assert rules and all(re.fullmatch(r" -+:? ", cell) for cell in rules)
 
 
 def test_encoder_decoder_pairs_in_sampling(tmp_path: Path) -> None:

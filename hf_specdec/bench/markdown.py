@@ -8,7 +8,8 @@ from statistics import mean, stdev
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table whose columns also line up as plain text; the first column to the left."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    # Two at least: a rule needs a dash beside its colon.
+    widths = [max(2, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
         padded = [

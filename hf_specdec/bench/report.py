@@ -168,10 +168,11 @@ def heading(result: Result) -> str:
     environment = result["environment"]
     packages = environment["packages"]
     where = ", ".join([environment["cpu"], *environment["gpus"]])
-    models.append(
-        f"- on: {where}, {environment['torch_threads']} threads; torch {packages['torch']}, "
-        f"transformers {packages['transformers']}"
-    )
+    count = environment["torch_threads"]
+    threads = f"{count} thread{'s' if count > 1 else ''}"
+    if result.get("processes", 1) > 1:
+        threads += f" in each of {result['processes']} processes that ran at the same time"
+    models.append(f"- on: {where}, {threads}; torch {packages['torch']}, transformers {packages['transformers']}")
     lookahead = f", lookahead {', '.join(_values(result, 'lookahead'))}" if "draft" in result["models"] else ""
     repeats = f"{arguments['repeats']} repeats" if arguments["repeats"] > 1 else "1 repeat"
     if result["task"] in DATA_TASKS:

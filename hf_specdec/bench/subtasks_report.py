@@ -9,7 +9,7 @@ from typing import Any
 from hf_specdec.bench import metrics
 from hf_specdec.bench.markdown import capital, number, percent, table
 from hf_specdec.bench.report import heading, remarks
-from hf_specdec.bench.tradeoff import labels, prompts_of, verdict, won
+from hf_specdec.bench.tradeoff import labels, prompts_of, unknown, verdict, won
 
 Result = Mapping[str, Any]
 
@@ -217,7 +217,9 @@ def count_line(result: Result) -> str:
         return "Whether BiLD loses quality is not known: the data have no references."
     bild = next(method["title"] for method in result["methods"] if method["name"] == "bild")
     of = f"{count} of {len(labels(result))} subtasks"
-    return f"{bild} is faster than speculative decoding at no loss of quality on {of}."
+    without = unknown(result, "bild", "speculative")
+    rest = f"; of the others {without} can't be judged, for want of references or rates" if without else ""
+    return f"{bild} is faster than speculative decoding at no loss of quality on {of}{rest}."
 
 
 def _both(result: Result) -> bool:

@@ -31,6 +31,11 @@ class Verdict:
     differences: Mapping[str, float] | None
 
     @property
+    def known(self) -> bool:
+        """Whether there are rates and references to judge by."""
+        return bool(self.ratios) and self.differences is not None
+
+    @property
     def faster(self) -> bool:
         """In every repeat."""
         return bool(self.ratios) and min(self.ratios) > 1
@@ -45,6 +50,8 @@ class Verdict:
         """The answer to: faster at no loss of quality?"""
         if self.differences is None:
             return "no references"
+        if not self.ratios:
+            return "no rates"
         if self.faster:
             return "yes" if self.as_good else "no: loses quality"
         return "no: not faster" if self.as_good else "no: neither"
@@ -68,6 +75,11 @@ def verdict(result: Result, label: str | None, bild: str, speculative: str) -> V
     if bild in scores and "plain" in scores:
         differences = {name: round(scores[bild][name] - scores["plain"][name], 6) for name in JUDGED}
     return Verdict(label, tuple(ratios), differences)
+
+
+def unknown(result: Result, bild: str, speculative: str) -> int:
+    """On how many subtasks nothing can be said."""
+    return sum(not verdict(result, label, bild, speculative).known for label in labels(result))
 
 
 def won(result: Result, bild: str, speculative: str) -> int | None:
