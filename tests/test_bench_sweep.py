@@ -180,14 +180,14 @@ def test_best_rows_and_their_commands(swept: tuple[Path, dict[str, Any]], models
     counts = {m["name"]: wins(result, m["name"]) for m in result["methods"] if m.get("strategy") == "bild"}
     chosen = sweep_report.chosen_row(result)
     assert counts[chosen["name"]] == max(counts.values())
-    assert chosen["title"] in lines[3] and f"on {max(counts.values())} of 1, chosen on the split test" in lines[3]
+    assert chosen["title"] in lines[3] and f"on {max(counts.values())} of 1, chosen on these examples" in lines[3]
 
 
 def test_thresholds_chosen_on_the_training_split_come_with_the_command_that_judges_them(
     swept: tuple[Path, dict[str, Any]],
 ) -> None:
     _, result = swept
-    trained = result | {"arguments": result["arguments"] | {"dataset": "embedded", "split": "train"}}
+    trained = result | {"arguments": result["arguments"] | {"dataset": "embedded"}, "split": "train"}
     line = sweep_report.recommendations(trained)[3]
     chosen = sweep_report.chosen_row(trained)
     rated = {

@@ -205,6 +205,17 @@ def test_a_path_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
         datasets.dialogues(Settings(task="subtasks", dataset_path=tmp_path / "question.jsonl"))
 
 
+def test_a_file_has_no_split(tmp_path: Path) -> None:
+    path = tmp_path / "questions.csv"
+    path.write_text("q\none\n")
+    asked = {"task": "subtasks", "dataset": str(path), "prompt_column": "q"}
+    assert datasets.split_of(Settings(**asked)) is None and len(datasets.dialogues(Settings(**asked))) == 1
+    with pytest.raises(BenchError, match="--split: 'train' can't be had from a file"):
+        datasets.dialogues(Settings(**asked, split="train"))
+    named = {name: datasets.split_of(Settings(dataset=name)) for name in ("embedded", "spec_bench", "owner/name")}
+    assert named == {"embedded": "heldout", "spec_bench": None, "owner/name": "test"}
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

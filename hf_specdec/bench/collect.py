@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from hf_specdec.bench import results
 from hf_specdec.bench.data import Prompt, question_prompt
-from hf_specdec.bench.datasets import Question
+from hf_specdec.bench.datasets import Question, split_of
 from hf_specdec.bench.journal import Record
 from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.measure import run_once, warm_up
@@ -200,6 +200,7 @@ def collect(
     methods = [contender.method for contender in contenders]
     result = results.new(settings, contenders[0].pair, methods, [])
     result |= results.from_records(records, result["methods"])
+    result["split"] = split_of(settings)
     result["processes"] = shared.count
     sitting.conclude(result)
     cut = [prompt for prompt in result["prompts"] if prompt["cut"]]

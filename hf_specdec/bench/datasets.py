@@ -13,6 +13,7 @@ from hf_specdec.bench.settings import BenchError, Settings
 
 # What Spec-Bench takes from MT-Bench and reports as one subtask.
 _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
+_JSON_LINES = (".jsonl", ".ndjson")
 # Examples of each embedded subtask, by task: what takes minutes, not hours.
 _EMBEDDED_LIMITS = {"subtasks": 20, "sweep": 5, "ablation": 3}
 
@@ -48,8 +49,11 @@ def dialogues(settings: Settings) -> list[list[Question]]:
             f"--dataset_path: {str(settings.dataset_path)!r} is only read by --dataset spec_bench; give that too, or "
             "name the file by --dataset itself"
         )
+    split = split_of(settings)
+    if settings.split is not None and split is None:
+        raise BenchError(f"--split: {settings.split!r} can't be had from a file, which is read whole; leave it out")
     if name == "embedded":
-        raw = _embedded(settings.split or "heldout", settings.limit or _EMBEDDED_LIMITS[settings.task])
+        raw = _embedded(str(split), settings.limit or _EMBEDDED_LIMITS[settings.task])
     elif name == "spec_bench":
         if settings.dataset_path is None:
             raise BenchError("--dataset: 'spec_bench' needs the place of its question.jsonl; give it by --dataset_path")
@@ -74,6 +78,17 @@ def dialogues(settings: Settings) -> list[list[Question]]:
     if not found:
         raise BenchError(f"--dataset: {str(settings.dataset_path or name)!r} has no question in it; give another one")
     return found
+
+
+def split_of(settings: Settings) -> str | None:
+    """Which split of the data set is read; None where it has none."""
+    if settings.dataset == "spec_bench" or _is_file(settings.dataset):
+        return None
+    return settings.split or ("heldout" if settings.dataset == "embedded" else "test")
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(_JSON_LINES) or Path(name).is_file()
 
 
 Raw = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]
@@ -107,7 +122,7 @@ def _columns(settings: Settings) -> Iterator[Raw]:
         raise BenchError(f"--prompt_column: not given; name the column of {settings.dataset!r} that holds the prompts")
     name = settings.dataset
     rows: Iterable[tuple[int, Mapping[str, Any]]]
-    rows = json_lines(Path(name)) if name.endswith((".jsonl", ".ndjson")) else enumerate(_load(settings), start=1)
+    rows = json_lines(Path(name)) if name.endswith(_JSON_LINES) else enumerate(_load(settings), start=1)
     for number, row in rows:
         text = _cell(row, settings.prompt_column, "--prompt_column", number)
         if not isinstance(text, str) or not text.strip():
@@ -125,7 +140,7 @@ def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
 
     name, _, config = settings.dataset.partition(":")
     path = Path(name)
-    split = settings.split or "test"
+    split = split_of(settings)
     datasets.disable_progress_bars()
     # Its own line on what it can't read would precede ours.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -140,7 +155,7 @@ def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
         # What it says itself may only be that something went wrong.
         cause = error.__cause__ or error
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
-        of_split = "" if path.is_file() else f" with --split {split!r}"
+        of_split = "" if split is None else f" with --split {split!r}"
         raise BenchError(
             f"--dataset: {settings.dataset!r}{of_split} can't be loaded ({lines[0].rstrip('.')}); give embedded, "
             "spec_bench, a local file, or a name that the hub has and this machine can reach"

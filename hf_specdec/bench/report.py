@@ -192,12 +192,21 @@ def _values(result: Result, name: str) -> list[str]:
     return list(dict.fromkeys(str(method[name]) for method in result["methods"] if name in method))
 
 
-def _data(result: Result) -> str:
+def split_of(result: Result) -> str | None:
+    """The split of the data that was measured; None for a file, which has none."""
     arguments = result["arguments"]
-    embedded = arguments["dataset"] == "embedded"
-    split = arguments["split"] or ("heldout" if embedded else "test")
-    of_split = "" if arguments["dataset"] == "spec_bench" else f", split {split}"
-    return f"{arguments['dataset']}{of_split}, {len(result['prompts'])} answers of each method"
+    if "split" in result or arguments["dataset"] == "spec_bench":
+        found: str | None = result.get("split")
+        return found
+    # Results of before the split had a key of its own.
+    return arguments["split"] or ("heldout" if arguments["dataset"] == "embedded" else "test")
+
+
+def _data(result: Result) -> str:
+    split = split_of(result)
+    of_split = "" if split is None else f", split {split}"
+    count = len(result["prompts"])
+    return f"{result['arguments']['dataset']}{of_split}, {count} answer{'s' if count > 1 else ''} of each method"
 
 
 def _legend(result: Result) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_specdec.bench import metrics
 from hf_specdec.bench.markdown import mean_and_spread, number, table
-from hf_specdec.bench.report import heading, remarks
+from hf_specdec.bench.report import heading, remarks, split_of
 from hf_specdec.bench.tradeoff import JUDGED, labels, won
 
 Result = Mapping[str, Any]
@@ -181,10 +181,11 @@ def _won_of(result: Result, method: MethodDict) -> str:
 def _chosen(result: Result) -> str:
     method = chosen_row(result)
     embedded = result["arguments"]["dataset"] == "embedded"
-    split = result["arguments"]["split"] or ("heldout" if embedded else "test")
+    split = split_of(result)
+    where = "these examples" if split is None else f"the split {split}"
     text = (
         f"Faster than speculative decoding at no loss of quality on most subtasks: {method['title']}, on "
-        f"{_won_of(result, method)}, chosen on the split {split}"
+        f"{_won_of(result, method)}, chosen on {where}"
     )
     reference = _fastest(result, methods_of(result, "speculative")) or method
     if (reference["draft"], reference["lookahead"]) != (method["draft"], method["lookahead"]):
