@@ -130,6 +130,16 @@ def _first_bild(result: dict[str, Any]) -> tuple[str, int]:
     return method["draft"], method["lookahead"]
 
 
+def test_unknown_speedups_are_not_drawn_as_zero(folder: Path) -> None:
+    """Outputs of one token have no rate, so no pair of thresholds has a speedup."""
+    result = json.loads((folder / "sweep-two.jsonl-greedy.json").read_text())
+    for run in result["runs"]:
+        run["tokens"] = run["tokens"][:1]
+    draft = next(method["draft"] for method in result["methods"] if method.get("strategy") == "bild")
+    figure = plots.threshold_maps(result, draft, 2)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["–"] * 4
+
+
 def test_a_folder_without_results_is_named(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"--output_dir: .* holds no JSON"):
         pictures.run_report(Settings(task="report", output_dir=tmp_path))

@@ -6,6 +6,7 @@ A module of its own, since importing matplotlib takes a second.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isnan, nan
 from statistics import mean, stdev
 from typing import Any
 
@@ -113,7 +114,7 @@ def threshold_maps(result: Result, draft: str, lookahead: int) -> Figure:
         for method in sweep_report.methods_of(result, "bild")
         if (method["draft"], method["lookahead"]) == (draft, lookahead)
     ]
-    speeds = {(m["fallback"], m["rollback"]): mean(sweep_report.speedups(result, m) or [0.0]) for m in methods}
+    speeds = {(m["fallback"], m["rollback"]): mean(sweep_report.speedups(result, m) or [nan]) for m in methods}
     maps = [("Speedup over plain decoding (×)", "viridis", speeds, 0.1)]
     if result["quality"]:
         qualities = {(m["fallback"], m["rollback"]): _rouge(result, m["name"]) for m in methods}
@@ -224,7 +225,7 @@ def ablation_bars(result: Result) -> Figure:
         label = {"speculative": "With a draft", "plain": "Plain decoding"}[kind] if place == 0 else None
         height = mean(rates) if rates else 0.0
         at = _offset(place, int(method["speculative"]), 2)
-        axes.bar(at, height, width=0.38, yerr=_deviation(rates), capsize=3, color=_COLOURS[kind], label=label)
+        axes.bar(at, height, width=0.38, yerr=_deviation(rates) or None, capsize=3, color=_COLOURS[kind], label=label)
     names = ["no cache\neager", "no cache\nBetter Transformer", "KV cache\neager", "KV cache\nBetter Transformer"]
     axes.set_xticks(range(4), names)
     axes.set_xlabel("Cache and attention")
@@ -259,7 +260,7 @@ def _offset(place: int, number: int, count: int) -> float:
 def _heat_map(
     figure: Figure, axes: Axes, title: str, colours: str, values: Mapping[tuple[float, float], float], span: float
 ) -> None:
-    """The colours span at least `span`, so that noise doesn't look like a difference."""
+    """The colours span at least `span`, so that noise doesn't look like a difference; nan stands for unknown."""
     fallbacks, rollbacks = (sorted({key[place] for key in values}) for place in (0, 1))
     grid = [[values[fallback, rollback] for rollback in rollbacks] for fallback in fallbacks]
     low, high = _limits(values.values(), span)
@@ -269,7 +270,8 @@ def _heat_map(
     for row, line in enumerate(grid):
         for column, value in enumerate(line):
             colour = "white" if value <= middle else "black"
-            axes.text(column, row, f"{value:{digits}}", ha="center", va="center", color=colour)
+            text = "–" if isnan(value) else f"{value:{digits}}"
+            axes.text(column, row, text, ha="center", va="center", color=colour)
     axes.set_xticks(range(len(rollbacks)), [f"{value:g}" for value in rollbacks])
     axes.set_yticks(range(len(fallbacks)), [f"{value:g}" for value in fallbacks])
     axes.set_xlabel("Rollback threshold (nats)")
@@ -279,9 +281,9 @@ def _heat_map(
 
 
 def _limits(values: Iterable[float], span: float) -> tuple[float, float]:
-    """Lowest and highest, moved apart to `span` where they are closer."""
-    listed = list(values)
-    low, high = min(listed), max(listed)
+    """Lowest and highest of those known, moved apart to `span` where they are closer."""
+    listed = [value for value in values if not isnan(value)]
+    low, high = min(listed, default=0.0), max(listed, default=0.0)
     more = max(0.0, span - (high - low)) / 2
     return low - more, high + more
 
