@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = ("eager", "sdpa")
+# The most tokens of a pass that a table of masks is kept for; a draft that catches up after many rounds reads more.
+WIDEST = 32
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 

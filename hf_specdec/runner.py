@@ -16,7 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_specdec import cache as caches
-from hf_specdec.masks import CausalMasks, sees_all_before
+from hf_specdec.masks import WIDEST, CausalMasks, sees_all_before
 
 # What a later pass of a text model may be given beyond masks, positions and tokens.
 LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
@@ -170,9 +170,10 @@ class ModelRunner:
         mask = self._mask
         if ragged and mask is None and self._takes_mask:
             mask = self._ones
-        if mask is None and self._causal is not None and self.passes and last_slot - first_slot > 1:
+        width = last_slot - first_slot
+        if mask is None and self._causal is not None and self.passes and 1 < width <= WIDEST:
             # Not a single token's, nor the prompt's: for them attention does without a mask.
-            kwargs[self._mask_key] = self._causal.of_last(last_slot - first_slot, last_slot)
+            kwargs[self._mask_key] = self._causal.of_last(width, last_slot)
         elif mask is not None:
             kwargs[self._mask_key] = _rows_at(mask, lags, 0, last_slot, before=0) if ragged else mask[:, :last_slot]
         tables = dict(self._per_token)

@@ -19,6 +19,8 @@ from hf_specdec.masks import attention_mask, attention_windows, takes_ready_mask
 from hf_specdec.runner import extend_count, extend_mask, pass_mode, prompt_positions
 from hf_specdec.static_cache import CacheSize, RowsCache
 
+Masks = Tensor | dict[str, Tensor] | None
+
 KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"})
 
 
@@ -70,7 +72,7 @@ class StaticRunner:
         batch_size, prompt_length = input_ids.shape
         self.read = [0] * batch_size
         capacity = self.cache.capacity
-        mask = extend_mask(model_kwargs.get("attention_mask"), capacity)
+        self._padding = mask = extend_mask(model_kwargs.get("attention_mask"), capacity)
         positions = model_kwargs.get("position_ids")
         if positions is None:
             positions = prompt_positions(mask, prompt_length, input_ids.device)
@@ -87,21 +89,27 @@ class StaticRunner:
         tokens = tokens.to(self.positions.device)
         width = tokens.shape[1]
         slots = torch.tensor(self.read, device=tokens.device).unsqueeze(1) + torch.arange(width, device=tokens.device)
+        span = max(self.read) + width
         with self._mode():
-            logits = static_pass(
+            logits = masked_pass(
                 self.model,
                 self.cache,
                 tokens,
                 slots,
                 self.positions,
-                self.visible,
-                self.windows,
-                span=max(self.read) + width,
+                self._masks(slots, span),
+                span=span,
                 count=count if self.keeps_logits else None,
             )
         self.passes += 1
         self.read = [n + width for n in self.read]
         return logits if logits.shape[1] == count else logits[:, -count:]
+
+    def _masks(self, slots: Tensor, span: int) -> Masks:
+        """The masks of a pass; the first one, over all pairs of the prompt's tokens, is left to the model to make."""
+        if self.passes:
+            return slot_masks(slots, self.visible[:, :span], self.windows, self.model.dtype)
+        return None if self._padding is None else self._padding[:, :span]
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `ModelRunner.rewind`; no data is touched."""
@@ -110,6 +118,12 @@ class StaticRunner:
     def end(self, lengths: Sequence[int]) -> None:
         """As `ModelRunner.end`."""
         self.rewind(lengths)
+
+
+def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:
+    """Ready masks as a model takes them: one, or one for each kind of its layers; see `attention_mask`."""
+    masks = {kind: attention_mask(slots, visible, window, dtype) for kind, window in windows.items()}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def static_pass(
@@ -136,12 +150,27 @@ def static_pass(
     Returns:
         Logits `[B, count, V]`.
     """
+    masks = slot_masks(slots, visible[:, :span], windows, model.dtype)
+    return masked_pass(model, cache, tokens, slots, positions, masks, span=span, count=count)
+
+
+def masked_pass(
+    model: PreTrainedModel,
+    cache: RowsCache,
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    masks: Masks,
+    *,
+    span: int,
+    count: int | None,
+) -> Tensor:
+    """`static_pass` with masks at hand: ready ones, or in a first pass what `generate` was given."""
     cache.slots.written, cache.slots.span = slots, span
-    masks = {kind: attention_mask(slots, visible[:, :span], window, model.dtype) for kind, window in windows.items()}
     kept = {} if count is None else {"logits_to_keep": count}
     logits: Tensor = model(
         input_ids=tokens,
-        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+        attention_mask=masks,
         position_ids=positions.gather(1, slots),
         past_key_values=cache,
         use_cache=True,
