@@ -182,12 +182,11 @@ def fast_capacity(tokens: int) -> int:
 
 
 @contextmanager
-def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool, keep_cache: bool) -> Iterator[Decoder]:
+def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool) -> Iterator[Decoder]:
     """The decoder with prepared rounds where they can be had (see `plan_for`), or as it is.
 
     Args:
         compile: compile the steps; on CUDA they are captured in any case.
-        keep_cache: leave the target's runner a copy of its cache, since the buffers serve the next call.
     """
     plan = plan_for(decoder, transcript)
     if plan is None or not (compile or captured.captures(transcript.ids.device)):
@@ -205,8 +204,6 @@ def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool, keep
     try:
         yield FastDecoder(**fields, engine=engine)
     finally:
-        if keep_cache:
-            target.cache = target.cache.copy()
         engines.put(key, engine)
 
 

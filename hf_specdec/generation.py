@@ -181,9 +181,10 @@ class SpeculativeDecoding:
             relaxation=make_rollback(config, not do_sample) if make_rollback else None,
             rule=SAMPLING_RULES[config.verification] if do_sample else greedy,
             do_sample=do_sample,
+            keeps_cache=returns_dict or getattr(target.cache, "_is_user_defined", False),
         )
         self.stats = _last[model] = SpeculationStats(config.strategy)
-        _run(decoder, transcript, self.stats, compile=config.compile, keep_cache=returns_dict)
+        _run(decoder, transcript, self.stats, compile=config.compile)
         transcript.end()
         if not returns_dict:
             return transcript.sequences
@@ -208,16 +209,17 @@ class SpeculativeDecoding:
         )
 
 
-def _run(decoder: Decoder, transcript: Transcript, stats: SpeculationStats, *, compile: bool, keep_cache: bool) -> None:
-    """Decode, and make a cache that the caller keeps his own."""
-    with accelerated(decoder, transcript, compile=compile, keep_cache=keep_cache) as running:
+def _run(decoder: Decoder, transcript: Transcript, stats: SpeculationStats, *, compile: bool) -> None:
+    """Decode, and make a cache that the caller gets his own."""
+    with accelerated(decoder, transcript, compile=compile) as running:
+        target = decoder.target
         try:
             running.decode(transcript, stats)
         finally:
-            cache = decoder.target.cache
-            kept = keep_cache or getattr(cache, "_is_user_defined", False)
-            if kept and cache is not None and running is decoder:
-                release(cache)
+            if decoder.keeps_cache and target.cache is not None and not isinstance(target.cache, RowsCache):
+                release(target.cache)
+        if decoder.keeps_cache and isinstance(target.cache, RowsCache):
+            target.cache = target.cache.as_dynamic(target.model.config, transcript.sequences.shape[1] - 1)
 
 
 def _static_size(
@@ -256,14 +258,11 @@ def _output(
 ) -> SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
     """The output of `generate`, with the statistics."""
     kind = SpeculativeEncoderDecoderOutput if model.config.is_encoder_decoder else SpeculativeDecoderOnlyOutput
-    cache = target.cache
-    if isinstance(cache, RowsCache) and cache.grows:
-        cache = cache.as_dynamic(model.config, transcript.sequences.shape[1] - 1)
     output = kind(
         sequences=transcript.sequences,
         scores=transcript.scores,
         logits=transcript.logits,
-        past_key_values=cache,
+        past_key_values=target.cache,
     )
     output.speculation = stats
     return output

@@ -43,7 +43,10 @@ class ModelRunner:
         self.model = model
         self.passes = 0
         self.kwargs = dict(model_kwargs)
+        parameters = inspect.signature(model.forward).parameters
         self.cache = self.kwargs.pop("past_key_values", None)
+        if "past_key_values" not in parameters:
+            self.cache = None  # `generate` makes one for every model
         self.kwargs.pop("logits_to_keep", None)
         self.hidden = hidden
         batch_size, prompt_length = input_ids.shape
@@ -54,7 +57,6 @@ class ModelRunner:
         self.read = [read] * batch_size
         self._width = read + hidden
         self._history = input_ids[:, :0]
-        parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._mode = pass_mode(model)
         prefix = "decoder_" if model.config.is_encoder_decoder else ""
@@ -123,6 +125,21 @@ class ModelRunner:
         else:
             caches.realign(self.cache, self._width, shifts, new_width)
         self._width = new_width
+
+    def reread(self, ids: Tensor, start: int) -> None:
+        """Have every row read the text `ids` `[B, N]` from `start` on, once more where it has, in one pass.
+
+        A sliding window that can't go back so far reads all of it.
+        """
+        if self.cache is None:
+            return
+        if not caches.can_forget(self.cache, self._width, max(self.read) - start):
+            if self.hidden:
+                return  # what `end` finds unfit it empties
+            caches.forget_all(self.cache)
+            self.read, self._width, start = [0] * len(ids), 0, 0
+        self.rewind([start] * len(ids))
+        self.forward(ids[:, start:], 1)
 
     def end(self, lengths: Sequence[int]) -> None:
         """Leave the cache as plain `generate` would after `lengths` tokens, whatever ended the call.
@@ -228,6 +245,9 @@ class RowByRowRunner:
         """As `ModelRunner.rewind`."""
         for runner, length in zip(self.rows, lengths, strict=True):
             runner.rewind([length])
+
+    def reread(self, ids: Tensor, start: int) -> None:
+        """Nothing: the rows' caches go to nobody."""
 
     def end(self, lengths: Sequence[int]) -> None:
         """As `ModelRunner.end`."""

@@ -7,7 +7,6 @@ hidden by the mask until it is written over.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,20 +114,11 @@ class RowsCache(Cache):
         count = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[RowsLayer(capacity, self.slots, grows) for _ in range(count)])
 
-    def copy(self) -> RowsCache:
-        """A cache of its own with the same content."""
-        twin = copy.copy(self)
-        twin.layers = [copy.copy(layer) for layer in self.layers]
-        for layer in twin.layers:
-            if layer.is_initialized:
-                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-        return twin
-
     def as_dynamic(self, config: PreTrainedConfig, length: int) -> DynamicCache:
         """The first `length` tokens of every row as plain `generate` would have cached them."""
         dynamic = DynamicCache(config=config.get_text_config(decoder=True))
         for index, layer in enumerate(self.layers):
-            dynamic.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
+            dynamic.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)  # copies
         return dynamic
 
     @staticmethod

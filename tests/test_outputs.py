@@ -9,7 +9,14 @@ import pytest
 import torch
 from families import pair, prompts
 from models import llama, noisy
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    MistralConfig,
+    MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    PreTrainedModel,
+)
 
 import hf_specdec
 
@@ -148,3 +155,15 @@ def test_a_window_that_can_not_go_back_is_emptied() -> None:
         again = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 16 - shown, "do_sample": False}
         assert torch.equal(target.generate(plain[:, :start], **again), plain)
     assert any(emptied) and not all(emptied)
+
+
+def test_a_model_that_knows_no_cache_reads_its_text_again() -> None:
+    """`generate` makes a cache for every model; that of this family never learns of it."""
+    settings = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    torch.manual_seed(0)
+    target, draft = (OpenAIGPTLMHeadModel(OpenAIGPTConfig(**settings)).double().eval() for _ in range(2))
+    for rows in (1, 3):
+        ids = torch.randint(3, 60, (rows, 7))
+        call = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        plain = target.generate(ids, **call)
+        assert torch.equal(target.generate(ids, **call, custom_generate=hf_specdec.SpeculativeDecoding(draft)), plain)

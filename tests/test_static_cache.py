@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import EAGER, FAMILIES, PAD, pair, prompts
+from families import EAGER, FAMILIES, pair, prompts
 from test_distribution import FALSE_FAILURE, odds
 from test_distribution import pair as toy_pair  # noqa: F401
 from transformers import DynamicCache, StaticCache
@@ -26,7 +26,11 @@ def _dtype(family: str, batch_size: int) -> torch.dtype:
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_plain_generate(family: str, batch_size: int) -> None:
+def test_greedy_tokens_are_those_of_plain_generate(
+    family: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[str] = []
+    monkeypatch.setattr(StaticRunner, "rewind", _counting(StaticRunner.rewind, passes))
     target, draft = pair(family, dtype=_dtype(family, batch_size))
     inputs, settings = prompts(batch_size), {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     plain = target.generate(**inputs, **settings)
@@ -38,7 +42,7 @@ def test_greedy_tokens_are_those_of_plain_generate(family: str, batch_size: int)
                     **inputs, **settings, generation_strategy=strategy, num_assistant_tokens=lookahead, **LOSSLESS
                 )
                 assert torch.equal(out.sequences, plain), (strategy, lookahead)
-    assert isinstance(out.past_key_values, RowsCache) == (family in ROWS_FAMILIES)
+    assert bool(passes) == (family in ROWS_FAMILIES)
 
 
 def test_outputs_are_distributed_as_the_target_s_own(toy_pair, monkeypatch) -> None:  # noqa: F811
@@ -68,44 +72,64 @@ def test_num_return_sequences() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_cache_is_the_size_that_its_formula_says(family: str) -> None:
+def test_the_cache_is_the_size_that_its_formula_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = pair(family)
-    inputs = prompts(3)
+    inputs, caches = prompts(3), {}
+    end = StaticRunner.end
+    monkeypatch.setattr(StaticRunner, "end", lambda self, n: (caches.update({self.model: self.cache}), end(self, n))[1])
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        out = target.generate(
-            **inputs, max_new_tokens=8, cache_implementation="static", return_dict_in_generate=True, do_sample=False
-        )
-    cache = out.past_key_values
+        target.generate(**inputs, max_new_tokens=8, cache_implementation="static", do_sample=False)
+    cache = caches[target]
     assert cache.capacity == inputs["input_ids"].shape[1] + 8 + 5
     assert cache.nbytes == RowsCache.bytes_needed(target.config, 3, cache.capacity, torch.float64)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-sliding"])
-def test_a_batch_has_static_rows_by_itself_and_returns_the_cache_of_plain_generate(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They grow with the text; what is returned holds plain decoding's keys, and decoding goes on from it."""
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"own": True}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-sliding", "bloom"])
+def test_a_batch_goes_on_from_the_returned_cache_as_from_plain_generate_s(family: str, settings: dict) -> None:
+    """Rows end apart; what they hold is what plain decoding read, ends and padding included."""
+    own = settings.get("own", False)
+    target, draft = pair(family, dtype=_dtype(family, 4))
+    inputs = prompts(4)
+    first = target.generate(**inputs, max_new_tokens=30, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    ends = [first[0, 4].item(), first[2, 9].item(), first[3, 2].item()]
+    again, kept = [], []
+    for drafts in (None, draft):
+        call = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 30, "eos_token_id": ends}
+        if own:
+            call["past_key_values"] = DynamicCache(config=target.config)
+        elif drafts is not None:
+            call |= settings
+        decoding = None if drafts is None else SpeculativeDecoding(drafts)
+        out = target.generate(**inputs, **call, custom_generate=decoding)
+        assert type(out.past_key_values) is DynamicCache
+        assert not own or out.past_key_values is call["past_key_values"]
+        kept.append([layer.keys.clone() for layer in out.past_key_values.layers])
+        new = torch.ones_like(out.sequences[:, inputs["input_ids"].shape[1] :])
+        more = {
+            "input_ids": torch.cat([out.sequences, inputs["input_ids"][:, -4:]], dim=1),
+            "attention_mask": torch.cat([inputs["attention_mask"], new, new[:, :1].expand(-1, 4)], dim=1),
+        }
+        again.append(target.generate(**more, past_key_values=out.past_key_values, max_new_tokens=8, do_sample=False))
+    assert torch.equal(*again)
+    for theirs, ours in zip(*kept, strict=True):
+        # A window that our cache holds no more of than it must may be longer in plain's.
+        shared = min(theirs.shape[2], ours.shape[2])
+        read = more["attention_mask"][:, : out.sequences.shape[1] - 1][:, -shared:, None].unsqueeze(1)
+        torch.testing.assert_close(ours[:, :, -shared:] * read, theirs[:, :, -shared:] * read, atol=1e-4, rtol=1e-4)
+
+
+def test_static_rows_of_a_batch_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     update = RowsLayer.update
     monkeypatch.setattr(RowsLayer, "update", lambda layer, *args: (update(layer, *args), sizes.append(layer.nbytes))[0])
     monkeypatch.setattr("hf_specdec.static_cache.GROWTH", 16)
-    target, draft = pair(family, dtype=torch.float32 if family in EAGER else torch.float64)
-    inputs, settings = prompts(4), {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 40}
-    plain = target.generate(**inputs, **settings)
+    target, draft = pair("llama")
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        out = target.generate(**inputs, **settings)
-    assert torch.equal(out.sequences, plain.sequences)
-    assert len(set(sizes)) > 1
-    assert type(out.past_key_values) is type(plain.past_key_values)
-    shown = (out.sequences != PAD).long()
-    for ours, theirs in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
-        # Of what a sliding window still holds, in every row what is not padding.
-        seen = shown[:, :-1][:, -theirs.keys.shape[2] :].bool()[:, None, :, None]
-        assert ours.keys.shape == theirs.keys.shape
-        torch.testing.assert_close(ours.keys * seen, theirs.keys * seen, atol=1e-4, rtol=1e-4)
-    more = {"input_ids": out.sequences, "attention_mask": shown, "max_new_tokens": 8, "do_sample": False}
-    again = [target.generate(**more, past_key_values=kept.past_key_values) for kept in (out, plain)]
-    assert torch.equal(*again)
+        target.generate(**prompts(4), max_new_tokens=8, max_length=None, do_sample=False)
+        short = sizes.copy()
+        target.generate(**prompts(4), max_new_tokens=60, do_sample=False, eos_token_id=-1)
+    assert len(set(short)) <= 2 < len(set(sizes))
 
 
 def test_a_single_row_and_a_cache_of_the_caller_s_own_stay_dynamic() -> None:
