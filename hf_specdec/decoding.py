@@ -29,7 +29,6 @@ class Decoder:
         relaxation: changes the target's processed scores; None is lossless.
         rule: accepts drafted tokens.
         do_sample: whether the rule needs probabilities and uniform draws.
-        keeps_cache: whether the target's cache goes to the caller.
     """
 
     target: Runner
@@ -38,31 +37,21 @@ class Decoder:
     relaxation: Relaxation | None
     rule: Rule
     do_sample: bool
-    keeps_cache: bool
 
     def decode(self, transcript: Transcript, stats: SpeculationStats) -> None:
         """Decode until every row has ended; each round is added to `stats`.
 
         A cache then holds all but the last token shown, as plain `generate` leaves it, also after an exception.
+        Where rows ended apart it ends with the shortest: the others' padding is read by whoever goes on from it.
         """
         try:
             while not transcript.finished:
                 stats.rounds.append(self._round(transcript))
                 self.drafter.observe(stats.rounds[-1])
                 transcript.show()
-            if self.keeps_cache:
-                self._read_padding(transcript)
         finally:
             # Only now: a sliding window that has forgotten a round's drafts can't go back once more.
-            shown = transcript.sequences.shape[1]
-            self.target.end([min(n, shown) - 1 for n in transcript.lengths])
-
-    def _read_padding(self, transcript: Transcript) -> None:
-        """One pass in which rows that ended early read what pads them, as they do in plain `generate`."""
-        shortest, shown = min(transcript.lengths), transcript.sequences.shape[1]
-        if shortest < shown:
-            transcript.lengths = [shown] * transcript.batch_size
-            self.target.reread(transcript.sequences[:, :-1], shortest - 1)
+            self.target.end(transcript.common_length - 1)
 
     def _round(self, transcript: Transcript) -> Round:
         began = perf_counter()

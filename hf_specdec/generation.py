@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import (
+    Cache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -24,9 +25,10 @@ from hf_specdec.drafters import DraftCall, make_drafter
 from hf_specdec.fast_decoding import accelerated, fast_capacity
 from hf_specdec.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.processors import HostProcessors
-from hf_specdec.runners import Runner, runner_for
-from hf_specdec.static_cache import CacheSize, RowsCache
-from hf_specdec.static_runner import keeps_rows, static_cache
+from hf_specdec.runner import ModelRunner
+from hf_specdec.runners import runner_for
+from hf_specdec.static_cache import CacheSize
+from hf_specdec.static_runner import StaticRunner, keeps_rows, static_cache
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.strategies import TABLE
 from hf_specdec.transcript import Transcript
@@ -181,14 +183,13 @@ class SpeculativeDecoding:
             relaxation=make_rollback(config, not do_sample) if make_rollback else None,
             rule=SAMPLING_RULES[config.verification] if do_sample else greedy,
             do_sample=do_sample,
-            keeps_cache=returns_dict or getattr(target.cache, "_is_user_defined", False),
         )
         self.stats = _last[model] = SpeculationStats(config.strategy)
-        _run(decoder, transcript, self.stats, compile=config.compile)
+        cache = _run(decoder, transcript, self.stats, compile=config.compile, keep_cache=returns_dict)
         transcript.end()
         if not returns_dict:
             return transcript.sequences
-        return _output(model, transcript, target, self.stats)
+        return _output(model, transcript, cache, self.stats)
 
     def _transcript(
         self,
@@ -209,17 +210,21 @@ class SpeculativeDecoding:
         )
 
 
-def _run(decoder: Decoder, transcript: Transcript, stats: SpeculationStats, *, compile: bool) -> None:
-    """Decode, and make a cache that the caller gets his own."""
+def _run(
+    decoder: Decoder, transcript: Transcript, stats: SpeculationStats, *, compile: bool, keep_cache: bool
+) -> Cache | None:
+    """Decode; returns the cache that goes to the caller, made his own, None where none does."""
+    target = decoder.target
     with accelerated(decoder, transcript, compile=compile) as running:
-        target = decoder.target
         try:
             running.decode(transcript, stats)
         finally:
-            if decoder.keeps_cache and target.cache is not None and not isinstance(target.cache, RowsCache):
+            kept = keep_cache or getattr(target.cache, "_is_user_defined", False)
+            if isinstance(target, ModelRunner) and kept and target.cache is not None:
                 release(target.cache)
-        if decoder.keeps_cache and isinstance(target.cache, RowsCache):
-            target.cache = target.cache.as_dynamic(target.model.config, transcript.sequences.shape[1] - 1)
+        if isinstance(target, StaticRunner) and keep_cache:
+            return target.cache.as_dynamic(target.model.config, transcript.common_length - 1)
+    return target.cache if keep_cache else None
 
 
 def _static_size(
@@ -254,7 +259,7 @@ def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_c
 
 
 def _output(
-    model: PreTrainedModel, transcript: Transcript, target: Runner, stats: SpeculationStats
+    model: PreTrainedModel, transcript: Transcript, cache: Cache | None, stats: SpeculationStats
 ) -> SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
     """The output of `generate`, with the statistics."""
     kind = SpeculativeEncoderDecoderOutput if model.config.is_encoder_decoder else SpeculativeDecoderOnlyOutput
@@ -262,7 +267,7 @@ def _output(
         sequences=transcript.sequences,
         scores=transcript.scores,
         logits=transcript.logits,
-        past_key_values=target.cache,
+        past_key_values=cache,
     )
     output.speculation = stats
     return output

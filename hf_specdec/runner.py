@@ -126,23 +126,8 @@ class ModelRunner:
             caches.realign(self.cache, self._width, shifts, new_width)
         self._width = new_width
 
-    def reread(self, ids: Tensor, start: int) -> None:
-        """Have every row read the text `ids` `[B, N]` from `start` on, once more where it has, in one pass.
-
-        A sliding window that can't go back so far reads all of it.
-        """
-        if self.cache is None:
-            return
-        if not caches.can_forget(self.cache, self._width, max(self.read) - start):
-            if self.hidden:
-                return  # what `end` finds unfit it empties
-            caches.forget_all(self.cache)
-            self.read, self._width, start = [0] * len(ids), 0, 0
-        self.rewind([start] * len(ids))
-        self.forward(ids[:, start:], 1)
-
-    def end(self, lengths: Sequence[int]) -> None:
-        """Leave the cache as plain `generate` would after `lengths` tokens, whatever ended the call.
+    def end(self, length: int) -> None:
+        """Leave the cache as plain `generate` would after `length` tokens, whatever ended the call.
 
         It is emptied where a pass broke off beyond repair, or a sliding window no longer holds what it would see:
         going on from it is right then, too, and reads the text again.
@@ -150,9 +135,8 @@ class ModelRunner:
         if self.cache is None:
             return
         caches.forget_broken_pass(self.cache, self._width)
-        most = max(n - min(n, length) for n, length in zip(self.read, lengths, strict=True))
-        if caches.can_forget(self.cache, self._width, most):
-            self.rewind(lengths)
+        if caches.can_forget(self.cache, self._width, max(max(self.read) - length, 0)):
+            self.rewind([length] * len(self.read))
         else:
             caches.forget_all(self.cache)
         caches.stop_recording(self._recording)
@@ -246,13 +230,10 @@ class RowByRowRunner:
         for runner, length in zip(self.rows, lengths, strict=True):
             runner.rewind([length])
 
-    def reread(self, ids: Tensor, start: int) -> None:
-        """Nothing: the rows' caches go to nobody."""
-
-    def end(self, lengths: Sequence[int]) -> None:
+    def end(self, length: int) -> None:
         """As `ModelRunner.end`."""
-        for runner, length in zip(self.rows, lengths, strict=True):
-            runner.end([length])
+        for runner in self.rows:
+            runner.end(length)
 
 
 def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[torch.no_grad]:

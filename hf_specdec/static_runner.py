@@ -115,14 +115,9 @@ class StaticRunner:
         """As `ModelRunner.rewind`; no data is touched."""
         self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
 
-    def reread(self, ids: Tensor, start: int) -> None:
-        """As `ModelRunner.reread`; prepared rounds may have read for it."""
-        self.read = [start] * len(ids)
-        self.forward(ids[:, start:], 1)
-
-    def end(self, lengths: Sequence[int]) -> None:
+    def end(self, length: int) -> None:
         """As `ModelRunner.end`."""
-        self.rewind(lengths)
+        self.rewind([length] * len(self.read))
 
 
 def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:

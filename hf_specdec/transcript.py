@@ -77,6 +77,11 @@ class Transcript:
         ]
 
     @property
+    def common_length(self) -> int:
+        """Tokens of its own that every row shows."""
+        return min(*self.lengths, self._shown)
+
+    @property
     def sequences(self) -> Tensor:
         """`[B, N]`: prompts and everything shown."""
         return self.ids[:, : self._shown]

@@ -51,7 +51,7 @@ def test_tables_have_their_rows(folder: Path) -> None:
     for subtask in embedded.SUBTASKS:
         # Speedups, BiLD's verdict and five methods' quality; rows of times only where a second round was needed.
         assert tables["subtasks-greedy"].count(f"\n| {subtask} ") >= 1 + 1 + 5, subtask
-    assert "of 8 subtasks." in tables["subtasks-greedy"]
+    assert "of 8 subtasks" in tables["subtasks-greedy"]
     assert tables["sweep-train-greedy"].count("\n| draft") == 1 + 2 and " of 8 |" in tables["sweep-train-greedy"]
     assert "--task subtasks" in tables["sweep-train-greedy"]
     assert sum(line.startswith(("| yes", "| no")) for line in tables["ablation-greedy"].splitlines()) == 8

@@ -161,7 +161,8 @@ def test_the_draft_s_cache_catches_up_with_what_it_did_not_read(monkeypatch) -> 
         proposal = propose(self, ids, lengths, room)
         for row, n in enumerate(lengths):
             drafted = proposal.lengths[row]
-            mask = self.runner._mask[row : row + 1, : n + drafted]
+            mask = torch.ones(1, n + drafted, dtype=torch.long)
+            mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"][row]
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
             with torch.no_grad():
                 logits = draft(ids[row : row + 1, : n + drafted], attention_mask=mask, position_ids=positions).logits

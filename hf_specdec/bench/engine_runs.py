@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import hf_specdec
 from hf_specdec.bench.data import Prompt
@@ -84,7 +86,7 @@ def run_batch(
         seconds=seconds,
         first_seconds=streamer.times[0] - start,
         tokens=tokens,
-        rounds=_rounds(pair, method, streamer.counts, log),
+        rounds=_rounds(pair, method, sequences, streamer.counts, log),
     )
 
 
@@ -101,7 +103,9 @@ def endless(pair: LoadedPair) -> Any:
             model.generation_config.eos_token_id = token
 
 
-def _rounds(pair: LoadedPair, method: Method, puts: Sequence[int], log: Any) -> dict[str, Any] | None:
+def _rounds(
+    pair: LoadedPair, method: Method, sequences: Tensor, puts: Sequence[int], log: Any
+) -> dict[str, Any] | None:
     """Column by column, which takes a third of the room of one dict a round."""
     stats = hf_specdec.last_speculation(pair.target) if "generation_strategy" in method.options else None
     if stats is not None:
@@ -109,7 +113,7 @@ def _rounds(pair: LoadedPair, method: Method, puts: Sequence[int], log: Any) -> 
         columns |= {key: [getattr(item, key) for item in stats.rounds] for key in _PER_ROUND}
         columns["overlap"] = [[round(value, 4) for value in row] for row in columns["overlap"]]
         return columns
-    records = method.read_rounds(None, puts, log)
+    records = method.read_rounds(SimpleNamespace(sequences=sequences), puts, log)
     if records is None:
         return None
     columns = {key: [[getattr(item, key)] for item in records] for key in _PER_ROW}
