@@ -196,6 +196,7 @@ class AutoLength(StopRule):
         super().__init__(1)
         self.known = known or Experience()
         self._rounds = 0
+        self._live = 1
         self._unread = 0.0
         self._since_plain = 0
         self._probing = False
@@ -206,6 +207,7 @@ class AutoLength(StopRule):
         if not live:
             return
         self._rounds += 1
+        self._live = len(live)
         known = self.known
         gained = sum(finished.new_tokens[row] for row in live) / len(live)
         if self._rounds == 1:
@@ -246,7 +248,8 @@ class AutoLength(StopRule):
         tokens, drafts, steps = 1.0, 0.0, 0.0
         times = self.known.times
         rates = [1.0 / times.target(1)]
-        drafted = self.known.drafted.reach()
+        # A round goes on as long as any row drafts.
+        drafted = [1.0 - (1.0 - reached) ** self._live for reached in self.known.drafted.reach()]
         for position, accepted in enumerate(self.known.accepted.reach()):
             # The step that finds that a draft has to stop is paid for as well.
             steps += drafted[position - 1] if position else 1.0

@@ -192,6 +192,20 @@ def test_experience_is_a_situation_s_own_and_goes_with_the_target() -> None:
     assert not auto_length._experiences
 
 
+def test_a_batch_drafts_for_as_long_as_any_of_its_rows_does() -> None:
+    """Half of the rows stop after one token: alone that shortens every second round, together none."""
+    expected = {}
+    for rows in (1, 8):
+        rule = AutoLength()
+        for number in range(200):
+            drafted = tuple(1 if (number + row) % 2 else rule.limit for row in range(rows))
+            steps, width = max(drafted), 1 + max(drafted)
+            times = (0.3 * steps, 1.0, 1.0 + 0.3 * steps)
+            rule.observe(Round(drafted, drafted, tuple(n + 1 for n in drafted), (0.0,) * rows, steps, width, *times))
+        expected[rows] = rule._rates()[8]
+    assert expected[8] < 0.9 * expected[1]
+
+
 def test_rounds_without_times_are_learnt_from_as_far_as_they_go() -> None:
     """transformers' own loop passes no times on."""
     rule = AutoLength()

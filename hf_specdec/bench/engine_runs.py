@@ -23,6 +23,8 @@ from hf_specdec.bench.settings import Settings
 _PER_ROW = ("drafted", "accepted", "new_tokens", "overlap")
 _PER_ROUND = ("draft_steps", "width")
 
+_REPEATS_APART = 1_000_003  # between their seeds
+
 
 @dataclass(frozen=True)
 class BatchRun:
@@ -57,7 +59,8 @@ def run_batch(
     """As `measure.run_once`, for a batch, and with as many new tokens in every row as may be: texts don't end."""
     input_ids = torch.tensor([prompt.token_ids for prompt in prompts], device=pair.target.device)
     streamer = TimingStreamer()
-    torch.manual_seed(settings.seed + prompts[0].index)
+    # Each repeat draws anew: few texts are compared here, and a method must not live by one that suits it.
+    torch.manual_seed(settings.seed + prompts[0].index + _REPEATS_APART * repeat)
     with endless(pair), method.surroundings(pair) as log:
         synchronize(pair)
         start = time.perf_counter()
