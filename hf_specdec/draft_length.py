@@ -76,11 +76,11 @@ class EntropyStop(StopRule):
     def __init__(self, limit: int, threshold: float) -> None:
         super().__init__(limit)
         self.threshold = threshold
+        self.most_entropy = (1.0 - threshold) ** 2 / self.SCALE  # nats, at which the bound is the threshold
 
     def before_append(self, probs: Tensor) -> Tensor:
         """See `StopRule.before_append`."""
-        entropy = torch.special.entr(probs).sum(dim=-1)
-        return 1.0 - (self.SCALE * entropy).sqrt() < self.threshold
+        return torch.special.entr(probs).sum(dim=-1) > self.most_entropy
 
 
 class FirstOf(StopRule):

@@ -120,7 +120,8 @@ def conclusions(result: Result) -> list[str]:
     ]
     lines.append(
         "The predicted speedup is an estimate: it takes each token's acceptance for independent of the "
-        "others', and counts forward passes only. η is the share of the decoding time that those passes need."
+        "others', and counts forward passes only. η is the share of the decoding time that those passes need (above 1: "
+        "the passes were timed in a worse moment than the run)."
     )
     lines += remarks(result)
     lines += [_speedup_in_words(result, chosen, baseline) for baseline in [result["methods"][0], *others]]
@@ -269,14 +270,16 @@ def _speedup_in_words(result: Result, method: Mapping[str, str], baseline: Mappi
 
 
 def _unrest(result: Result) -> str:
-    """A warning where repeats of the same work took very different times; empty if they did not."""
+    """A warning where repeats of the same work took very different times, or there are none; empty otherwise."""
     spreads = []
     for method in result["methods"]:
         for prompt in result["prompts"]:
             runs = [r for r in result["runs"] if (r["method"], r["prompt"]) == (method["name"], prompt["index"])]
             if len(runs) > 1:
                 spreads.append(metrics.spread(runs))
-    if not spreads or median(spreads) <= _CALM:
+    if not spreads:
+        return "Each figure rests on a single run: one stall of the machine can double it. Raise --repeats."
+    if median(spreads) <= _CALM:
         return ""
     return (
         f"Times are unsteady: repeats of the same work differ by {percent(median(spreads))} "
