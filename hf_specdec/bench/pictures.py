@@ -66,7 +66,8 @@ def pictures(result: Result) -> dict[str, Figure]:
         found["speedup-by-subtask"] = plots.speedup_by_subtask(result)
     if task == "engines":
         found["speed-by-method"] = engine_plots.speed_by_method(result)
-        found["speed-by-batch"] = engine_plots.speed_by_batch(result)
+        if len({run["batch"] for run in result["runs"]}) > 1:
+            found["speed-by-batch"] = engine_plots.speed_by_batch(result)
     if task == "ablation":
         found["speed"] = plots.ablation_bars(result)
     if task == "sweep":
