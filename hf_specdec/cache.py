@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-REWINDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+# Dummies hold nothing; transformers puts them where a layer uses another's keys.
+REWINDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 
 
 def new_cache(model: PreTrainedModel, argument: str, *, cross_attention: bool) -> Cache:
@@ -94,19 +95,18 @@ def stop_recording(layers: Sequence[Any]) -> None:
 
 def forget_broken_pass(cache: Cache, width: int) -> None:
     """Bring every layer back to `width` slots after a pass that may have ended before its last layer."""
-    for layer in self_attention(cache).layers:
-        if layer.is_initialized and (excess := layer.get_seq_length() - width) > 0:
+    for layer in _holding(cache):
+        if (excess := layer.get_seq_length() - width) > 0:
             layer.crop(-excess)
 
 
 def can_forget(cache: Cache, width: int, count: int) -> bool:
     """Whether all layers hold `width` slots, and what windows see after their last `count` are forgotten."""
-    for layer in self_attention(cache).layers:
+    for layer in _holding(cache):
         needed = width
         if isinstance(layer, DynamicSlidingWindowLayer):
             needed = count + min(width - count, layer.sliding_window - 1)
-        # Layers that share another's keys are never initialized.
-        if layer.is_initialized and layer.keys.shape[-2] < needed:
+        if layer.keys.shape[-2] < needed:
             return False
     return True
 
@@ -131,9 +131,7 @@ def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int) -> 
         new_width: slots afterwards; what a row moves beyond them is forgotten, what opens up on the left
             holds arbitrary finite numbers, to be masked.
     """
-    for layer in self_attention(cache).layers:
-        if not layer.is_initialized:
-            continue
+    for layer in _holding(cache):
         stored = layer.keys.shape[-2]
         kept = new_width
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -149,7 +147,7 @@ def release(cache: Cache) -> None:
     parts = (
         [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
     )
-    for layer in (layer for part in parts for layer in part.layers if layer.is_initialized):
+    for layer in (layer for part in parts for layer in _holding(part)):
         layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
 
@@ -162,6 +160,11 @@ def shift_rows(rows: torch.Tensor, shifts: Sequence[int], new_width: int) -> tor
 def self_attention(cache: Any) -> Any:
     """The part of a cache that grows with the decoded text."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _holding(cache: Any) -> list[Any]:
+    """The layers that hold tokens: not those that no pass has reached, nor those that use another's keys."""
+    return [layer for layer in self_attention(cache).layers if layer.is_initialized and layer.keys is not None]
 
 
 def _source_slots(shifts: Sequence[int], first: int, slots: range, stored: int, device: torch.device) -> torch.Tensor:

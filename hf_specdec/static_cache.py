@@ -118,7 +118,8 @@ class RowsCache(Cache):
         """The first `length` tokens of every row as plain `generate` would have cached them."""
         dynamic = DynamicCache(config=config.get_text_config(decoder=True))
         for index, layer in enumerate(self.layers):
-            dynamic.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)  # copies
+            if layer.is_initialized:  # layers that share another's keys never are
+                dynamic.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)  # copies
         return dynamic
 
     @staticmethod

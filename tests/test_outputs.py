@@ -11,6 +11,8 @@ from families import pair, prompts
 from models import llama, noisy
 from transformers import (
     DynamicCache,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     MistralConfig,
     MistralForCausalLM,
     OpenAIGPTConfig,
@@ -167,3 +169,30 @@ def test_a_model_that_knows_no_cache_reads_its_text_again() -> None:
         call = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
         plain = target.generate(ids, **call)
         assert torch.equal(target.generate(ids, **call, custom_generate=hf_specdec.SpeculativeDecoding(draft)), plain)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_layers_that_use_another_s_keys(rows: int, settings: dict) -> None:
+    """Gemma 3n's last layers: transformers' cache has dummies in their place. Decoding goes on from it, too."""
+    config = Gemma3nTextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=[48] * 4, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=9, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=64, laurel_rank=8,
+        altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = Gemma3nForCausalLM(config).eval()
+    draft = noisy(target)
+    ids = torch.randint(3, 60, (rows, 11))
+    call = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "eos_token_id": -1}
+    plain = target.generate(ids, **call)
+    out = target.generate(ids, **call, **settings, custom_generate=hf_specdec.SpeculativeDecoding(draft))
+    assert torch.equal(out.sequences, plain.sequences)
+    assert 0 < out.speculation.acceptance_rate < 1
+    more = torch.cat([plain.sequences, ids[:, :3]], dim=1)
+    again = [
+        target.generate(more, max_new_tokens=8, do_sample=False, past_key_values=kept.past_key_values)
+        for kept in (plain, out)
+    ]
+    assert torch.equal(*again)
