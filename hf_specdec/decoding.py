@@ -29,6 +29,7 @@ class Decoder:
         relaxation: changes the target's processed scores; None is lossless.
         rule: accepts drafted tokens.
         do_sample: whether the rule needs probabilities and uniform draws.
+        mode: how rounds are kept from recording gradients; see `runner.pass_mode`.
     """
 
     target: Runner
@@ -37,6 +38,7 @@ class Decoder:
     relaxation: Relaxation | None
     rule: Rule
     do_sample: bool
+    mode: type[torch.inference_mode] | type[torch.no_grad]
 
     def decode(self, transcript: Transcript, stats: SpeculationStats) -> None:
         """Decode until every row has ended; each round is added to `stats`.
@@ -46,7 +48,8 @@ class Decoder:
         """
         try:
             while not transcript.finished:
-                stats.rounds.append(self._round(transcript))
+                with self.mode():
+                    stats.rounds.append(self._round(transcript))
                 self.drafter.observe(stats.rounds[-1])
                 transcript.show()
         finally:

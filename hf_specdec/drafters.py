@@ -48,6 +48,11 @@ class DraftCall:
     inputs_tensor: Tensor | None
     static_size: CacheSize | None = None
 
+    @property
+    def models(self) -> tuple[PreTrainedModel, ...]:
+        """The target, and the draft where there is one."""
+        return (self.model,) if self.draft is None else (self.model, self.draft)
+
 
 def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
     """The drafter of a call; `config` is resolved.
@@ -70,7 +75,7 @@ def _experience(config: SpeculationConfig, call: DraftCall) -> Experience | None
     if config.num_assistant_tokens != "auto":
         return None
     draft = call.draft if config.drafts_by_model else None
-    places = tuple((str(model.device), model.dtype) for model in (call.model, draft) if model is not None)
+    places = tuple((str(model.device), model.dtype) for model in call.models)
     sampled = call.generation_config.do_sample and call.generation_config.temperature
     situation = (config, id(draft), places, sampled, call.transcript.batch_size)
     return experience(call.model, situation, copies=config.drafter == "lookup")

@@ -200,7 +200,7 @@ def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool) -> I
     with _ordinary_tensors():
         engine = engines.take(key) or Engine(plan, target, draft, compile)
         engine.adopt(target, draft)
-    fields = {name: getattr(decoder, name) for name in Decoder.__dataclass_fields__}
+    fields = {name: getattr(decoder, name) for name in Decoder.__dataclass_fields__} | {"mode": torch.no_grad}
     try:
         yield FastDecoder(**fields, engine=engine)
     finally:

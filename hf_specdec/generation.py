@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from transformers import (
     Cache,
@@ -25,7 +26,7 @@ from hf_specdec.drafters import DraftCall, make_drafter
 from hf_specdec.fast_decoding import accelerated, fast_capacity
 from hf_specdec.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.processors import HostProcessors
-from hf_specdec.runner import ModelRunner
+from hf_specdec.runner import ModelRunner, pass_mode
 from hf_specdec.runners import runner_for
 from hf_specdec.static_cache import CacheSize
 from hf_specdec.static_runner import StaticRunner, keeps_rows, static_cache
@@ -183,6 +184,8 @@ class SpeculativeDecoding:
             relaxation=make_rollback(config, not do_sample) if make_rollback else None,
             rule=SAMPLING_RULES[config.verification] if do_sample else greedy,
             do_sample=do_sample,
+            # Processors of the caller's own may want gradients, which inference mode would deny them.
+            mode=pass_mode(*call.models) if processors.prefix_free else torch.no_grad,
         )
         self.stats = _last[model] = SpeculationStats(config.strategy)
         cache = _run(decoder, transcript, self.stats, compile=config.compile, keep_cache=returns_dict)

@@ -59,6 +59,11 @@ class HostProcessors:
     def __bool__(self) -> bool:
         return len(self.processors) > 0
 
+    @property
+    def prefix_free(self) -> bool:
+        """Whether all of them are transformers' own that read the scores alone."""
+        return all(type(processor) in PREFIX_FREE for processor in self.processors)
+
     def __call__(self, ids: Tensor, starts: Sequence[int], counts: Sequence[int], scores: Tensor) -> Tensor:
         """Process scores in place where processors do.
 

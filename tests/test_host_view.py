@@ -358,3 +358,21 @@ def test_a_target_as_its_own_draft_accepts_everything(pair, rows: int, sampling:
     stats = output.speculation
     assert stats.drafted == stats.accepted > 0
     assert stats.alpha == pytest.approx(1.0, abs=1e-5)
+
+
+class ByGradient(LogitsProcessor):
+    """Takes a gradient on the way, as guidance does; inference mode would not let it."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            free = scores.requires_grad_()
+            (slope,) = torch.autograd.grad((free * free).sum(), free)
+        return scores.detach() + 0.1 * slope
+
+
+def test_processors_of_the_caller_s_own_may_take_gradients() -> None:
+    target = llama()
+    call = {"max_new_tokens": 12, "do_sample": False, "logits_processor": LogitsProcessorList([ByGradient()])}
+    plain = target.generate(**prompts(2), **call)
+    decoding = hf_specdec.SpeculativeDecoding(noisy(target))
+    assert torch.equal(target.generate(**prompts(2), **call, custom_generate=decoding), plain)
