@@ -14,7 +14,8 @@ _SWITCHES = ("speculative", "cache", "better_transformer")
 
 LEGEND = (
     "Tokens/Sec: after the first delivery, micro (all tokens / all seconds); each figure is the mean of the repeats ± "
-    "their standard deviation. Rows without Better Transformer use eager attention in both models. The first speedup "
+    "their standard deviation. Speedups compare the examples that have a rate in both rows, so the ratio of two rates "
+    "shown may differ. Rows without Better Transformer use eager attention in both models. The first speedup "
     "is over the row without any of the three, the second over the same row without speculation: what speculation "
     "itself brings."
 )

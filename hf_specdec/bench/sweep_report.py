@@ -29,9 +29,10 @@ _PLACES = {
 
 LEGEND = (
     "Each figure is the mean of the repeats ± their standard deviation. Speedup: ratio of decode tokens/s (micro: all "
-    "tokens / all seconds after the first delivery) over plain decoding in the same repeat. c: one draft step / one "
-    "target step, bare forward passes. The predicted speedup takes each token's acceptance for independent of the "
-    "others', so it is an estimate. Quality is measured against the references, 0 to 100. Won: on how many subtasks "
+    "tokens / all seconds after the first delivery) over plain decoding in the same repeat, on the examples "
+    "that have a rate in both, so the ratio of two rates shown may differ. c: one draft step / one target step, bare "
+    "forward passes. The predicted speedup takes each token's acceptance for independent of the others', so it is an "
+    "estimate. Quality is measured against the references, 0 to 100. Won: on how many subtasks "
     "BiLD is faster, in every repeat, than the fastest row of speculative decoding, while neither its ROUGE-L nor "
     "its exact match is below plain decoding's."
 )
