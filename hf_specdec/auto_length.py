@@ -172,7 +172,8 @@ _experiences: WeakKeyDictionary[Any, OrderedDict[Hashable, Experience]] = WeakKe
 def experience(target: object, situation: Hashable, *, copies: bool) -> Experience:
     """The experience of a target's calls in one situation, which goes with the target; a fresh one at first."""
     known = _experiences.setdefault(target, OrderedDict())
-    known.setdefault(situation, Experience(copies=copies))
+    if situation not in known:
+        known[situation] = Experience(copies=copies)
     known.move_to_end(situation)
     while len(known) > KEPT_SITUATIONS:
         known.popitem(last=False)

@@ -75,7 +75,6 @@ class EntropyStop(StopRule):
 
     def __init__(self, limit: int, threshold: float) -> None:
         super().__init__(limit)
-        self.threshold = threshold
         self.most_entropy = (1.0 - threshold) ** 2 / self.SCALE  # nats, at which the bound is the threshold
 
     def before_append(self, probs: Tensor) -> Tensor:
