@@ -151,7 +151,8 @@ class Experience:
         copies: drafts are copies and cost no steps.
 
     Attributes:
-        times, accepted, drafted: estimates of what passes take and of how far drafts get.
+        times: estimates of what passes take.
+        accepted, drafted, steps: how far a row's accepted drafts get, the batch's longest draft, and its draft steps.
         elapsed: seconds of all rounds; a share of them may be lost by probes.
         balance: seconds that drafts have gained.
         probed: seconds that probes have lost.
@@ -162,6 +163,7 @@ class Experience:
         self.times = Times(copies=copies)
         self.accepted = Positions(PRIOR_ACCEPTANCE)
         self.drafted = Positions(1.0)
+        self.steps = Positions(1.0)
         self.elapsed = self.balance = self.probed = 0.0
         self.refresh = FIRST_REFRESH
 
@@ -197,7 +199,6 @@ class AutoLength(StopRule):
         super().__init__(1)
         self.known = known or Experience()
         self._rounds = 0
-        self._live = 1
         self._unread = 0.0
         self._since_plain = 0
         self._probing = False
@@ -208,7 +209,6 @@ class AutoLength(StopRule):
         if not live:
             return
         self._rounds += 1
-        self._live = len(live)
         known = self.known
         gained = sum(finished.new_tokens[row] for row in live) / len(live)
         if self._rounds == 1:
@@ -221,10 +221,12 @@ class AutoLength(StopRule):
             known.balance += gain
             if self._probing:
                 known.probed += max(-gain, 0.0)
-        for positions, counts in ((known.accepted, finished.accepted), (known.drafted, finished.drafted)):
+        for positions in (known.accepted, known.drafted, known.steps):
             positions.fade()
-            for row in live:
-                positions.add(counts[row], self.limit, 1.0 / len(live))
+        for row in live:
+            known.accepted.add(finished.accepted[row], self.limit, 1.0 / len(live))
+        known.drafted.add(max(finished.drafted), self.limit, 1.0)
+        known.steps.add(finished.draft_steps, self.limit, 1.0)
         self._unread = 0.0 if finished.draft_steps else self._unread + gained
         self._since_plain = 0 if self.limit == 0 else self._since_plain + 1
         self._choose()
@@ -247,16 +249,13 @@ class AutoLength(StopRule):
     def _rates(self) -> list[float]:
         """Expected tokens per second of a row, for rounds of 0 to `MAX_DRAFT` drafts."""
         tokens, drafts, steps = 1.0, 0.0, 0.0
-        times = self.known.times
-        rates = [1.0 / times.target(1)]
-        # A round goes on as long as any row drafts.
-        drafted = [1.0 - (1.0 - reached) ** self._live for reached in self.known.drafted.reach()]
-        for position, accepted in enumerate(self.known.accepted.reach()):
-            # The step that finds that a draft has to stop is paid for as well.
-            steps += drafted[position - 1] if position else 1.0
-            drafts += drafted[position]
-            tokens += accepted
-            rates.append(tokens / (steps * times.step() + times.target(1 + drafts)))
+        known = self.known
+        rates = [1.0 / known.times.target(1)]
+        for accepted, drafted, stepped in zip(
+            known.accepted.reach(), known.drafted.reach(), known.steps.reach(), strict=True
+        ):
+            tokens, drafts, steps = tokens + accepted, drafts + drafted, steps + stepped
+            rates.append(tokens / (steps * known.times.step() + known.times.target(1 + drafts)))
         return rates
 
     def _probe(self) -> int:

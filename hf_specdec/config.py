@@ -40,8 +40,8 @@ class SpeculationConfig:
         verification: how sampling judges drafts, both lossless. `"token"` by token (Leviathan et al. 2023);
             `"block"` all together (Sun et al. 2024), which keeps as many tokens or more in expectation. In greedy
             decoding they are the same.
-        entropy_threshold: a number in [0, 1], or None for no such stop: a draft ends where 1 - sqrt(0.2 H) is
-            below it, H the entropy in nats of its next distribution.
+        entropy_threshold: a number in [0, 1], or None for no such stop: a draft ends behind a token for which
+            1 - sqrt(0.2 H) is below it, H the entropy in nats of the distribution that it was drawn from.
         compile: compile the draft's steps and the verification by `torch.compile`, once for each pair, number of
             rows, bucket of lengths and set of processors with their numbers (a new temperature compiles anew);
             seconds to minutes the first time, and kept with the target. Implies static caches. Output is the same

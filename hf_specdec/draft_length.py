@@ -1,9 +1,11 @@
-"""When drafting stops: rules that are asked before a drafted token is appended. No clocks, no models.
+"""When drafting stops: rules that are asked before a drafted token is drawn. No clocks, no models.
 
 The length that adapts to times and acceptance is in `auto_length`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -23,18 +25,20 @@ class StopRule:
     def __init__(self, limit: int) -> None:
         self.limit = limit
 
-    def before_append(self, probs: Tensor) -> Tensor:
-        """Which rows stop before their next drafted token is appended.
-
-        Asked only where `reads_probabilities`.
+    def before_append(self, probs: Tensor) -> Tensor | None:
+        """Which rows stop before their next drafted token is appended; both questions only where `reads_probabilities`.
 
         Args:
             probs: `[B, V]`, the draft's processed distribution of that token.
 
         Returns:
-            `[B]` bool.
+            `[B]` bool; None: no row.
         """
-        return torch.zeros(len(probs), dtype=torch.bool, device=probs.device)
+        return None
+
+    def after_append(self, probs: Tensor) -> Tensor | None:
+        """Which rows stop behind that token, which is still appended; as `before_append`, from its distribution."""
+        return None
 
     def observe(self, finished: Round) -> None:
         """Learn from a finished round."""
@@ -63,7 +67,8 @@ class EntropyStop(StopRule):
     """Stop where the draft's entropy H bounds acceptance badly: 1 - sqrt(c H) below a threshold.
 
     AdaEDL (Agrawal et al. 2024, arXiv 2410.18351, c = 0.2) and SVIP (Zhang et al. 2024, arXiv 2411.18462) derive
-    such bounds from Pinsker's inequality. No training, no memory.
+    such bounds from Pinsker's inequality. No training, no memory. The unsure token itself is drafted: its pass is
+    paid for, and verifying one token more costs next to nothing.
 
     Args:
         limit: the most tokens to draft in a round.
@@ -77,8 +82,8 @@ class EntropyStop(StopRule):
         super().__init__(limit)
         self.most_entropy = (1.0 - threshold) ** 2 / self.SCALE  # nats, at which the bound is the threshold
 
-    def before_append(self, probs: Tensor) -> Tensor:
-        """See `StopRule.before_append`."""
+    def after_append(self, probs: Tensor) -> Tensor:
+        """See `StopRule.after_append`."""
         return torch.special.entr(probs).sum(dim=-1) > self.most_entropy
 
 
@@ -94,13 +99,22 @@ class FirstOf(StopRule):
         self.rules = rules
         self.reads_probabilities = any(rule.reads_probabilities for rule in rules)
 
-    def before_append(self, probs: Tensor) -> Tensor:
+    def before_append(self, probs: Tensor) -> Tensor | None:
         """See `StopRule.before_append`."""
-        stops = [rule.before_append(probs) for rule in self.rules if rule.reads_probabilities]
-        return torch.stack(stops).any(dim=0)
+        return _any(rule.before_append(probs) for rule in self.rules)
+
+    def after_append(self, probs: Tensor) -> Tensor | None:
+        """See `StopRule.after_append`."""
+        return _any(rule.after_append(probs) for rule in self.rules)
 
     def observe(self, finished: Round) -> None:
         """See `StopRule.observe`."""
         for rule in self.rules:
             rule.observe(finished)
         self.limit = min(rule.limit for rule in self.rules)
+
+
+def _any(answers: Iterable[Tensor | None]) -> Tensor | None:
+    """Rows that any rule stops."""
+    given = [answer for answer in answers if answer is not None]
+    return torch.stack(given).any(dim=0) if given else None

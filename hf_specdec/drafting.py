@@ -172,16 +172,19 @@ class ModelDrafter(RowDrafter):
             probs, choice = self._choose(
                 ids, [n + step for n in lengths], logits, open_rows, uniforms[step] if uniforms else None
             )
-            stops = self.rule.before_append(probs).tolist() if self.rule.reads_probabilities else None
+            stopped, last = self._stops(probs)
             ends = choice.tolist()
             write_column(ids, [place + step for place in places], choice)
             if self.keep_probs:
                 kept_probs.append(probs)
-            if stops is not None:
-                open_rows = [row for row in open_rows if not stops[row]]
+            open_rows = [row for row in open_rows if row not in stopped]
             for row in open_rows:
                 drafted[row] += 1
-            open_rows = [row for row in open_rows if ends[row] not in self.eos_tokens and drafted[row] < room[row]]
+            open_rows = [
+                row
+                for row in open_rows
+                if row not in last and ends[row] not in self.eos_tokens and drafted[row] < room[row]
+            ]
             if not open_rows:
                 break
             tokens = choice.unsqueeze(1)
@@ -195,6 +198,14 @@ class ModelDrafter(RowDrafter):
             torch.stack(kept_probs[:longest], dim=1) if self.keep_probs and longest else None,
             steps=step + 1,
         )
+
+    def _stops(self, probs: Tensor) -> tuple[set[int], set[int]]:
+        """The rows that the rule stops before the token of this distribution, and those that it stops behind it."""
+        if not self.rule.reads_probabilities:
+            return set(), set()
+        answers = self.rule.before_append(probs), self.rule.after_append(probs)
+        before, after = (set() if rows is None else set(rows.nonzero()[:, 0].tolist()) for rows in answers)
+        return before, after
 
     def _unread(
         self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]

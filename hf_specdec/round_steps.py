@@ -98,7 +98,7 @@ def draft_step(side: Side, plan: Plan, state: Tensor, uniforms: Tensor) -> tuple
         Tokens `[B, γ]`, the drafts' lengths `[B]`, and their distributions `[B, γ, V]` if kept.
     """
     tokens, slots = state[:, :2], state[:, 2:3] + torch.arange(-2, 0, device=state.device)
-    drafts, kept, open_rows = [], [], []
+    drafts, kept, open_rows, last_rows = [], [], [], []
     for step in range(plan.lookahead):
         known = tokens.clamp(max=plan.draft_vocabulary - 1) if plan.draft_vocabulary < plan.vocabulary else tokens
         logits = align_vocabulary(side.read(known, slots, 1)[:, -1], plan.vocabulary)
@@ -106,11 +106,14 @@ def draft_step(side: Side, plan: Plan, state: Tensor, uniforms: Tensor) -> tuple
         probs = sampling.probabilities(scores) if plan.do_sample or plan.stop.reads_probabilities else scores
         choice = sampling.draw(probs, uniforms[:, step]) if plan.do_sample else scores.argmax(dim=-1)
         if plan.stop.reads_probabilities:
-            open_rows.append(~plan.stop.before_append(probs))
+            nobody = torch.zeros_like(choice, dtype=torch.bool)
+            before, after = plan.stop.before_append(probs), plan.stop.after_append(probs)
+            open_rows.append(~(nobody if before is None else before))
+            last_rows.append(nobody if after is None else after)
         drafts.append(choice)
         kept.append(probs)
         tokens, slots = choice.unsqueeze(1), slots[:, -1:] + 1
-    lengths = _draft_lengths(torch.stack(drafts, dim=1), state[:, 3], open_rows, plan.eos_tokens)
+    lengths = _draft_lengths(torch.stack(drafts, dim=1), state[:, 3], open_rows, last_rows, plan.eos_tokens)
     return torch.stack(drafts, dim=1), lengths, torch.stack(kept, dim=1) if plan.keep_probs else None
 
 
@@ -153,11 +156,17 @@ def _process(processors: Sequence[LogitsProcessor], tokens: Tensor, scores: Tens
     return scores
 
 
-def _draft_lengths(drafts: Tensor, limits: Tensor, open_rows: list[Tensor], eos_tokens: tuple[int, ...]) -> Tensor:
-    """`[B]`: drafts up to a row's limit, before its first stop, and up to its first end of text."""
-    ends = torch.zeros_like(drafts, dtype=torch.bool)
+def _draft_lengths(
+    drafts: Tensor,
+    limits: Tensor,
+    open_rows: list[Tensor],
+    last_rows: list[Tensor],
+    eos_tokens: tuple[int, ...],
+) -> Tensor:
+    """`[B]`: drafts up to a row's limit, before its first stop, and up to its first last token or end of text."""
+    ends = torch.stack(last_rows, dim=1) if last_rows else torch.zeros_like(drafts, dtype=torch.bool)
     for token in eos_tokens:
-        ends |= drafts == token
+        ends = ends | (drafts == token)
     counts = (ends.cumsum(dim=1) - ends.long()) == 0
     if open_rows:
         counts &= torch.stack(open_rows, dim=1).cumprod(dim=1).bool()

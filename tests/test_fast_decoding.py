@@ -83,11 +83,15 @@ def test_control_one_uniform_number_for_all_draws_fails(toy_pair, fast_rounds, m
 def test_statistics_are_those_of_the_general_rounds(fast_rounds) -> None:
     target, draft = pair("llama")
     settings = {**prompts(4), **GREEDY, "assistant_model": draft, "return_dict_in_generate": True}
-    for strategy in ("speculative", "bild"):
+    # A threshold between the extremes: some of this pair's drafts stop at once, some never.
+    stopped = {"generation_strategy": "speculative", "entropy_threshold": 0.2}
+    for strategy in ({"generation_strategy": "speculative"}, {"generation_strategy": "bild"}, stopped):
         general, fast = (
-            target.generate(**settings, generation_strategy=strategy, cache_implementation=kind).speculation.rounds
+            target.generate(**settings, **strategy, cache_implementation=kind).speculation.rounds
             for kind in ("dynamic", "static")
         )
+        if strategy is stopped:
+            assert {1, 4} <= {n for round_ in general for n in round_.drafted}
         for name in ("drafted", "accepted", "new_tokens"):
             assert [getattr(r, name) for r in general] == [getattr(r, name) for r in fast]
         for one, other in zip(general, fast, strict=True):
