@@ -203,6 +203,9 @@ def test_spec_bench_lines_of_another_shape(tmp_path: Path, item: dict[str, Any],
 def test_a_path_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"--dataset_path: .* is only read by --dataset spec_bench"):
         datasets.dialogues(Settings(task="subtasks", dataset_path=tmp_path / "question.jsonl"))
+    for option in ("prompt_column", "reference_column"):
+        with pytest.raises(BenchError, match=f"--{option}: 'text' can't be had from embedded"):
+            datasets.dialogues(Settings(task="subtasks", **{option: "text"}))
 
 
 def test_a_file_has_no_split(tmp_path: Path) -> None:
