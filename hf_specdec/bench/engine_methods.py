@@ -35,7 +35,7 @@ ASSISTED = (
 def contestants(settings: Settings, pair: LoadedPair) -> list[Method]:
     """Plain generate() first, then transformers' assisted generation at each setting, then ours on each engine.
 
-    `facts` of each: its kind (plain, assisted, none, fixed, stopped, auto, floor), engine, lookahead (None: not
+    `facts` of each: its kind (plain, assisted, none, fixed, block, stopped, auto, floor), engine, lookahead (None: not
     fixed) and the most rows of a batch that it takes (None: any).
     """
     found = [replace(plain(), title="plain generate()", facts=_facts("plain"))]
@@ -81,14 +81,16 @@ def _ours(settings: Settings, pair: LoadedPair, engine: str) -> list[Method]:
     if engine != "compiled":
         # Compiled drafts run to their full length; stopping them spares nothing.
         stopping: dict[str, Any] = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
+        auto = stopping | {"num_assistant_tokens": "auto"}
         rows += [
             (f"speculative, entropy stop {STOP_ENTROPY:g}", stopping, _facts("stopped", engine)),
-            (
-                f"speculative, auto, entropy stop {STOP_ENTROPY:g}",
-                stopping | {"num_assistant_tokens": "auto"},
-                _facts("auto", engine),
-            ),
+            (f"speculative, auto, entropy stop {STOP_ENTROPY:g}", auto, _facts("auto", engine)),
         ]
+    if settings.sampling:
+        # Drafts judged together; in greedy decoding that is the same rule.
+        title, options, facts = rows[-1] if engine != "compiled" else rows[-2]
+        kind = facts["kind"] if facts["kind"] == "auto" else "block"
+        rows.append((f"{title}, block", options | {"verification": "block"}, _facts(kind, engine)))
     return [
         replace(_speculative(title, pair.draft, engine, options), facts=facts)  #
         for title, options, facts in rows

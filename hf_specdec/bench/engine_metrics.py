@@ -16,7 +16,7 @@ from hf_specdec.bench import metrics
 RunDict = Mapping[str, Any]
 Result = Mapping[str, Any]
 
-DRAFTING = ("fixed", "stopped", "auto")  # the kinds of our methods that draft
+DRAFTING = ("fixed", "block", "stopped", "auto")  # the kinds of our methods that draft
 
 
 @dataclass(frozen=True)
