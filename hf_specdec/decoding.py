@@ -13,7 +13,7 @@ from hf_specdec import sampling
 from hf_specdec.drafting import Drafter, DraftProposal, tail
 from hf_specdec.processors import HostProcessors, Relaxation
 from hf_specdec.runners import Runner
-from hf_specdec.stats import Round, SpeculationStats
+from hf_specdec.stats import Round, SpeculationStats, reached_overlap
 from hf_specdec.transcript import Transcript
 from hf_specdec.verification import Rule, Verification
 
@@ -65,20 +65,23 @@ class Decoder:
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
         verified, scores, logits = self._verify(transcript, lengths, proposal, [int(space > 0) for space in room])
         # The target's one copy from device to host in a round; float32 holds every token id below 2^24.
-        accepted, next_tokens, overlap = torch.stack(
-            [verified.n_accepted.float(), verified.next_token.float(), verified.overlap]
-        ).tolist()
+        decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
+        answers = torch.cat([decided, verified.overlap], dim=1).tolist()
         checked = perf_counter()
-        drafts = proposal.tokens.tolist()
-        new_tokens = [[*row[: int(n)], int(t)] for row, n, t in zip(drafts, accepted, next_tokens, strict=True)]
+        accepted = tuple(int(n) for n, *_ in answers)
+        rows = zip(proposal.tokens.tolist(), answers, strict=True)
+        new_tokens = [[*drafts[: int(n)], int(token)] for drafts, (n, token, *_) in rows]
         kept = transcript.append(new_tokens)
         transcript.record("scores", scores, kept)
         transcript.record("logits", logits, kept)
         return Round(
             drafted=proposal.lengths,
-            accepted=tuple(int(n) for n in accepted),
+            accepted=accepted,
             new_tokens=kept,
-            overlap=tuple(overlap),
+            overlap=tuple(
+                reached_overlap(overlap, n, drafted)
+                for (_, _, *overlap), n, drafted in zip(answers, accepted, proposal.lengths, strict=True)
+            ),
             draft_steps=proposal.steps,
             width=unread + proposal.tokens.shape[1],
             draft_seconds=drafted - began,
@@ -93,7 +96,9 @@ class Decoder:
         ids, lookahead = transcript.ids, proposal.tokens.shape[1]
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
         tokens = torch.cat([tail(ids, lengths, unread), proposal.tokens], dim=1)
-        logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=True)
+        # Processors of the caller's own may write into scores, which passes in inference mode forbid outside it.
+        copies = not self.processors.prefix_free
+        logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=copies)
         scores = logits
         if self.processors:
             counts = _judged(proposal, live, transcript.eos_tokens)

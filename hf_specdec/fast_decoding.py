@@ -25,7 +25,7 @@ from hf_specdec.drafting import ModelDrafter, NoDrafter
 from hf_specdec.processors import PREFIX_FREE, BildRollback
 from hf_specdec.round_steps import Plan, Side, draft_step, verify_step
 from hf_specdec.static_runner import StaticRunner
-from hf_specdec.stats import Round
+from hf_specdec.stats import Round, reached_overlap
 from hf_specdec.transcript import Transcript
 
 LEAST_CAPACITY_STEP = 128  # see `fast_capacity`
@@ -112,7 +112,8 @@ class FastDecoder(Decoder):
         with _ordinary_tensors():
             result = engine.run_verify(drafts).tolist()
         checked = perf_counter()
-        rows = [[int(n) for n in row[:-1]] for row in result]
+        decided = plan.lookahead + 3
+        rows = [[int(n) for n in row[:decided]] for row in result]
         new_tokens = [[*row[: row[-2]], row[-1]] for row in rows]
         kept = transcript.append(new_tokens)
         engine.tails = [(t + new[:n])[-2:] for t, new, n in zip(engine.tails, new_tokens, kept, strict=True)]
@@ -120,7 +121,10 @@ class FastDecoder(Decoder):
             drafted=tuple(row[-3] for row in rows),
             accepted=tuple(row[-2] for row in rows),
             new_tokens=kept,
-            overlap=tuple(row[-1] for row in result),
+            overlap=tuple(
+                reached_overlap(row[decided:], accepted, drafted)
+                for row, (*_, drafted, accepted, _) in zip(result, rows, strict=True)
+            ),
             draft_steps=plan.lookahead,
             width=plan.lookahead + (transcript.prompt_length if first else 1),
             draft_seconds=drafted - began,

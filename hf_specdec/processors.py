@@ -50,19 +50,18 @@ class HostProcessors:
     Args:
         processors: as `generate` built them, in order.
         pad_token: fills rows that are shown longer than they are.
+
+    Attributes:
+        prefix_free: whether all of them are transformers' own that read the scores alone.
     """
 
     def __init__(self, processors: LogitsProcessorList, pad_token: int = 0) -> None:
         self.processors = processors
         self.pad_token = pad_token
+        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
-
-    @property
-    def prefix_free(self) -> bool:
-        """Whether all of them are transformers' own that read the scores alone."""
-        return all(type(processor) in PREFIX_FREE for processor in self.processors)
 
     def __call__(self, ids: Tensor, starts: Sequence[int], counts: Sequence[int], scores: Tensor) -> Tensor:
         """Process scores in place where processors do.
@@ -71,7 +70,7 @@ class HostProcessors:
             ids: `[B, N]` left-aligned texts, drafts included.
             starts: per row the length of the prefix at position 0.
             counts: per row the positions that matter; 0 for rows that have ended.
-            scores: `[B, K, V]` float32, owned by the caller.
+            scores: `[B, K, V]` float32, owned by the caller where processors of other kinds may write into them.
 
         Returns:
             Processed scores `[B, K, V]`.

@@ -134,8 +134,8 @@ def verify_step(
         uniforms: `[B, γ+1]`, for the rule.
 
     Returns:
-        `[B, γ+4]` float64, for one copy to the host: the drafts, their length, how many are accepted, the target's
-        own token, the overlap (see `Verification`).
+        `[B, 2γ+3]` float64, for one copy to the host: the drafts, their length, how many are accepted, the target's
+        own token, and the overlaps (see `Verification`).
     """
     tokens = torch.cat([state[:, 1:2], drafts], dim=1)
     slots = state[:, 2:3] - 1 + torch.arange(tokens.shape[1], device=state.device)
@@ -146,8 +146,8 @@ def verify_step(
     if plan.do_sample:
         scores = sampling.probabilities(scores)
     verified = plan.rule(scores, drafts, lengths, draft_probs, uniforms)
-    columns = [lengths, verified.n_accepted, verified.next_token, verified.overlap]
-    return torch.cat([drafts.double(), torch.stack([c.double() for c in columns], dim=1)], dim=1)
+    columns = torch.stack([lengths, verified.n_accepted, verified.next_token], dim=1)
+    return torch.cat([drafts.double(), columns.double(), verified.overlap.double()], dim=1)
 
 
 def _process(processors: Sequence[LogitsProcessor], tokens: Tensor, scores: Tensor) -> Tensor:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+def reached_overlap(overlap: Sequence[float], accepted: int, drafted: int) -> float:
+    """A row's `Round.overlap` from that of its positions (`Verification.overlap`)."""
+    return sum(overlap[: min(accepted + 1, drafted)])
 
 
 @dataclass(frozen=True)

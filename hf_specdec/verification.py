@@ -14,6 +14,9 @@ from torch import Tensor
 
 from hf_specdec.sampling import draw
 
+# Times a probability, in float32 still above zero, and far below what a sum of probabilities is rounded to.
+_NEXT_TO_NOTHING = 1e-25
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -22,7 +25,7 @@ class Verification:
     Args:
         n_accepted: `[B]`, drafted tokens kept.
         next_token: `[B]`, the target's own token that follows them.
-        overlap: `[B]`, Σ over reached positions of Σ_x min(p(x), q(x)) (see `stats.Round`).
+        overlap: `[B, γ]`, Σ_x min(p(x), q(x)) at each drafted position; past a row's length arbitrary.
     """
 
     n_accepted: Tensor
@@ -54,7 +57,7 @@ def greedy(
     agreed = (choices[:, :lookahead] == draft_tokens) & _drafted(lengths, lookahead)
     n_accepted = _leading(agreed)
     next_token = choices.gather(1, n_accepted.unsqueeze(1)).squeeze(1)
-    return Verification(n_accepted, next_token, n_accepted.float())
+    return Verification(n_accepted, next_token, agreed.float())
 
 
 def speculative_sampling(
@@ -86,7 +89,7 @@ def speculative_sampling(
     excess = _excess(target_probs, draft_tokens, drafted, draft_probs)
     n_accepted = _leading((bar < p_token) & drafted)
     next_token = _draw_next(target_probs, excess, n_accepted, uniforms[:, -1])
-    return Verification(n_accepted, next_token, _overlap(excess, drafted, n_accepted))
+    return Verification(n_accepted, next_token, 1.0 - excess[:, :lookahead].sum(dim=2))
 
 
 def block_verification(
@@ -126,7 +129,7 @@ def block_verification(
     n_accepted = (accepted * ends).amax(dim=1) if lookahead else torch.zeros_like(lengths)
     next_token = _draw_next(target_probs, excess, n_accepted, uniforms[:, -1])
     unscaled = _excess(target_probs, draft_tokens, drafted, draft_probs)
-    return Verification(n_accepted, next_token, _overlap(unscaled, drafted, n_accepted))
+    return Verification(n_accepted, next_token, 1.0 - unscaled[:, :lookahead].sum(dim=2))
 
 
 SAMPLING_RULES: dict[str, Rule] = {"token": speculative_sampling, "block": block_verification}
@@ -158,14 +161,6 @@ def _excess(target_probs: Tensor, draft_tokens: Tensor, drafted: Tensor, draft_p
 def _draw_next(target_probs: Tensor, excess: Tensor, n_accepted: Tensor, uniform: Tensor) -> Tensor:
     """`[B]`: the token after the accepted ones, from what p exceeds q by there."""
     rows = torch.arange(len(n_accepted), device=n_accepted.device)
-    weights = excess[rows, n_accepted]
-    # A rejection where p and q agree to the last bit leaves nothing to draw from; its odds are rounding's.
-    some = weights.sum(dim=1, keepdim=True) > 0
-    return draw(torch.where(some, weights, target_probs[rows, n_accepted]), uniform)
-
-
-def _overlap(excess: Tensor, drafted: Tensor, n_accepted: Tensor) -> Tensor:
-    """`[B]`: Σ over reached positions of Σ_x min(p(x), q(x)), which is 1 less the excess."""
-    lookahead = drafted.shape[1]
-    reached = drafted & _drafted(n_accepted + 1, lookahead)
-    return ((1.0 - excess[:, :lookahead].sum(dim=2)) * reached).sum(dim=1)
+    # A rejection where p and q agree to the last bit leaves nothing to draw from; its odds are rounding's. There p
+    # itself is drawn from, and elsewhere this weight is lost in rounding.
+    return draw(excess[rows, n_accepted].add(target_probs[rows, n_accepted], alpha=_NEXT_TO_NOTHING), uniform)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.sampling import draw
+from hf_specdec.stats import reached_overlap
 from hf_specdec.verification import Verification, block_verification, greedy, speculative_sampling
 
 P = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
@@ -89,8 +90,11 @@ def test_an_acceptance_after_a_rejection_does_not_count() -> None:
 
 def test_overlap_is_summed_over_reached_positions_only() -> None:
     """Σ min(p, q) = 0.1 + 0.3 + 0.1 = 0.5 at each position; the second is reached only by an acceptance."""
-    overlaps = [_two_drafts([first, 0]).overlap.item() for first in (0, 3)]
-    assert overlaps == pytest.approx([1.0, 0.5])
+    for first, expected in ((0, 1.0), (3, 0.5)):
+        verified = _two_drafts([first, 0])
+        assert verified.overlap.tolist() == [pytest.approx([0.5, 0.5])]
+        assert reached_overlap(verified.overlap[0].tolist(), int(verified.n_accepted), 2) == pytest.approx(expected)
+    assert reached_overlap([0.5, 0.5], 2, 2) == 1.0
 
 
 def _two_drafts(tokens: list[int]) -> Verification:
@@ -128,7 +132,7 @@ def test_positions_past_a_row_s_length_are_ignored(rule, points: bool) -> None:
         )
         assert int(alone.n_accepted) == int(together.n_accepted[row]) <= n
         assert int(alone.next_token) == int(together.next_token[row])
-        assert float(alone.overlap) == pytest.approx(float(together.overlap[row]))
+        assert alone.overlap[0].tolist() == pytest.approx(together.overlap[row, :n].tolist())
 
 
 def test_greedy_keeps_the_longest_prefix_of_argmaxes() -> None:
@@ -137,7 +141,8 @@ def test_greedy_keeps_the_longest_prefix_of_argmaxes() -> None:
     for drafts in product(range(3), repeat=3):
         expected = next((i for i in range(3) if drafts[i] != choices[i]), 3)
         verified = greedy(scores.unsqueeze(0), torch.tensor([drafts]), torch.tensor([3]))
-        assert int(verified.n_accepted) == expected == float(verified.overlap)
+        assert int(verified.n_accepted) == expected
+        assert verified.overlap.tolist() == [[float(a == b) for a, b in zip(drafts, choices, strict=False)]]
         assert int(verified.next_token) == choices[expected]
 
 
