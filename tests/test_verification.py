@@ -88,6 +88,16 @@ def test_an_acceptance_after_a_rejection_does_not_count() -> None:
     assert int(verified.n_accepted) == 0
 
 
+def test_a_rejection_that_leaves_nothing_to_draw_from_draws_from_the_target() -> None:
+    """Sums that rounding keeps from one: p nowhere exceeds q, and still its impossible token must not come."""
+    p = torch.tensor([[[0.4, 0.5, 0.0], [0.0, 0.0, 1.0]]])
+    q = torch.tensor([[[0.5, 0.5, 0.0]]])
+    for uniform, expected in ((0.1, 0), (0.9, 1)):
+        uniforms = torch.tensor([[0.9, uniform]])
+        verified = speculative_sampling(p, torch.tensor([[0]]), torch.tensor([1]), q, uniforms)
+        assert (int(verified.n_accepted), int(verified.next_token)) == (0, expected)
+
+
 def test_overlap_is_summed_over_reached_positions_only() -> None:
     """Σ min(p, q) = 0.1 + 0.3 + 0.1 = 0.5 at each position; the second is reached only by an acceptance."""
     for first, expected in ((0, 1.0), (3, 0.5)):
