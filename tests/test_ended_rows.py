@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import EAGER, PAD, VOCABULARY, pair, prompts
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec import Round, SpeculativeDecoding
 from hf_specdec.draft_length import StopRule
@@ -126,6 +126,41 @@ def test_the_returned_cache_holds_all_rows_as_plain_generate_s(family: str, firs
         seen = seen[:, -mine.keys.shape[2] :]
         for ours, plains in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
             torch.testing.assert_close(ours.transpose(1, 2)[seen], plains.transpose(1, 2)[seen])
+
+
+class EndsRow(StoppingCriteria):
+    """Ends the second row at a length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return (torch.arange(len(input_ids)) == 1) & (input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["static rows", "own dynamic cache"])
+def test_the_returned_cache_ends_where_a_criterion_ends_a_row_amid_accepted_tokens(own: bool) -> None:
+    target, _ = pair("llama")
+    inputs, ends_at = prompts(ROWS), 14
+    call: dict[str, Any] = {
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "eos_token_id": VOCABULARY + 1,
+        "stopping_criteria": StoppingCriteriaList([EndsRow(ends_at)]),
+    }
+    plain = target.generate(**inputs, **call, max_new_tokens=NEW_TOKENS)
+    settings = {"past_key_values": DynamicCache(config=target.config)} if own else {}
+    passes = rows_fed(target)
+    decoding = SpeculativeDecoding(target, num_assistant_tokens=8)
+    out = target.generate(**inputs, **call, **settings, max_new_tokens=NEW_TOKENS, custom_generate=decoding)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert (min(passes) == ROWS - 1) != own
+    assert out.past_key_values.get_seq_length() == ends_at - 1
+    seen = inputs["attention_mask"].bool()
+    seen = torch.cat([seen, seen.new_ones(ROWS, ends_at - 1 - seen.shape[1])], dim=1)
+    for mine, theirs in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        keys = theirs.keys[:, :, : ends_at - 1]
+        torch.testing.assert_close(mine.keys.transpose(1, 2)[seen], keys.transpose(1, 2)[seen])
 
 
 def test_statistics_and_scores_keep_all_rows_and_num_return_sequences_do() -> None:
