@@ -79,6 +79,9 @@ class Positions:
 class Times:
     """Seconds of a target pass by its width, of a draft step, and of a draft's reading of one more token.
 
+    Of a batch's later passes, over the rows that have not ended: the median of a width follows within three of them,
+    widths that do not occur any more keep the times of more rows.
+
     Args:
         copies: drafts are copies and cost no steps.
     """

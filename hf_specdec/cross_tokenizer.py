@@ -59,6 +59,9 @@ class CrossTokenizerDrafter(CandidateGenerator):
             probs = torch.softmax(logits[:, :drafted].to(ids.device, torch.float32), dim=-1)
         return DraftProposal(tokens, (drafted,), probs, steps=self.generator.num_assistant_tokens)
 
+    def retain(self, rows: Sequence[int]) -> None:
+        """There is one row."""
+
     def observe(self, finished: Round) -> None:
         """The lookahead is fixed."""
 

@@ -59,6 +59,9 @@ class Decoder:
     def _round(self, transcript: Transcript) -> Round:
         began = perf_counter()
         lengths, room = list(transcript.lengths), transcript.room
+        open_rows = [row for row, space in enumerate(room) if space > 0]
+        self.target.retain(open_rows)
+        self.drafter.retain(open_rows)
         self.target.rewind([n - 1 for n in lengths])
         proposal = self.drafter.propose(transcript.ids, lengths, [max(space - 1, 0) for space in room])
         drafted = perf_counter()

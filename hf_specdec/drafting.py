@@ -46,6 +46,9 @@ class Drafter(Protocol):
             room: the most tokens that may be drafted for each row; 0 for rows that have ended.
         """
 
+    def retain(self, rows: Sequence[int]) -> None:
+        """Nothing will be drafted any more for rows but these; asked before a round."""
+
     def observe(self, finished: Round) -> None:
         """Learn from a finished round."""
 
@@ -67,6 +70,9 @@ class RowDrafter(CandidateGenerator):
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`."""
         raise NotImplementedError
+
+    def retain(self, rows: Sequence[int]) -> None:
+        """See `Drafter.retain`."""
 
     def observe(self, finished: Round) -> None:
         """See `Drafter.observe`."""
@@ -147,6 +153,12 @@ class ModelDrafter(RowDrafter):
         self.eos_tokens = eos_tokens
         self.max_positions = max_positions
         self._read = list(runner.read)
+        self._rows: Sequence[int] = range(len(self._read))
+
+    def retain(self, rows: Sequence[int]) -> None:
+        """See `Drafter.retain`."""
+        self._rows = rows
+        self.runner.retain(rows)
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`."""
@@ -160,7 +172,8 @@ class ModelDrafter(RowDrafter):
         own_lengths = lengths
         tokens, lengths, room = self._unread(ids, lengths, room)
         drafted = [0] * len(lengths)
-        # Rows that have ended are fed too, but their text is final: their drafts go to the buffer's end.
+        # Rows that have ended are fed too where the runner can't leave them out, and their text is final: their
+        # drafts go to the buffer's end.
         places = [n if space > 0 else ids.shape[1] - limit for n, space in zip(lengths, room, strict=True)]
         open_rows = [row for row, space in enumerate(room) if space > 0]
         kept_probs: list[Tensor] = []
@@ -218,7 +231,7 @@ class ModelDrafter(RowDrafter):
         Returns:
             The tokens, and with them the lengths and the room of the rows.
         """
-        unread = max(n - read for n, read in zip(lengths, self._read, strict=True))
+        unread = max(lengths[row] - self._read[row] for row in self._rows)
         room = [space if n >= unread else 0 for n, space in zip(lengths, room, strict=True)]
         lengths = [max(n, unread) for n in lengths]
         self.runner.rewind([n - unread for n in lengths])

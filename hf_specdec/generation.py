@@ -226,7 +226,7 @@ def _run(
             if isinstance(target, ModelRunner) and kept and target.cache is not None:
                 release(target.cache)
         if isinstance(target, StaticRunner) and keep_cache:
-            return target.cache.as_dynamic(target.model.config, transcript.common_length - 1)
+            return target.as_dynamic(transcript.common_length - 1)
     return target.cache if keep_cache else None
 
 

@@ -191,6 +191,10 @@ class HybridDrafter(RowDrafter):
         drafted = tuple(map(max, copies.lengths, modelled.lengths))
         return DraftProposal(tokens, drafted, probs, steps=modelled.steps)
 
+    def retain(self, rows: Sequence[int]) -> None:
+        """See `Drafter.retain`."""
+        self.model.retain(rows)
+
     def observe(self, finished: Round) -> None:
         """See `Drafter.observe`; the rule is the model's, too."""
         self.model.observe(finished)

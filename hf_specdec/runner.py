@@ -126,6 +126,12 @@ class ModelRunner:
             caches.realign(self.cache, self._width, shifts, new_width)
         self._width = new_width
 
+    def retain(self, rows: Sequence[int]) -> None:
+        """Only these rows count from now on, fewer and fewer: of the others any logits are returned.
+
+        A static cache leaves the others out of passes. Here all rows go on being fed.
+        """
+
     def end(self, length: int) -> None:
         """Leave the cache as plain `generate` would after `length` tokens, whatever ended the call.
 
@@ -229,6 +235,9 @@ class RowByRowRunner:
         """As `ModelRunner.rewind`."""
         for runner, length in zip(self.rows, lengths, strict=True):
             runner.rewind([length])
+
+    def retain(self, rows: Sequence[int]) -> None:
+        """As `ModelRunner.retain`."""
 
     def end(self, length: int) -> None:
         """As `ModelRunner.end`."""

@@ -1,12 +1,13 @@
-"""A static cache whose rows have lengths of their own: nothing is moved, and no shape ever changes.
+"""A static cache whose rows have lengths of their own: no token is ever moved, and no shape changes.
 
 Token number i of a row (its padding counted) stands in slot i. A pass writes its tokens into the slots that it is
 given, row by row, and rolling back is the caller's knowing that a row is shorter: what stands beyond its length is
-hidden by the mask until it is written over.
+hidden by the mask until it is written over. A pass over fewer rows than the cache holds is one over its first rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ class Slots:
     """Where the next pass writes and how far it looks; one object, shared by all layers of a cache.
 
     Attributes:
-        written: `[B, k]`, each row's slots of the tokens of the pass.
+        written: `[m, k]`, each row's slots of the tokens of the pass, for the first m rows.
         span: slots that attention looks at, counted from 0; at most the capacity.
     """
 
@@ -66,7 +67,7 @@ class RowsLayer(CacheLayerMixin):
         return min(self.capacity, -(-self.slots.span // GROWTH) * GROWTH) if self.grows else self.capacity
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[B, H, k, D]` into the slots of the pass; returns everything up to the span, `[B, H, span, D]`."""
+        """Write `[m, H, k, D]` into the slots of the pass; returns everything up to the span, `[m, H, span, D]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif (more := self._needed() - self.keys.shape[2]) > 0:
@@ -74,11 +75,11 @@ class RowsLayer(CacheLayerMixin):
         written, span = self.slots.written, self.slots.span
         for stored, states in ((self.keys, key_states), (self.values, value_states)):
             if len(written) == 1:
-                stored.index_copy_(2, written[0], states)
+                stored[:1].index_copy_(2, written[0], states)
             else:
                 rows = torch.arange(len(written), device=written.device).unsqueeze(1)
                 stored[rows, :, written] = states.transpose(1, 2)
-        return self.keys[:, :, :span], self.values[:, :, :span]
+        return self.keys[: len(written), :, :span], self.values[: len(written), :, :span]
 
     @property
     def nbytes(self) -> int:
@@ -114,12 +115,20 @@ class RowsCache(Cache):
         count = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[RowsLayer(capacity, self.slots, grows) for _ in range(count)])
 
-    def as_dynamic(self, config: PreTrainedConfig, length: int) -> DynamicCache:
-        """The first `length` tokens of every row as plain `generate` would have cached them."""
+    def swap(self, places: Sequence[int], others: Sequence[int]) -> None:
+        """Let the row in each of `places` and the one in the same entry of `others` change places."""
+        into, taken, span = [*places, *others], [*others, *places], self.slots.span
+        for layer in self.layers:
+            if layer.is_initialized:
+                for stored in (layer.keys, layer.values):
+                    stored[into, :, :span] = stored[taken, :, :span]
+
+    def as_dynamic(self, config: PreTrainedConfig, length: int, places: Sequence[int]) -> DynamicCache:
+        """The first `length` tokens of the rows in `places` as plain `generate` would have cached them."""
         dynamic = DynamicCache(config=config.get_text_config(decoder=True))
         for index, layer in enumerate(self.layers):
             if layer.is_initialized:  # layers that share another's keys never are
-                dynamic.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)  # copies
+                dynamic.update(layer.keys[places, :, :length], layer.values[places, :, :length], index)
         return dynamic
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""One model's passes over rows of uneven length, in a static cache: the rows never move.
+"""One model's passes over rows of uneven length, in a static cache: rolling back moves nothing.
 
 The same interface as `runner.ModelRunner`. Masks are built from slots, padding and windows, positions are looked up
-by slot, so that a ragged batch costs what an even one costs.
+by slot, so that a ragged batch costs what an even one costs. Rows that have ended are left out of passes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
 from hf_specdec.cache import new_cache
 from hf_specdec.masks import attention_mask, attention_windows, takes_ready_masks
@@ -58,9 +58,12 @@ class StaticRunner:
         model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as `past_key_values`.
         input_ids: `[B, P]` prompts; only their shape and device count here.
 
+    The rows that are fed stand in the first places of the cache, so that a pass looks at them without copying. One
+    that is left out gives its place to one from behind; what it has read stays, for whoever is handed the cache.
+
     Attributes:
-        visible: `[B, capacity]` bool, slots that hold no padding.
-        positions: `[B, capacity]`, the position of a token in each slot.
+        visible: `[m, capacity]` bool, slots that hold no padding, of the m rows that are fed; by place.
+        positions: `[m, capacity]`, the position of a token in each slot, likewise.
         windows: see `attention_windows`.
         keeps_logits: whether the model can be asked for the last logits only.
     """
@@ -71,6 +74,7 @@ class StaticRunner:
         self.cache: RowsCache = model_kwargs["past_key_values"]
         batch_size, prompt_length = input_ids.shape
         self.read = [0] * batch_size
+        self._fed, self._left_out = list(range(batch_size)), list[int]()  # rows by their places in the cache
         capacity = self.cache.capacity
         self._padding = mask = extend_mask(model_kwargs.get("attention_mask"), capacity)
         positions = model_kwargs.get("position_ids")
@@ -86,10 +90,10 @@ class StaticRunner:
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """As `ModelRunner.forward`."""
-        tokens = tokens.to(self.positions.device)
-        width = tokens.shape[1]
-        slots = torch.tensor(self.read, device=tokens.device).unsqueeze(1) + torch.arange(width, device=tokens.device)
-        span = max(self.read) + width
+        tokens = (tokens[self._fed] if self._left_out else tokens).to(self.positions.device)
+        width, read = tokens.shape[1], [self.read[row] for row in self._fed]
+        slots = torch.tensor(read, device=tokens.device).unsqueeze(1) + torch.arange(width, device=tokens.device)
+        span = max(read) + width
         with self._mode():
             logits = masked_pass(
                 self.model,
@@ -102,8 +106,17 @@ class StaticRunner:
                 count=count if self.keeps_logits else None,
             )
         self.passes += 1
-        self.read = [n + width for n in self.read]
-        return logits if logits.shape[1] == count else logits[:, -count:]
+        for row in self._fed:
+            self.read[row] += width
+        return self._by_row(logits if logits.shape[1] == count else logits[:, -count:])
+
+    def _by_row(self, logits: Tensor) -> Tensor:
+        """Logits of the rows fed, `[m, count, V]`, among zeros for those left out, `[B, count, V]`."""
+        if not self._left_out:
+            return logits
+        batch = logits.new_zeros(len(self.read), *logits.shape[1:])
+        batch[self._fed] = logits
+        return batch
 
     def _masks(self, slots: Tensor, span: int) -> Masks:
         """The masks of a pass; the first one, over all pairs of the prompt's tokens, is left to the model to make."""
@@ -115,9 +128,33 @@ class StaticRunner:
         """As `ModelRunner.rewind`; no data is touched."""
         self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
 
+    def retain(self, rows: Sequence[int]) -> None:
+        """As `ModelRunner.retain`: the others are left out of passes."""
+        count = len(rows)
+        if count == len(self._fed):
+            return
+        places = list(range(len(self._fed)))
+        freed = [place for place in places[:count] if self._fed[place] not in rows]
+        behind = [place for place in places[count:] if self._fed[place] in rows]
+        with self._mode():
+            self.cache.swap(freed, behind)
+        for place, other in zip(freed, behind, strict=True):
+            places[place], places[other] = other, place
+        moved = [self._fed[place] for place in places]
+        self._fed, self._left_out = moved[:count], moved[count:] + self._left_out
+        kept = places[:count]
+        self.positions, self.visible = self.positions[kept], self.visible[kept]
+        self._padding = None if self._padding is None else self._padding[kept]
+
     def end(self, length: int) -> None:
         """As `ModelRunner.end`."""
         self.rewind([length] * len(self.read))
+
+    def as_dynamic(self, length: int) -> DynamicCache:
+        """The cache as plain `generate` would leave it after `length` tokens of every row."""
+        rows = self._fed + self._left_out
+        places = sorted(range(len(rows)), key=rows.__getitem__)
+        return self.cache.as_dynamic(self.model.config, length, places)
 
 
 def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:

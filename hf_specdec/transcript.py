@@ -54,6 +54,7 @@ class Transcript:
         self.ids[:, : self.prompt_length] = input_ids
         self.lengths = [self.prompt_length] * self.batch_size
         self._shown = self.prompt_length
+        self._first_end = capacity  # tokens shown when the first row ended, where it is padded from there
         self._done = [False] * self.batch_size
         self._at_eos = [False] * self.batch_size
         self._rows: dict[str, list[list[Tensor]]] = {
@@ -79,7 +80,7 @@ class Transcript:
     @property
     def common_length(self) -> int:
         """Tokens of its own that every row shows."""
-        return min(*self.lengths, self._shown)
+        return min(*self.lengths, self._shown, self._first_end)
 
     @property
     def sequences(self) -> Tensor:
@@ -156,6 +157,9 @@ class Transcript:
             self._columns[kind] += (self._column_of(rows, column - self.prompt_length),)
         stops = self._stops(column)
         self._done = [done or stop for done, stop in zip(self._done, stops, strict=True)]
+        if self._pads_ends and any(stops):
+            # Less than a row's length where a criterion ended it amid a round's tokens.
+            self._first_end = min(self._first_end, self._shown)
         if self._streamer is not None:
             self._streamer.put(self.ids[:, column].cpu())
 

@@ -145,7 +145,11 @@ def _medians(samples: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]
 
 
 def efficiency(runs: Iterable[RunDict], passes: Costs | None) -> float | None:
-    """eta: what the bare passes need / measured decode time; ended rows count, since the passes hold them."""
+    """eta: what the bare passes need / measured decode time.
+
+    Bare passes hold the whole batch. Rounds that are not prepared leave out rows that have ended, so that for them it
+    is an upper bound where a batch has several rows.
+    """
     needed = measured = 0.0
     for run in runs:
         part = decode_part(run)
