@@ -32,12 +32,17 @@ class Slots:
 
     Attributes:
         written: `[m, k]`, each row's slots of the tokens of the pass, for the first m rows.
+        rows: `[m, 1]`, their numbers.
         span: slots that attention looks at, counted from 0; at most the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.written = torch.zeros(0, 0, dtype=torch.long)
-        self.span = capacity
+        self.next_pass(torch.zeros(0, 0, dtype=torch.long), capacity)
+
+    def next_pass(self, written: Tensor, span: int) -> None:
+        """Say it once for all layers."""
+        self.written, self.span = written, span
+        self.rows = torch.arange(len(written), device=written.device).unsqueeze(1)
 
 
 class RowsLayer(CacheLayerMixin):
@@ -77,8 +82,7 @@ class RowsLayer(CacheLayerMixin):
             if len(written) == 1:
                 stored[:1].index_copy_(2, written[0], states)
             else:
-                rows = torch.arange(len(written), device=written.device).unsqueeze(1)
-                stored[rows, :, written] = states.transpose(1, 2)
+                stored[self.slots.rows, :, written] = states.transpose(1, 2)
         return self.keys[: len(written), :, :span], self.values[: len(written), :, :span]
 
     @property

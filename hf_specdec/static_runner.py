@@ -203,7 +203,7 @@ def masked_pass(
     count: int | None,
 ) -> Tensor:
     """`static_pass` with masks at hand: ready ones, or in a first pass what `generate` was given."""
-    cache.slots.written, cache.slots.span = slots, span
+    cache.slots.next_pass(slots, span)
     kept = {} if count is None else {"logits_to_keep": count}
     logits: Tensor = model(
         input_ids=tokens,
