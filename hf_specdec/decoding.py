@@ -65,9 +65,8 @@ class Decoder:
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
         verified, scores, logits = self._verify(transcript, lengths, proposal, [int(space > 0) for space in room])
         # The target's one copy from device to host in a round; float32 holds every token id below 2^24.
-        accepted, next_tokens, overlap = torch.stack(
-            [verified.n_accepted.float(), verified.next_token.float(), verified.overlap]
-        ).tolist()
+        decided = torch.stack([verified.n_accepted.float(), verified.next_token.float(), verified.overlap])
+        accepted, next_tokens, overlap = decided.tolist()
         checked = perf_counter()
         drafts = proposal.tokens.tolist()
         new_tokens = [[*row[: int(n)], int(t)] for row, n, t in zip(drafts, accepted, next_tokens, strict=True)]
@@ -93,12 +92,13 @@ class Decoder:
         ids, lookahead = transcript.ids, proposal.tokens.shape[1]
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
         tokens = torch.cat([tail(ids, lengths, unread), proposal.tokens], dim=1)
+        # What comes from the host or goes there does so before the pass, which it would wait for on an accelerator.
+        draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
+        counts = [] if self.processors.prefix_free else _judged(proposal, live, transcript.eos_tokens)
         logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=True)
         scores = logits
         if self.processors:
-            counts = _judged(proposal, live, transcript.eos_tokens)
             scores = self.processors(ids, lengths, counts, logits.clone() if transcript.keeps_logits else logits)
-        draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
         relaxed = scores
         if self.relaxation is not None and lookahead:
             relaxed = self.relaxation.relax(scores, proposal.tokens, draft_lengths)
