@@ -59,6 +59,10 @@ class CrossTokenizerDrafter(CandidateGenerator):
             probs = torch.softmax(logits[:, :drafted].to(ids.device, torch.float32), dim=-1)
         return DraftProposal(tokens, (drafted,), probs, steps=self.generator.num_assistant_tokens)
 
+    def ahead(self) -> int:
+        """See `drafting.Drafter.ahead`: nothing."""
+        return 0
+
     def observe(self, finished: Round) -> None:
         """The lookahead is fixed."""
 

@@ -66,6 +66,8 @@ class Decoder:
         verified, scores, logits = self._verify(transcript, lengths, proposal, [int(space > 0) for space in room])
         # The target's one copy from device to host in a round; float32 holds every token id below 2^24.
         decided = torch.stack([verified.n_accepted.float(), verified.next_token.float(), verified.overlap])
+        # An accelerator is at work on it; until its answer is waited for, the draft can go on.
+        steps_ahead = self.drafter.ahead()
         accepted, next_tokens, overlap = decided.tolist()
         checked = perf_counter()
         drafts = proposal.tokens.tolist()
@@ -78,7 +80,7 @@ class Decoder:
             accepted=tuple(int(n) for n in accepted),
             new_tokens=kept,
             overlap=tuple(overlap),
-            draft_steps=proposal.steps,
+            draft_steps=proposal.steps + steps_ahead,
             width=unread + proposal.tokens.shape[1],
             draft_seconds=drafted - began,
             verify_seconds=checked - drafted,
