@@ -62,6 +62,10 @@ class CrossTokenizerDrafter(CandidateGenerator):
     def retain(self, rows: Sequence[int]) -> None:
         """There is one row."""
 
+    def ahead(self) -> int:
+        """See `drafting.Drafter.ahead`: nothing."""
+        return 0
+
     def observe(self, finished: Round) -> None:
         """The lookahead is fixed."""
 

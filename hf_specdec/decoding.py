@@ -69,7 +69,10 @@ class Decoder:
         verified, scores, logits = self._verify(transcript, lengths, proposal, [int(space > 0) for space in room])
         # The target's one copy from device to host in a round; float32 holds every token id below 2^24.
         decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
-        answers = torch.cat([decided, verified.overlap], dim=1).tolist()
+        decided = torch.cat([decided, verified.overlap], dim=1)
+        # An accelerator is at work on it; until its answer is waited for, the draft can go on.
+        steps_ahead = self.drafter.ahead()
+        answers = decided.tolist()
         checked = perf_counter()
         accepted = tuple(int(n) for n, *_ in answers)
         rows = zip(proposal.tokens.tolist(), answers, strict=True)
@@ -85,7 +88,7 @@ class Decoder:
                 reached_overlap(overlap, n, drafted)
                 for (_, _, *overlap), n, drafted in zip(answers, accepted, proposal.lengths, strict=True)
             ),
-            draft_steps=proposal.steps,
+            draft_steps=proposal.steps + steps_ahead,
             width=unread + proposal.tokens.shape[1],
             draft_seconds=drafted - began,
             verify_seconds=checked - drafted,
@@ -99,14 +102,15 @@ class Decoder:
         ids, lookahead = transcript.ids, proposal.tokens.shape[1]
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
         tokens = torch.cat([tail(ids, lengths, unread), proposal.tokens], dim=1)
+        # What comes from the host or goes there does so before the pass, which it would wait for on an accelerator.
+        draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
+        prefix_free = self.processors.prefix_free
+        counts = [] if prefix_free else _judged(proposal, live, transcript.eos_tokens)
         # Processors of the caller's own may write into scores, which passes in inference mode forbid outside it.
-        copies = not self.processors.prefix_free
-        logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=copies)
+        logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=not prefix_free)
         scores = logits
         if self.processors:
-            counts = _judged(proposal, live, transcript.eos_tokens)
             scores = self.processors(ids, lengths, counts, logits.clone() if transcript.keeps_logits else logits)
-        draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
         relaxed = scores
         if self.relaxation is not None and lookahead:
             relaxed = self.relaxation.relax(scores, proposal.tokens, draft_lengths)

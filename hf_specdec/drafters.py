@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.ahead_pays import ahead_pays
 from hf_specdec.auto_length import Experience, experience
 from hf_specdec.checks import needs_translation, vocabulary_size
 from hf_specdec.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_specdec.cross_tokenizer import cross_tokenizer_drafter
+from hf_specdec.distant_drafting import DistantDrafter, drafts_ahead, drafts_apart
 from hf_specdec.draft_inputs import draft_inputs, source_tokens
 from hf_specdec.draft_length import StopRule
 from hf_specdec.drafting import Drafter, ModelDrafter, NoDrafter
@@ -74,11 +77,15 @@ def _experience(config: SpeculationConfig, call: DraftCall) -> Experience | None
     """What earlier calls of these models with these settings and as many rows have taught."""
     if config.num_assistant_tokens != "auto":
         return None
+    return experience(call.model, _situation(config, call), copies=config.drafter == "lookup")
+
+
+def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
+    """What tells calls apart whose rounds have nothing to teach each other."""
     draft = call.draft if config.drafts_by_model else None
     places = tuple((str(model.device), model.dtype) for model in call.models)
     sampled = call.generation_config.do_sample and call.generation_config.temperature
-    situation = (config, id(draft), places, sampled, call.transcript.batch_size)
-    return experience(call.model, situation, copies=config.drafter == "lookup")
+    return (config, id(draft), places, sampled, call.transcript.batch_size)
 
 
 def _lookup(call: DraftCall, rule: StopRule, sizes: tuple[int, ...]) -> LookupDrafter:
@@ -101,17 +108,20 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     if call.static_size is not None:
         kwargs["past_key_values"] = static_cache(draft, kwargs, call.static_size, "assistant_model")
     do_sample = bool(call.generation_config.do_sample)
-    return ModelDrafter(
-        runner_for(draft, kwargs, input_ids.to(draft.device), call.transcript.ids.shape[1]),
-        call.processors,
-        rule,
-        vocabulary=vocabulary_size(call.model),
-        draft_vocabulary=vocabulary_size(draft),
-        do_sample=do_sample,
-        keep_probs=do_sample and not TABLE[config.strategy].drafts_are_points,
-        eos_tokens=call.transcript.eos_tokens,
-        max_positions=getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None),
-    )
+    runner = runner_for(draft, kwargs, input_ids.to(draft.device), call.transcript.ids.shape[1])
+    settings: dict[str, Any] = {
+        "vocabulary": vocabulary_size(call.model),
+        "draft_vocabulary": vocabulary_size(draft),
+        "do_sample": do_sample,
+        "keep_probs": do_sample and not TABLE[config.strategy].drafts_are_points,
+        "eos_tokens": call.transcript.eos_tokens,
+        "max_positions": getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None),
+    }
+    if not drafts_apart(draft.device, input_ids.device, call.processors):
+        return ModelDrafter(runner, call.processors, rule, **settings)
+    ahead = config.drafter == "model" and drafts_ahead(draft.device, input_ids.device, call.transcript.batch_size)
+    pays = ahead_pays(call.model, _situation(config, call)) if ahead else None
+    return DistantDrafter(runner, call.processors, rule, device=draft.device, pays=pays, **settings)
 
 
 def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:

@@ -49,6 +49,13 @@ class Drafter(Protocol):
     def retain(self, rows: Sequence[int]) -> None:
         """Nothing will be drafted any more for rows but these; asked before a round."""
 
+    def ahead(self) -> int:
+        """Draft on while the target verifies what was proposed last; nothing here may wait for the target's device.
+
+        Returns:
+            Forward passes made.
+        """
+
     def observe(self, finished: Round) -> None:
         """Learn from a finished round."""
 
@@ -73,6 +80,10 @@ class RowDrafter(CandidateGenerator):
 
     def retain(self, rows: Sequence[int]) -> None:
         """See `Drafter.retain`."""
+
+    def ahead(self) -> int:
+        """See `Drafter.ahead`: nothing."""
+        return 0
 
     def observe(self, finished: Round) -> None:
         """See `Drafter.observe`."""
@@ -164,13 +175,25 @@ class ModelDrafter(RowDrafter):
         """See `Drafter.propose`."""
         # Tokens read of the text as it stands; a round without drafts does not touch the runner and its cache.
         self._read = [min(read, n - 1) for read, n in zip(self._read, lengths, strict=True)]
-        limit = min(self.rule.limit, max(room))
-        if self.max_positions is not None:
-            limit = min(limit, self.max_positions - max(lengths) + 1)
+        limit = self._limit(lengths, room)
         if limit <= 0:
             return no_drafts(ids)
-        own_lengths = lengths
-        tokens, lengths, room = self._unread(ids, lengths, room)
+        tokens, starts, room = self._unread(ids, lengths, room)
+        proposal = self._draft(ids, tokens, starts, room, limit)
+        # What a row read beyond its text counts only where it may become its text.
+        rows = zip(self.runner.read, lengths, room, strict=True)
+        self._read = [read if space > 0 else min(read, n) for read, n, space in rows]
+        return proposal
+
+    def _limit(self, lengths: Sequence[int], room: Sequence[int]) -> int:
+        """The most tokens to draft for any row; none below 1. Arguments as `propose`."""
+        limit = min(self.rule.limit, max(room))
+        return limit if self.max_positions is None else min(limit, self.max_positions - max(lengths) + 1)
+
+    def _draft(
+        self, ids: Tensor, tokens: Tensor, lengths: Sequence[int], room: Sequence[int], limit: int
+    ) -> DraftProposal:
+        """Draft up to `limit` tokens, at least 1, after reading `tokens` `[B, k]`; the rest as `propose`."""
         drafted = [0] * len(lengths)
         # Rows that have ended are fed too where the runner can't leave them out, and their text is final: their
         # drafts go to the buffer's end.
@@ -201,9 +224,6 @@ class ModelDrafter(RowDrafter):
             if not open_rows:
                 break
             tokens = choice.unsqueeze(1)
-        # What a row read beyond its text counts only where it may become its text.
-        rows = zip(self.runner.read, own_lengths, room, strict=True)
-        self._read = [read if space > 0 else min(read, n) for read, n, space in rows]
         longest = max(drafted)
         return DraftProposal(
             tail(ids, [n + longest for n in lengths], longest),
@@ -254,6 +274,13 @@ class ModelDrafter(RowDrafter):
             return scores, scores.argmax(dim=-1)
         probs = sampling.probabilities(scores)
         return probs, probs.argmax(dim=-1) if uniforms is None else sampling.draw(probs, uniforms)
+
+
+def write_drafts(ids: Tensor, lengths: Sequence[int], tokens: Tensor, counts: Sequence[int]) -> None:
+    """Write the first `counts` of the drafts `[B, γ]` behind the texts in `ids` `[B, N]`; a row without keeps its."""
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if count:
+            ids[row, length : length + count] = tokens[row, :count]
 
 
 def no_drafts(ids: Tensor) -> DraftProposal:

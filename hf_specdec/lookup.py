@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.draft_length import StopRule
-from hf_specdec.drafting import Drafter, DraftProposal, RowDrafter, no_drafts
+from hf_specdec.drafting import Drafter, DraftProposal, RowDrafter, no_drafts, write_drafts
 from hf_specdec.processors import BildRollback, HostProcessors
 from hf_specdec.stats import Round
 
@@ -206,10 +206,9 @@ def proposal_of(ids: Tensor, lengths: Sequence[int], found: Sequence[Sequence[in
     if longest == 0:
         return no_drafts(ids)
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in found], device=ids.device)
-    for row, (length, copied) in enumerate(zip(lengths, found, strict=True)):
-        if copied:
-            ids[row, length : length + len(copied)] = tokens[row, : len(copied)]
-    return DraftProposal(tokens, tuple(map(len, found)))
+    counts = tuple(map(len, found))
+    write_drafts(ids, lengths, tokens, counts)
+    return DraftProposal(tokens, counts)
 
 
 def _widened(tokens: Tensor, width: int) -> Tensor:

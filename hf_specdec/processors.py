@@ -63,13 +63,20 @@ class HostProcessors:
     def __bool__(self) -> bool:
         return len(self.processors) > 0
 
+    @property
+    def portable(self) -> bool:
+        """Whether they process scores on any device: they read these alone, and hold no tensor of another one."""
+        return self.prefix_free and not any(
+            isinstance(held, Tensor) for p in self.processors for held in vars(p).values()
+        )
+
     def __call__(self, ids: Tensor, starts: Sequence[int], counts: Sequence[int], scores: Tensor) -> Tensor:
         """Process scores in place where processors do.
 
         Args:
             ids: `[B, N]` left-aligned texts, drafts included.
             starts: per row the length of the prefix at position 0.
-            counts: per row the positions that matter; 0 for rows that have ended.
+            counts: per row the positions that matter; 0 for rows that have ended. Not read where `prefix_free`.
             scores: `[B, K, V]` float32, owned by the caller where processors of other kinds may write into them.
 
         Returns:

@@ -23,11 +23,13 @@ class Round:
             lay beyond the row's end.
         overlap: Σ over the reached drafted positions of Σ_x min(p(x), q(x)), Leviathan et al. 2023's α per
             position; in greedy decoding the count of positions at which the target agrees.
-        draft_steps: forward passes of the draft.
+        draft_steps: forward passes of the draft, those included whose drafts were thrown away; a draft that drafts
+            ahead makes them while the target verifies, so that η, their time and the target's over the round's, can
+            exceed 1.
         width: tokens per row in the target's pass (its prompt included in the first round).
-        draft_seconds: time spent drafting; on CUDA with captured rounds the time to launch it.
+        draft_seconds: time spent drafting before the target's pass; on CUDA with captured rounds the time to launch it.
         verify_seconds: time in the target's pass, the processors and the acceptance rule, up to the moment
-            when the result is known on the host.
+            when the result is known on the host; drafting ahead meanwhile is part of it.
         seconds: the whole round.
     """
 
