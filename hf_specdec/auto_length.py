@@ -6,7 +6,7 @@ The rule knows finished rounds only, so that its choice never depends on the tar
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Container, Hashable, Sequence
 from statistics import median_low
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +15,10 @@ from hf_specdec.config import MAX_ASSISTANT_TOKENS as MAX_DRAFT
 from hf_specdec.draft_length import StopRule
 from hf_specdec.stats import Round
 
+# Lengths of prepared rounds, each of which takes seconds to minutes to compile, or a graph of the device's memory.
+LADDER = (0, 1, 2, 4, 8, MAX_DRAFT)
+# One that is not ready has to promise so much more than the others.
+NEWCOMER = 1.1
 # What is assumed until it is known: acceptance with its weight in rows, what each further token adds to a pass,
 # a draft step in target steps.
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.75, 2.0
@@ -86,6 +90,7 @@ class Times:
     def __init__(self, *, copies: bool = False) -> None:
         self._by_width: dict[int, deque[float]] = {}
         self._steps: deque[float] = deque(maxlen=PASSES)
+        self._catch_ups: deque[float] = deque(maxlen=PASSES)
         self._ratio = 0.0 if copies else PRIOR_RATIO
         self._reading: float | None = None
 
@@ -112,8 +117,11 @@ class Times:
             target = min(target, 1.5 * self.target(finished.width), *wider)
         self._by_width.setdefault(finished.width, deque(maxlen=PASSES)).append(target)
         if finished.draft_steps:
-            drafting = finished.draft_seconds
-            caught_up = min(self.reading(unread), drafting / 2) if unread else 0.0
+            drafting, caught_up = finished.draft_seconds, finished.catch_up_seconds
+            if caught_up:
+                self._catch_ups.append(caught_up)
+            elif unread:
+                caught_up = min(self.reading(unread), drafting / 2)
             self._steps.append((drafting - caught_up) / finished.draft_steps)
 
     def target(self, width: float) -> float:
@@ -143,6 +151,10 @@ class Times:
         """Seconds that a draft's pass takes longer for so many more tokens."""
         return unread * (PRIOR_SLOPE * self.step() if self._reading is None else self._reading)
 
+    def catch_up(self, unread: float) -> float:
+        """Seconds that a draft takes to read so many tokens, in a pass of its own where it does so."""
+        return max(self.reading(unread), median_low(self._catch_ups) if self._catch_ups else 0.0)
+
 
 class Experience:
     """What rounds have taught so far, over all calls in the same situation.
@@ -156,6 +168,7 @@ class Experience:
         balance: seconds that drafts have gained.
         probed: seconds that probes have lost.
         refresh: after so many rounds with drafts in a row plain decoding is timed again.
+        prepared: what prepared rounds have taught, whose passes take other times; None before the first.
     """
 
     def __init__(self, *, copies: bool = False) -> None:
@@ -164,6 +177,7 @@ class Experience:
         self.drafted = Positions(1.0)
         self.elapsed = self.balance = self.probed = 0.0
         self.refresh = FIRST_REFRESH
+        self.prepared: Experience | None = None
 
 
 _experiences: WeakKeyDictionary[Any, OrderedDict[Hashable, Experience]] = WeakKeyDictionary()
@@ -191,16 +205,37 @@ class AutoLength(StopRule):
 
     Args:
         known: what earlier calls have taught; this one adds to it.
+
+    Attributes:
+        lengths: what it chooses from, in order, 0 first.
+        ready: those of them that take no preparing; probes are made of these only.
     """
 
     def __init__(self, known: Experience | None = None) -> None:
         super().__init__(1)
         self.known = known or Experience()
+        self.lengths: Sequence[int] = range(MAX_DRAFT + 1)
+        self.ready: Container[int] = self.lengths
+        self._takes_all_steps = False
         self._rounds = 0
         self._live = 1
         self._unread = 0.0
         self._since_plain = 0
         self._probing = False
+
+    def use_prepared(self, ready: Container[int]) -> None:
+        """Before the first round: rounds are prepared ones, of the lengths of `LADDER`, and take all of their steps.
+
+        Args:
+            ready: lengths whose rounds are prepared by now; looked at in every round.
+        """
+        self.lengths, self.ready, self._takes_all_steps = LADDER, ready, True
+        prepared = self.known.prepared or Experience()
+        self.known.prepared = prepared
+        self.known = prepared
+        best = self._best(self._rates())
+        if best and best in ready:
+            self.limit = best
 
     def observe(self, finished: Round) -> None:
         """See `StopRule.observe`: learn, then choose `limit` for the next round."""
@@ -231,10 +266,8 @@ class AutoLength(StopRule):
 
     def _choose(self) -> None:
         known, rates = self.known, self._rates()
-        best = max(range(MAX_DRAFT + 1), key=rates.__getitem__)
+        best = self._best(rates)
         self._probing = False
-        if best and rates[best] < MARGIN * rates[0]:
-            best = 0
         doubtful = not known.times.knows_plain and rates[best] < CLEAR * rates[0]
         if best and (doubtful or self._since_plain >= known.refresh):
             known.refresh = min(4 * known.refresh, LAST_REFRESH)
@@ -244,13 +277,20 @@ class AutoLength(StopRule):
             self._probing = best > 0
         self.limit = best
 
+    def _best(self, rates: Sequence[float]) -> int:
+        """The length of the highest rate, 0 where it gains too little; `rates` are those of 0 to `MAX_DRAFT` drafts."""
+        best = max(self.lengths, key=lambda n: rates[n] if n in self.ready else rates[n] / NEWCOMER)
+        return best if rates[best] >= MARGIN * rates[0] else 0
+
     def _rates(self) -> list[float]:
         """Expected tokens per second of a row, for rounds of 0 to `MAX_DRAFT` drafts."""
         tokens, drafts, steps = 1.0, 0.0, 0.0
         times = self.known.times
         rates = [1.0 / times.target(1)]
-        # A round goes on as long as any row drafts.
-        drafted = [1.0 - (1.0 - reached) ** self._live for reached in self.known.drafted.reach()]
+        drafted = [1.0] * MAX_DRAFT
+        if not self._takes_all_steps:
+            # A round goes on as long as any row drafts.
+            drafted = [1.0 - (1.0 - reached) ** self._live for reached in self.known.drafted.reach()]
         for position, accepted in enumerate(self.known.accepted.reach()):
             # The step that finds that a draft has to stop is paid for as well.
             steps += drafted[position - 1] if position else 1.0
@@ -260,12 +300,12 @@ class AutoLength(StopRule):
         return rates
 
     def _probe(self) -> int:
-        """Length of a probe: what costs little, at least 1; 0 while its worst case does not fit into the budget."""
+        """Length of a probe: cheap, and ready by now; 0 while its worst case does not fit into the budget."""
         known = self.known
         plain = known.times.target(1)
-        length = 1
-        while length < 4 and self._loss(length + 1) <= plain / 2:
-            length += 1
+        lengths = [n for n in self.lengths if n and n in self.ready]
+        cheap = [n for n in lengths if n <= 4 and self._loss(n) <= plain / 2]
+        length = cheap[-1] if cheap else lengths[0]
         # What drafts lost after they had gained more is no reason to stop looking.
         lost = max(known.probed, -known.balance)
         budget = GRANT * plain + SHARE * known.elapsed - lost
@@ -274,5 +314,5 @@ class AutoLength(StopRule):
     def _loss(self, length: int) -> float:
         """Seconds lost by a round of so many drafts, none of them accepted."""
         times = self.known.times
-        drafting = length * times.step() + times.reading(self._unread)
+        drafting = length * times.step() + times.catch_up(self._unread)
         return drafting + times.target(1 + length) - times.target(1)

@@ -19,10 +19,12 @@ class Round:
             position; in greedy decoding the count of positions at which the target agrees.
         draft_steps: forward passes of the draft.
         width: tokens per row in the target's pass (its prompt included in the first round).
-        draft_seconds: time spent drafting; on CUDA with captured rounds the time to launch it.
+        draft_seconds: time spent drafting.
         verify_seconds: time in the target's pass, the processors and the acceptance rule, up to the moment
             when the result is known on the host.
         seconds: the whole round.
+        catch_up_seconds: of `draft_seconds`, what a pass of its own took to read what the draft had not read yet:
+            the prompt, and tokens of rounds without drafts. 0 where the first draft step reads them.
     """
 
     drafted: tuple[int, ...]
@@ -34,6 +36,7 @@ class Round:
     draft_seconds: float
     verify_seconds: float
     seconds: float
+    catch_up_seconds: float = 0.0
 
     @property
     def reached(self) -> tuple[int, ...]:
