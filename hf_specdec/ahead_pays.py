@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable
 from statistics import fmean, median
-from typing import Any
-from weakref import WeakKeyDictionary
 
+from hf_specdec.lessons import Lessons
 from hf_specdec.stats import Round
 
 STRETCH = 8  # rounds that are compared with as many
 COMPARISONS = 5  # the last of which decide
 LONGEST_WAIT = 16  # stretches between two trials of the slower way
 STALL = 3.0  # times the median: what a round counts at most
-KEPT_SITUATIONS = 16  # of a target
 
 
 class AheadPays:
@@ -72,15 +70,9 @@ class AheadPays:
             self.worth_it, self._seconds = way, []
 
 
-_known: WeakKeyDictionary[Any, OrderedDict[Hashable, AheadPays]] = WeakKeyDictionary()
+_known: Lessons[AheadPays] = Lessons()
 
 
 def ahead_pays(target: object, situation: Hashable) -> AheadPays:
-    """What a target's calls in one situation have taught, which goes with the target; a fresh one at first."""
-    known = _known.setdefault(target, OrderedDict())
-    if situation not in known:
-        known[situation] = AheadPays()
-    known.move_to_end(situation)
-    while len(known) > KEPT_SITUATIONS:
-        known.popitem(last=False)
-    return known[situation]
+    """What a target's calls in one situation have taught."""
+    return _known.of(target, situation, AheadPays)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +23,35 @@ def prepared(step: Step, device: torch.device, *, compile: bool) -> Step:
     if compile:
         step = _compiled(step, device)
     return Captured(step) if device.type == "cuda" else step
+
+
+class Laps:
+    """Seconds between marks, by the host's clock; on CUDA, where work is only queued, by the device's own.
+
+    Args:
+        device: where the work is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._times: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """A lap ends here, and another one begins."""
+        if self._device.type != "cuda":
+            self._times.append(perf_counter())
+            return
+        self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[-1].record(torch.cuda.current_stream(self._device))
+
+    def seconds(self) -> list[float]:
+        """Of all laps so far; waits until the last one is over."""
+        if not self._events:
+            return [end - start for start, end in pairwise(self._times)]
+        self._events[-1].synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]
 
 
 def _compiled(step: Step, device: torch.device) -> Step:

@@ -28,7 +28,8 @@ class SpeculationConfig:
             for targets of the T5 family; 10 where all drafts are copies.
             `"auto"` chooses each round's length, from 0 to 16, by the acceptance and the times so far, those of
             earlier calls of the same models included, so that sampled text may differ from run to run at one seed
-            (its distribution does not); across tokenizers it takes 4.
+            (its distribution does not); where rounds are compiled or captured, among 0, 1, 2, 4, 8 and 16; across
+            tokenizers it takes 4.
         fallback_threshold: BiLD only, a probability in [0, 1]. A drafted token whose distribution's maximum is
             below it is not appended; the target takes over. 0 never falls back.
         rollback_threshold: BiLD only, nats, at least 0. A drafted token at a distance -ln p_target above it is
@@ -44,10 +45,10 @@ class SpeculationConfig:
             1 - sqrt(0.2 H) is below it, H the entropy in nats of the distribution that it was drawn from.
         compile: compile the draft's steps and the verification by `torch.compile`, once for each pair, number of
             rows, bucket of lengths and set of processors with their numbers (a new temperature compiles anew);
-            seconds to minutes the first time, and kept with the target. Implies static caches. Output is the same
-            where it can't be had, and is decoded as without it: models that can't be fed from static caches
-            (encoder-decoder, ALiBi), drafters other than the model or none, lengths chosen by what was seen
-            ("auto"), processors that read the text (repetition penalty), recorded scores.
+            seconds to minutes the first time, and kept with the target. `num_assistant_tokens="auto"` compiles a
+            lookahead when it first chooses it. Implies static caches. Output is the same where it can't be had, and
+            is decoded as without it: models that can't be fed from static caches (encoder-decoder, ALiBi), drafters
+            other than the model or none, processors that read the text (repetition penalty), recorded scores.
 
     Raises:
         ValueError: a value out of range, named with the way out.

@@ -7,9 +7,9 @@ text, recorded scores, other drafters, a cache of the caller's own) keeps the ge
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 from transformers.generation import logits_process as host
 
 from hf_specdec import captured
+from hf_specdec.auto_length import LADDER, AutoLength
 from hf_specdec.decoding import Decoder
 from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
-from hf_specdec.drafting import ModelDrafter, NoDrafter
+from hf_specdec.drafting import ModelDrafter, NoDrafter, RowDrafter, tail
 from hf_specdec.processors import PREFIX_FREE, BildRollback
 from hf_specdec.round_steps import Plan, Side, draft_step, verify_step
 from hf_specdec.static_runner import StaticRunner
@@ -29,27 +30,67 @@ from hf_specdec.stats import Round, reached_overlap
 from hf_specdec.transcript import Transcript
 
 LEAST_CAPACITY_STEP = 128  # see `fast_capacity`
-KEPT_ENGINES = 4  # of a target; each holds its caches
+KEPT_ENGINES = 4  # of a target; each holds its caches, and the steps of one length, or of a ladder of them
 # They read scores alone and are told apart by their numbers; the one left out holds a list of tokens.
 PROCESSORS = tuple(kind for kind in PREFIX_FREE if kind is not host.SuppressTokensLogitsProcessor)
 
-# They stop by a round's own draft probabilities, or at their limit.
-FIXED_RULES = (StopRule, Fallback, EntropyStop)
+# They stop by a round's own draft probabilities, or at a limit that is known before the round.
+KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop)
 
 Drafted = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Steps:
+    """The two prepared steps of rounds of one length, over an engine's buffers.
+
+    What they write in being prepared, the round that follows writes over.
+
+    Args:
+        plan: how they run.
+        target, draft: whose passes they are; no draft: plain decoding.
+        state, uniforms: the engine's, of that round.
+        compile: compile them.
+
+    Attributes:
+        run_draft, run_verify: the prepared `draft_step` and `verify_step`.
+    """
+
+    def __init__(
+        self, plan: Plan, target: Side, draft: Side | None, state: Tensor, uniforms: Tensor, *, compile: bool
+    ) -> None:
+        self._plan, self._target_side, self._draft_side = plan, target, draft
+        self._state, self._uniforms = state, uniforms
+        self._no_drafts = (state[:, :0], state[:, 3], None)
+        # Once as they are, so that the caches exist before anything is compiled or captured.
+        self._verify(self._draft())
+        self.run_verify: Callable[[Drafted], Tensor] = captured.prepared(self._verify, state.device, compile=compile)
+        self.run_draft: Callable[[], Drafted] = self._draft
+        if draft is not None:
+            self.run_draft = captured.prepared(self._draft, state.device, compile=compile)
+        self.run_verify(self.run_draft())
+
+    def _draft(self) -> Drafted:
+        if self._draft_side is None:
+            return self._no_drafts
+        return draft_step(self._draft_side, self._plan, self._state, self._uniforms)
+
+    def _verify(self, drafted: Drafted) -> Tensor:
+        lookahead = self._plan.lookahead
+        uniforms = self._uniforms[:, lookahead : 2 * lookahead + 1]
+        return verify_step(self._target_side, self._plan, self._state, *drafted, uniforms)
 
 
 class Engine:
     """Static buffers of a pair and the prepared steps over them; serves one call at a time.
 
     Args:
-        plan: how rounds run; kept as an attribute, and `compile`, too.
+        plan: how rounds run, of the longest lookahead; kept as an attribute, and `compile`, too.
         target, draft: the models' runners, before their first pass, whose caches it keeps; no draft: plain decoding.
         compile: compile the steps.
 
     Attributes:
-        run_draft, run_verify: the prepared `draft_step` and `verify_step`.
-        state, uniforms: what they read, see there.
+        steps: those that are prepared, by their lookahead.
+        state, uniforms: what they read, see `draft_step` and `verify_step`.
         tails: the rows' last two tokens.
     """
 
@@ -60,16 +101,9 @@ class Engine:
         self.draft = None if draft is None else _side(draft)
         device, rows = target.positions.device, len(target.read)
         self.state = torch.zeros(rows, 4, dtype=torch.long, device=device)
-        self.state[:, 2] = 2
         self.uniforms = torch.zeros(rows, 2 * plan.lookahead + 1, device=device)
         self.tails: list[list[int]] = []
-        self._no_drafts = (self.state[:, :0], self.state[:, 3], None)
-        # Once as they are, so that the caches exist before anything is compiled or captured.
-        self._verify(self._draft())
-        self.run_verify: Callable[[Drafted], Tensor] = captured.prepared(self._verify, device, compile=compile)
-        self.run_draft: Callable[[], Drafted] = self._draft
-        if draft is not None:
-            self.run_draft = captured.prepared(self._draft, device, compile=compile)
+        self.steps: dict[int, Steps] = {}
 
     def adopt(self, target: StaticRunner, draft: StaticRunner | None) -> None:
         """Let a call's runners read into the engine's buffers."""
@@ -79,44 +113,62 @@ class Engine:
                 side.visible.copy_(runner.visible)
                 runner.cache, runner.positions, runner.visible = side.cache, side.positions, side.visible
 
-    def _draft(self) -> Drafted:
-        if self.draft is None:
-            return self._no_drafts
-        return draft_step(self.draft, self.plan, self.state, self.uniforms)
+    def load(self, lengths: Sequence[int], room: Sequence[int], lookahead: int) -> None:
+        """One copy to the device: last tokens, lengths, limits."""
+        rows = zip(self.tails, lengths, room, strict=True)
+        state = [[tail[0], tail[-1], n, max(min(space - 1, lookahead), 0)] for tail, n, space in rows]
+        self.state.copy_(torch.tensor(state))
 
-    def _verify(self, drafted: Drafted) -> Tensor:
-        return verify_step(self.target, self.plan, self.state, *drafted, self.uniforms[:, self.plan.lookahead :])
+    def prepare(self, lookahead: int) -> None:
+        """Make the steps of a lookahead; the state of the round to come is loaded."""
+        plan, draft = replace(self.plan, lookahead=lookahead), self.draft if lookahead else None
+        with _ordinary_tensors():
+            self.steps[lookahead] = Steps(plan, self.target, draft, self.state, self.uniforms, compile=self.compile)
 
 
 @dataclass(frozen=True)
 class FastDecoder(Decoder):
-    """`Decoder` with an engine's rounds; the runners of target and drafter only read the prompt, eagerly."""
+    """`Decoder` with an engine's rounds.
+
+    The runners of target and drafter only read the prompt, and that of the drafter what rounds without drafts left
+    aside, eagerly.
+    """
 
     engine: Engine
 
     def _round(self, transcript: Transcript) -> Round:
-        began = perf_counter()
-        engine, plan = self.engine, self.engine.plan
-        first = transcript.lengths[0] == transcript.prompt_length
+        engine, first = self.engine, transcript.lengths[0] == transcript.prompt_length
         if first:
             engine.tails = transcript.sequences[:, -2:].tolist()
-        self._load_state(transcript)
-        if first and isinstance(self.drafter, ModelDrafter):
-            known = transcript.sequences[:, :-2].clamp(max=plan.draft_vocabulary - 1)
-            _read_prompt(self.drafter.runner, known)
+        lookahead = self._lookahead(transcript)
+        if lookahead not in engine.steps:
+            # Before the clock starts: what it takes is no part of a round.
+            engine.load(transcript.lengths, transcript.room, lookahead)
+            engine.prepare(lookahead)
+        began, laps = perf_counter(), captured.Laps(transcript.ids.device)
+        caught_up = lookahead > 0 and self._catch_up(transcript)
+        laps.mark()
+        engine.load(transcript.lengths, transcript.room, lookahead)
+        if engine.plan.do_sample:
+            torch.rand(engine.uniforms.shape, out=engine.uniforms)
+        steps = engine.steps[lookahead]
         with _ordinary_tensors():
-            drafts = engine.run_draft()
-        drafted = perf_counter()
-        if first:
-            _read_prompt(self.target, transcript.sequences[:, :-1])
+            drafts = steps.run_draft()
+        laps.mark()
+        if first and transcript.prompt_length > 1:
+            self.target.forward(transcript.sequences[:, :-1], 1)
         with _ordinary_tensors():
-            result = engine.run_verify(drafts).tolist()
+            result = steps.run_verify(drafts).tolist()
+        reading, drafting = laps.seconds()
         checked = perf_counter()
-        decided = plan.lookahead + 3
+        decided = lookahead + 3
         rows = [[int(n) for n in row[:decided]] for row in result]
         new_tokens = [[*row[: row[-2]], row[-1]] for row in rows]
+        before = list(transcript.lengths)
         kept = transcript.append(new_tokens)
         engine.tails = [(t + new[:n])[-2:] for t, new, n in zip(engine.tails, new_tokens, kept, strict=True)]
+        if lookahead:
+            self._note_drafted(before, transcript.lengths, lookahead)
         return Round(
             drafted=tuple(row[-3] for row in rows),
             accepted=tuple(row[-2] for row in rows),
@@ -125,21 +177,45 @@ class FastDecoder(Decoder):
                 reached_overlap(row[decided:], accepted, drafted)
                 for row, (*_, drafted, accepted, _) in zip(result, rows, strict=True)
             ),
-            draft_steps=plan.lookahead,
-            width=plan.lookahead + (transcript.prompt_length if first else 1),
-            draft_seconds=drafted - began,
-            verify_seconds=checked - drafted,
+            draft_steps=lookahead,
+            width=lookahead + (transcript.prompt_length if first else 1),
+            draft_seconds=reading + drafting,
+            verify_seconds=checked - began - reading - drafting,
             seconds=perf_counter() - began,
+            catch_up_seconds=reading if caught_up else 0.0,
         )
 
-    def _load_state(self, transcript: Transcript) -> None:
-        """One copy to the device: last tokens, lengths, limits; and the round's uniform numbers."""
-        engine, lookahead = self.engine, self.engine.plan.lookahead
-        rows = zip(engine.tails, transcript.lengths, transcript.room, strict=True)
-        state = [[tail[0], tail[-1], n, max(min(space - 1, lookahead), 0)] for tail, n, space in rows]
-        engine.state.copy_(torch.tensor(state))
-        if engine.plan.do_sample:
-            torch.rand(engine.uniforms.shape, out=engine.uniforms)
+    def _lookahead(self, transcript: Transcript) -> int:
+        """The rule's length; a shorter one that is ready where texts end before."""
+        assert isinstance(self.drafter, RowDrafter)
+        limit = min(rule.limit for rule in _parts(self.drafter.rule))
+        needed = min(limit, max(transcript.room) - 1)
+        return min((n for n in self.engine.steps if needed <= n <= limit), default=limit)
+
+    def _catch_up(self, transcript: Transcript) -> bool:
+        """Let the draft read all but each row's last two tokens, which are its step's; whether any were unread.
+
+        They are the prompt's, and those of rounds without drafts. All rows read as many, and end with their text.
+        Where that is too short for it they read on into slots that later passes write anew.
+        """
+        runner, lengths = self._draft_runner, transcript.lengths
+        unread = max(n - 2 - read for n, read in zip(lengths, runner.read, strict=True))
+        if unread <= 0:
+            return False
+        ends = [max(n - 2, unread) for n in lengths]
+        runner.rewind([end - unread for end in ends])
+        runner.forward(tail(transcript.ids, ends, unread).clamp(max=self.engine.plan.draft_vocabulary - 1), 1)
+        return True
+
+    def _note_drafted(self, before: Sequence[int], after: Sequence[int], lookahead: int) -> None:
+        """What the draft's step has read: a row's text before it, and its own tokens but the last, if they stand."""
+        rows = zip(before, after, strict=True)
+        self._draft_runner.read = [min(old + lookahead - 1, new - 1) for old, new in rows]
+
+    @property
+    def _draft_runner(self) -> StaticRunner:
+        assert isinstance(self.drafter, ModelDrafter) and isinstance(self.drafter.runner, StaticRunner)
+        return self.drafter.runner
 
 
 class Engines:
@@ -197,13 +273,17 @@ def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool) -> I
         yield decoder
         return
     target = decoder.target
-    draft = decoder.drafter.runner if isinstance(decoder.drafter, ModelDrafter) else None
+    drafter = decoder.drafter if isinstance(decoder.drafter, ModelDrafter) else None
+    draft = None if drafter is None else drafter.runner
     assert isinstance(target, StaticRunner) and (draft is None or isinstance(draft, StaticRunner))
     engines: Engines = target.model.__dict__.setdefault("_speculation_engines", Engines())
     key = (compile, len(target.read), target.cache.capacity, _plan_key(plan), _state_of(target), _state_of(draft))
     with _ordinary_tensors():
         engine = engines.take(key) or Engine(plan, target, draft, compile)
         engine.adopt(target, draft)
+    for rule in () if drafter is None else _parts(drafter.rule):
+        if isinstance(rule, AutoLength):
+            rule.use_prepared(engine.steps)
     fields = {name: getattr(decoder, name) for name in Decoder.__dataclass_fields__} | {"mode": torch.no_grad}
     try:
         yield FastDecoder(**fields, engine=engine)
@@ -236,19 +316,23 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
     if (
         type(drafter) is not ModelDrafter
         or not isinstance(drafter.runner, StaticRunner)
-        or not all(type(rule) in FIXED_RULES for rule in _parts(drafter.rule))
+        or not all(type(rule) in KNOWN_RULES for rule in _parts(drafter.rule))
         or drafter.runner.positions.device != transcript.ids.device
         or (drafter.max_positions is not None and drafter.max_positions < transcript.max_length)
         or transcript.prompt_length < 2
         or not _has_fixed_rope(drafter.runner.model)
     ):
         return None
+    parts = _parts(drafter.rule)
+    adapts = any(isinstance(rule, AutoLength) for rule in parts)
+    # Lengths are chosen outside of the steps.
+    stops = [rule for rule in parts if rule.reads_probabilities]
     return Plan(
-        drafter.rule.limit,
+        LADDER[-1] if adapts else drafter.rule.limit,
         drafter.vocabulary,
         drafter.draft_vocabulary,
         keep_probs=drafter.keep_probs,
-        stop=drafter.rule,
+        stop=FirstOf(*stops) if stops else StopRule(0),
         **common,
     )
 
@@ -269,11 +353,6 @@ def _ordinary_tensors() -> Iterator[None]:
     """No gradients, but tensors that calls within and without the caller's `inference_mode` can write to."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _read_prompt(runner: Any, tokens: Tensor) -> None:
-    if tokens.shape[1] > 0:
-        runner.forward(tokens, 1)
 
 
 def _side(runner: StaticRunner) -> Side:

@@ -27,10 +27,12 @@ class Round:
             ahead makes them while the target verifies, so that η, their time and the target's over the round's, can
             exceed 1.
         width: tokens per row in the target's pass (its prompt included in the first round).
-        draft_seconds: time spent drafting before the target's pass; on CUDA with captured rounds the time to launch it.
+        draft_seconds: time spent drafting before the target's pass.
         verify_seconds: time in the target's pass, the processors and the acceptance rule, up to the moment
             when the result is known on the host; drafting ahead meanwhile is part of it.
         seconds: the whole round.
+        catch_up_seconds: of `draft_seconds`, what a pass of its own took to read what the draft had not read yet:
+            the prompt, and tokens of rounds without drafts. 0 where the first draft step reads them.
     """
 
     drafted: tuple[int, ...]
@@ -42,6 +44,7 @@ class Round:
     draft_seconds: float
     verify_seconds: float
     seconds: float
+    catch_up_seconds: float = 0.0
 
     @property
     def reached(self) -> tuple[int, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from itertools import pairwise
 
 import pytest
 
-from hf_specdec.ahead_pays import KEPT_SITUATIONS, LONGEST_WAIT, STRETCH, AheadPays, ahead_pays
+from hf_specdec.ahead_pays import LONGEST_WAIT, STRETCH, AheadPays
 from hf_specdec.stats import Round
 
 
@@ -73,22 +72,3 @@ def test_rounds_that_teach_nothing_are_passed_over() -> None:
         rule.observe(finished(0.0))
         rule.observe(finished(1.0, width=50))
     assert rule.worth_it and not rule._seconds
-
-
-def test_what_calls_learn_goes_with_the_target() -> None:
-    class Target:
-        pass
-
-    target = Target()
-    first = ahead_pays(target, "greedy")
-    assert ahead_pays(target, "greedy") is first
-    assert ahead_pays(target, "sampling") is not first
-    for number in range(KEPT_SITUATIONS):
-        ahead_pays(target, number)
-    assert ahead_pays(target, "greedy") is not first, "of many situations the oldest are forgotten"
-    assert ahead_pays(Target(), "greedy") is not first
-    from hf_specdec import ahead_pays as module
-
-    del target
-    gc.collect()
-    assert not any(isinstance(kept, Target) for kept in module._known)

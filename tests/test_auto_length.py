@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ import torch
 from families import pair, prompts
 
 import hf_specdec
-from hf_specdec import SpeculativeDecoding, auto_length
-from hf_specdec.auto_length import AutoLength, Experience, Positions
+from hf_specdec import SpeculativeDecoding, auto_length, captured
+from hf_specdec.auto_length import LADDER, AutoLength, Experience
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
 from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
+from hf_specdec.estimates import Positions, Times
 from hf_specdec.stats import Round
 
 PROMPT = 200
@@ -81,6 +81,19 @@ class Machine:
         return (3.0 if chance.random() < 0.02 else 1.0) * chance.lognormvariate(0.0, self.noise)
 
 
+class Preparing(AutoLength):
+    """As prepared rounds use it: a length is ready once it was chosen."""
+
+    def __init__(self, known: Experience | None = None) -> None:
+        super().__init__(known)
+        self.made: set[int] = set()
+        self.use_prepared(self.made)
+
+    def observe(self, finished: Round) -> None:
+        self.made.add(finished.draft_steps)
+        super().observe(finished)
+
+
 def flat(share: float) -> Callable[[int, int], float]:
     return lambda text, position: share
 
@@ -91,13 +104,14 @@ def mean_time(
     return sum(machine.decode(make(), tokens, seed, warm_up)[0] for seed in range(seeds)) / seeds
 
 
+@pytest.mark.parametrize("make", [AutoLength, Preparing])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("step", [0.1, 0.5, 1.0])
-def test_128_tokens_keep_the_speed_of_plain_decoding(step: float, share: float) -> None:
+def test_128_tokens_keep_the_speed_of_plain_decoding(step: float, share: float, make: type[AutoLength]) -> None:
     """A draft as large as its target, one that never agrees, and what lies between; noise included."""
     # The mean of 40 runs is itself uncertain by half a percent.
     machine = Machine(step, flat(share))
-    assert mean_time(machine, lambda: StopRule(0)) / mean_time(machine, AutoLength) >= 0.97 - 0.005
+    assert mean_time(machine, lambda: StopRule(0)) / mean_time(machine, make) >= 0.97 - 0.005
 
 
 def test_a_fixed_length_does_not_keep_it() -> None:
@@ -120,9 +134,10 @@ def test_a_fixed_length_does_not_keep_it() -> None:
     ids=["cheap", "good", "excellent", "dear", "wide passes cost", "batch", "worse by position"],
 )
 def test_a_good_draft_comes_near_the_best_fixed_length(machine: Machine) -> None:
-    """Within 5% after the first 100 tokens."""
+    """Within 5% after the first 100 tokens; within 10% where only a few lengths may be had."""
     fixed = [mean_time(machine, lambda n=n: StopRule(n), 400, 12, 100) for n in (1, 2, 3, 4, 6, 8, 16)]
     assert min(fixed) / mean_time(machine, AutoLength, 400, 20, 100) > 0.95
+    assert min(fixed) / mean_time(machine, Preparing, 400, 20, 100) > 0.90
 
 
 def test_drafting_stops_where_the_text_turns_hard_and_returns_where_it_turns_easy() -> None:
@@ -183,13 +198,86 @@ def test_experience_is_a_situation_s_own_and_goes_with_the_target() -> None:
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         for rows in (1, 2, 2):
             target.generate(**prompts(rows), max_new_tokens=12, do_sample=False, num_assistant_tokens="auto")
-    known = auto_length._experiences[target]
+    known = auto_length._experiences.all_of(target)
     assert [situation[-1] for situation in known] == [1, 2]
-    one, two = known.values()
-    assert one.elapsed > 0.0 and one is not two
-    del target, known, one, two
-    gc.collect()
-    assert not auto_length._experiences
+    assert all(each.elapsed > 0.0 for each in known.values())
+
+
+def test_prepared_rounds_have_an_experience_of_their_own(monkeypatch) -> None:
+    """One call in each kind of rounds, with the same settings, teaches its own kind alone."""
+    monkeypatch.setattr(captured, "captures", lambda device: True)
+    target, draft = pair("llama")
+    settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False, "num_assistant_tokens": "auto"}
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        target.generate(**settings)
+        (known,) = auto_length._experiences.all_of(target).values()
+        elapsed = known.elapsed
+        assert elapsed > 0.0 and known.prepared is None
+        target.generate(**settings, cache_implementation="static")
+        (known,) = auto_length._experiences.all_of(target).values()
+    assert known.elapsed == elapsed
+    assert known.prepared is not None and known.prepared.elapsed > 0.0 and known.prepared.prepared is None
+
+
+def test_prepared_lengths_are_few_and_none_is_made_that_cannot_pay() -> None:
+    """A draft that never agrees has the length of the first round made, and plain rounds; probes make no other."""
+    for machine, most in ((Machine(0.3, flat(0.0)), 2), (Machine(0.1, flat(0.8)), 5)):
+        for seed in range(20):
+            rule = Preparing()
+            _, rounds = machine.decode(rule, 400, seed)
+            assert rule.made <= set(LADDER) and len(rule.made) <= most
+            assert rounds[0].draft_steps == 1
+    probes = [
+        finished for finished in Machine(0.05, flat(0.0)).decode(Preparing(), 400, 0)[1][20:] if finished.draft_steps
+    ]
+    assert probes and {finished.draft_steps for finished in probes} == {1}
+
+
+def test_a_length_that_is_not_ready_has_to_promise_more() -> None:
+    rule = AutoLength()
+    rates = [1.0] + [0.5] * MAX_ASSISTANT_TOKENS
+    rates[2], rates[4], rates[8], rates[3] = 1.5, 1.6, 1.64, 2.0
+    assert rule._best(rates) == 3
+    for ready, best in (({0, 2}, 2), ({0, 4}, 4), ({0}, 8), ({0, 2, 8}, 8)):
+        rule.use_prepared(ready)
+        assert rule._best(rates) == best
+
+
+def test_later_prepared_calls_begin_with_the_length_that_paid_where_it_is_ready() -> None:
+    known = Experience()
+    Machine(0.1, flat(0.9)).decode(Preparing(known), 400, 0)
+    for ready, first in ((set(LADDER), {4, 8, 16}), (set(), {1})):
+        rule = AutoLength(known)
+        rule.use_prepared(ready)
+        assert rule.limit in first
+
+
+def test_prepared_drafts_take_all_steps_where_rows_stop() -> None:
+    """Rows that stop after one of eight tokens shorten the general rounds only."""
+    expected = {}
+    for rule in (AutoLength(), Preparing()):
+        for _ in range(50):
+            rule.limit = 8
+            steps = 2 if type(rule) is AutoLength else 8
+            rule.observe(Round((1,), (1,), (2,), (0.0,), steps, steps + 1, 0.3 * steps, 1.0, 1.0 + 0.3 * steps))
+        expected[type(rule)] = rule._rates()[8]
+    assert expected[Preparing] < 0.6 * expected[AutoLength]
+
+
+def test_a_catch_up_pass_is_a_probe_s_cost_and_no_step_s() -> None:
+    """It costs as much for one token as for many, which nothing but a round that made one can tell."""
+    times = Times()
+    times.add(Round((0,), (0,), (1,), (0.0,), 0, 1, 0.0, 1.0, 1.0), 0.0)
+    assert times.catch_up(1.0) < 0.1
+    for _ in range(3):
+        times.add(Round((2,), (0,), (1,), (0.0,), 2, 3, 0.8, 1.0, 1.8, catch_up_seconds=0.6), 1.0)
+    assert times.step() == pytest.approx(0.1)
+    assert times.catch_up(1.0) == pytest.approx(0.6)
+    assert times.catch_up(1000.0) > 0.6
+    rule = AutoLength()
+    rule.known.times = times
+    rule._unread = 1.0
+    assert rule._loss(1) > 0.7
 
 
 def test_a_batch_drafts_for_as_long_as_any_of_its_rows_does() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tiny_pair import save_pair
 
 from hf_specdec import captured
+from hf_specdec.auto_length import AutoLength
 from hf_specdec.bench import bandwidth, engine_goals, engine_metrics, engines, engines_report, pictures
 from hf_specdec.bench.data import benchmark_prompts
 from hf_specdec.bench.engine_forwards import Forwards, keeping_engines, prepared_times
@@ -352,14 +354,17 @@ def test_prepared_steps_are_timed_for_their_own_batch_size(
 ) -> None:
     # What would be compiled runs as it is, which takes no minute.
     monkeypatch.setattr(captured, "prepared", lambda step, device, *, compile: step)
+    lengths = cycle((0, 4))
+    monkeypatch.setattr(AutoLength, "_choose", lambda self: setattr(self, "limit", next(lengths)))
     asked = replace(settings, engines=("compiled",), lookaheads=(2, 3))
     prompts = benchmark_prompts(pair, (30,), 2, 12)
     assert prepared_times(pair, True, 2) is None
     with keeping_engines(9):
-        methods = [method for method in contestants(asked, pair) if method.facts["kind"] in ("none", "fixed")]
+        methods = [method for method in contestants(asked, pair) if method.facts["kind"] in ("none", "fixed", "auto")]
         runs = [run_batch(pair, method, prompts, asked) for method in methods if method.options.get("compile")]
         times = prepared_times(pair, True, 2)
         assert prepared_times(pair, True, 1) is None and prepared_times(pair, False, 2) is None
-    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+    assert len(runs) == 4 and all(run.tokens == runs[0].tokens for run in runs)
     assert times is not None
-    assert (set(times["draft"]), set(times["target"])) == ({"2", "3"}, {"1", "3", "4"})
+    # Those of auto are 1, at first, and then 0 and 4.
+    assert (set(times["draft"]), set(times["target"])) == ({"1", "2", "3", "4"}, {"1", "2", "3", "4", "5"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import cycle
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from test_distribution import pair as toy_pair  # noqa: F401
 from test_static_cache import ROWS_FAMILIES
 
 import hf_specdec
-from hf_specdec import SpeculativeDecoding, captured
-from hf_specdec.fast_decoding import KEPT_ENGINES, FastDecoder, fast_capacity
+from hf_specdec import SpeculativeDecoding, captured, fast_decoding
+from hf_specdec.auto_length import LADDER, AutoLength
+from hf_specdec.fast_decoding import KEPT_ENGINES, Engine, FastDecoder, fast_capacity
 from hf_specdec.sampling import draw
 
 NEW_TOKENS = 16
@@ -38,6 +40,17 @@ def fast_rounds(monkeypatch) -> Iterator[list[FastDecoder]]:
     monkeypatch.setattr(FastDecoder, "_round", listed)
     with hf_specdec.enable(generation_strategy="speculative"):
         yield ran
+
+
+def choose_in_turn(monkeypatch, *lengths: int, first: int = 1) -> None:
+    """What "auto" chooses after its first round, again and again; so that both kinds of rounds draft alike."""
+    monkeypatch.setattr(AutoLength, "use_prepared", lambda self, ready: setattr(self, "limit", first))
+    turns: dict[AutoLength, Iterator[int]] = {}
+
+    def choose(self: AutoLength) -> None:
+        self.limit = next(turns.setdefault(self, cycle(lengths)))
+
+    monkeypatch.setattr(AutoLength, "_choose", choose)
 
 
 @pytest.mark.parametrize("family", ROWS_FAMILIES)
@@ -72,6 +85,17 @@ def test_outputs_are_distributed_as_the_target_s_own(toy_pair, fast_rounds, sett
     assert fast_rounds
 
 
+@pytest.mark.parametrize("settings", [{}, {"verification": "block"}, {"entropy_threshold": 0.6}], ids=str)
+def test_outputs_of_rounds_of_uneven_lengths_are_too(toy_pair, fast_rounds, monkeypatch, settings: dict) -> None:  # noqa: F811
+    """Where a draft catches up with a plain round, and at the length that was prepared in a call before."""
+    choose_in_turn(monkeypatch, 2, 0, first=0)
+    decoding = SpeculativeDecoding(toy_pair[1], num_assistant_tokens="auto", **settings)
+    assert min(odds(toy_pair, decoding, temperature=1.4, cache_implementation="static")) > FALSE_FAILURE
+    assert decoding.stats is not None
+    assert [r.draft_steps for r in decoding.stats.rounds][:2] == [0, 2]
+    assert fast_rounds
+
+
 def test_control_one_uniform_number_for_all_draws_fails(toy_pair, fast_rounds, monkeypatch) -> None:  # noqa: F811
     """Draws that are not independent are found."""
     monkeypatch.setattr("hf_specdec.sampling.draw", lambda weights, uniform: draw(weights, uniform * 0 + 0.5))
@@ -96,6 +120,143 @@ def test_statistics_are_those_of_the_general_rounds(fast_rounds) -> None:
             assert [getattr(r, name) for r in general] == [getattr(r, name) for r in fast]
         for one, other in zip(general, fast, strict=True):
             assert one.overlap == pytest.approx(other.overlap, rel=1e-5)
+
+
+VARIANTS = [
+    {},
+    {"entropy_threshold": 0.2},
+    {"generation_strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.1},
+]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_auto_gives_plain_tokens_in_prepared_rounds(batch_size: int, fast_rounds, monkeypatch) -> None:
+    """By the lengths that it finds itself; what would be compiled runs as it is."""
+    monkeypatch.setattr(captured, "prepared", lambda step, device, *, compile: step)
+    target, draft = pair("llama")
+    settings = {**GREEDY, "assistant_model": draft, "num_assistant_tokens": "auto", "compile": True}
+    for variant in VARIANTS:
+        for length, seed in ((11, 10), (19, 3), (9, 4)):
+            inputs = prompts(batch_size, length, seed)
+            plain = target.generate(**inputs, **GREEDY, generation_strategy=None)
+            fast_rounds.clear()
+            out = target.generate(**inputs, **settings, **variant, return_dict_in_generate=True)
+            assert torch.equal(out.sequences, plain)
+            assert len(fast_rounds) == len(out.speculation.rounds)
+            assert set(fast_rounds[0].engine.steps) <= set(LADDER)
+
+
+@pytest.mark.parametrize("ends", [{}, {"eos_token_id": None}], ids=["rows end", "rows go on"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=["length alone", "entropy", "bild"])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
+def test_rounds_of_all_lengths_draft_what_the_general_ones_do(
+    family: str, variant: dict, ends: dict, fast_rounds, monkeypatch
+) -> None:
+    """After rounds without drafts, ragged rows catch up: a cache that misses or mixes up tokens drafts others."""
+    choose_in_turn(monkeypatch, 4, 0, 0, 8, 1, 0, 0, 0, 16, 2, 2, 0)
+    target, draft = pair(family, noise=0.05)
+    settings = {"max_new_tokens": 48, "do_sample": False, "assistant_model": draft, "num_assistant_tokens": "auto"}
+    for batch_size in (1, 4):
+        call = {**prompts(batch_size), **settings, **variant, **ends, "return_dict_in_generate": True}
+        general, fast = (target.generate(**call, cache_implementation=kind) for kind in ("dynamic", "static"))
+        assert torch.equal(general.sequences, fast.sequences)
+        for name in ("drafted", "accepted", "new_tokens"):
+            one, other = ([getattr(r, name) for r in out.speculation.rounds] for out in (general, fast))
+            assert one == other
+        lengths = [r.draft_steps for r in fast.speculation.rounds]
+        assert {0, 1, 4, 8} <= set(lengths)
+        widths = [r.width for r in fast.speculation.rounds]
+        assert widths == [11 + lengths[0], *(n + 1 for n in lengths[1:])]
+        assert 0 < fast.speculation.acceptance_rate < 1
+    assert len(fast_rounds) > 10
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_target_as_its_own_draft_is_accepted_at_all_lengths(
+    batch_size: int, first: int, fast_rounds, monkeypatch
+) -> None:
+    """Also where it reads its prompt late, and where a row ends long before the others' drafts catch up."""
+    choose_in_turn(monkeypatch, *[0] * 20, 8, 2, 0, 4, first=first)
+    target, _ = pair("llama")
+    inputs, settings = prompts(batch_size, 8), {"max_new_tokens": 60, "do_sample": False}
+    free = target.generate(**inputs, **settings, eos_token_id=None, generation_strategy=None)
+    settings["eos_token_id"] = int(free[-1, 12])
+    plain = target.generate(**inputs, **settings, generation_strategy=None)
+    out = target.generate(
+        **inputs, **settings, assistant_model=target, num_assistant_tokens="auto", cache_implementation="static",
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    rounds = out.speculation.rounds
+    assert torch.equal(out.sequences, plain)
+    assert all(r.accepted == r.drafted for r in rounds)
+    if batch_size > 1:
+        assert {0, 2, 4, 8} <= {r.draft_steps for r in rounds}
+        assert any(r.new_tokens[-1] == 0 and r.catch_up_seconds > 0 for r in rounds)
+
+
+def test_only_what_is_unread_is_caught_up_with(fast_rounds, monkeypatch) -> None:
+    """Its time is told apart; a draft step reads the last two tokens by itself."""
+    choose_in_turn(monkeypatch, 4, 4, 0, 2, 0, 0, 2)
+    target, draft = pair("llama", noise=0.0)
+    settings = {**GREEDY, "max_new_tokens": 21, "eos_token_id": None, "return_dict_in_generate": True}
+    out = target.generate(
+        **prompts(1), **settings, assistant_model=draft, num_assistant_tokens="auto", cache_implementation="static"
+    )
+    # Each of these drafts is accepted, and its last token not read.
+    rounds = [(r.draft_steps, r.catch_up_seconds > 0) for r in out.speculation.rounds]
+    assert rounds == [
+        (1, True), (4, False), (4, False), (0, False), (2, True), (0, False), (0, False), (2, True),
+    ]  # fmt: skip
+    assert all(r.catch_up_seconds <= r.draft_seconds for r in out.speculation.rounds)
+
+
+def test_preparing_is_no_part_of_a_round(fast_rounds, monkeypatch) -> None:
+    """By a clock that goes on at each look, and a thousandfold where steps are prepared or run for the first time."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    def slow(step, device, *, compile):
+        runs = [0]
+
+        def run(*args):
+            runs[0] += 1
+            now[0] += 1000.0 * (runs[0] == 1)
+            return step(*args)
+
+        return run
+
+    for module in (captured, fast_decoding):
+        monkeypatch.setattr(module, "perf_counter", clock)
+    monkeypatch.setattr(captured, "prepared", slow)
+    choose_in_turn(monkeypatch, 4, 0, 2)
+    target, draft = pair("llama")
+    out = target.generate(
+        **prompts(1), **GREEDY, assistant_model=draft, num_assistant_tokens="auto", cache_implementation="static",
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    # Two steps of three lengths, and one of plain rounds.
+    assert now[0] > 7000.0
+    assert {0, 1, 2, 4} == {r.draft_steps for r in out.speculation.rounds}
+    assert max(r.seconds for r in out.speculation.rounds) < 10.0
+
+
+def test_lengths_of_auto_share_an_engine_and_are_prepared_once(fast_rounds, monkeypatch) -> None:
+    made: list[int] = []
+    prepare = Engine.prepare
+    monkeypatch.setattr(Engine, "prepare", lambda self, n: (made.append(n), prepare(self, n))[1])
+    target, draft = pair("llama")
+    settings = {**GREEDY, "eos_token_id": None, "assistant_model": draft, "cache_implementation": "static"}
+    for first in (1, 4, 0):
+        choose_in_turn(monkeypatch, 2, 0, 4, first=first)
+        target.generate(**prompts(2), **settings, num_assistant_tokens="auto")
+    assert sorted(made) == [0, 1, 2, 4]
+    assert len(target._speculation_engines) == 1
+    target.generate(**prompts(2), **settings, num_assistant_tokens="auto", entropy_threshold=0.5)
+    assert len(target._speculation_engines) == 2
 
 
 def test_later_calls_see_nothing_of_earlier_ones(fast_rounds) -> None:
@@ -140,7 +301,6 @@ def test_changed_weights_get_an_engine_of_their_own_and_few_are_kept(fast_rounds
         {"repetition_penalty": 1.5},
         {"output_scores": True, "return_dict_in_generate": True},
         {"drafter": "hybrid"},
-        {"num_assistant_tokens": "auto"},
         {"use_cache": False},
         {"input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])},
     ],
@@ -150,9 +310,7 @@ def test_what_needs_the_general_round_gets_it(fast_rounds, settings: dict) -> No
     target, draft = pair("llama")
     call = {**prompts(1), **GREEDY, **settings}
     speculative = target.generate(**call, assistant_model=draft, compile=True)
-    plain = target.generate(
-        **{k: v for k, v in call.items() if k not in ("drafter", "num_assistant_tokens")}, generation_strategy=None
-    )
+    plain = target.generate(**{k: v for k, v in call.items() if k != "drafter"}, generation_strategy=None)
     if "output_scores" in settings:
         speculative, plain = speculative.sequences, plain.sequences
     assert torch.equal(speculative, plain)

@@ -59,16 +59,16 @@ def prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
     """Of the prepared steps that serve so many rows, in the order of a round; None where there are none."""
     times: Times = {"draft": {}, "target": {}}
     for engine in kept_engines(pair.target, compile=compile):
-        lookahead = engine.plan.lookahead
         if len(engine.state) != rows:
             continue
-        with torch.no_grad():
-            for _ in range(_PREPARED_SAMPLES):
-                drafted, seconds = timed(pair, engine.run_draft)
-                if lookahead:
-                    times["draft"].setdefault(str(lookahead), []).append(seconds / lookahead)
-                _, seconds = timed(pair, partial(engine.run_verify, drafted))
-                times["target"].setdefault(str(lookahead + 1), []).append(seconds)
+        for lookahead, steps in engine.steps.items():
+            with torch.no_grad():
+                for _ in range(_PREPARED_SAMPLES):
+                    drafted, seconds = timed(pair, steps.run_draft)
+                    if lookahead:
+                        times["draft"].setdefault(str(lookahead), []).append(seconds / lookahead)
+                    _, seconds = timed(pair, partial(steps.run_verify, drafted))
+                    times["target"].setdefault(str(lookahead + 1), []).append(seconds)
     return times if times["target"] else None
 
 
