@@ -41,7 +41,8 @@ class Drafter(Protocol):
         """Draft after each row's text.
 
         Args:
-            ids: `[B, N]` left-aligned texts with space behind them, where the drafts are written too.
+            ids: `[B, N]` left-aligned texts with space behind them, where the drafts are written too if there are
+                processors that read the text.
             lengths: tokens of each row.
             room: the most tokens that may be drafted for each row; 0 for rows that have ended.
         """
@@ -98,6 +99,7 @@ class RowDrafter(CandidateGenerator):
         ids = torch.cat([input_ids, input_ids.new_zeros(1, self.rule.limit)], dim=1)
         proposal = self.propose(ids, [length], [self.max_length - length - 1])
         drafted = proposal.lengths[0]
+        write_drafts(ids, [length], proposal.tokens, proposal.lengths)
         if self.rollback is not None:
             self.rollback.hold(length, proposal.tokens[0, :drafted].tolist())
         logits = proposal.probs[:, :drafted].log() if proposal.probs is not None and drafted else None
@@ -199,6 +201,7 @@ class ModelDrafter(RowDrafter):
         # drafts go to the buffer's end.
         places = [n if space > 0 else ids.shape[1] - limit for n, space in zip(lengths, room, strict=True)]
         open_rows = [row for row, space in enumerate(room) if space > 0]
+        choices: list[Tensor] = []
         kept_probs: list[Tensor] = []
         uniforms = sampling.uniforms(limit, len(ids), device=ids.device).unbind() if self.do_sample else None
         for step in range(limit):
@@ -210,7 +213,9 @@ class ModelDrafter(RowDrafter):
             )
             stopped, last = self._stops(probs)
             ends = choice.tolist()
-            write_column(ids, [place + step for place in places], choice)
+            choices.append(choice)
+            if not self.processors.prefix_free:
+                write_column(ids, [place + step for place in places], choice)
             if self.keep_probs:
                 kept_probs.append(probs)
             open_rows = [row for row in open_rows if row not in stopped]
@@ -226,7 +231,7 @@ class ModelDrafter(RowDrafter):
             tokens = choice.unsqueeze(1)
         longest = max(drafted)
         return DraftProposal(
-            tail(ids, [n + longest for n in lengths], longest),
+            torch.stack(choices[:longest], dim=1) if longest else ids[:, :0],
             tuple(drafted),
             torch.stack(kept_probs[:longest], dim=1) if self.keep_probs and longest else None,
             steps=step + 1,
@@ -237,8 +242,8 @@ class ModelDrafter(RowDrafter):
         if not self.rule.reads_probabilities:
             return set(), set()
         answers = self.rule.before_append(probs), self.rule.after_append(probs)
-        before, after = (set() if rows is None else set(rows.nonzero()[:, 0].tolist()) for rows in answers)
-        return before, after
+        before, after = (() if rows is None else rows.tolist() for rows in answers)
+        return {row for row, stops in enumerate(before) if stops}, {row for row, stops in enumerate(after) if stops}
 
     def _unread(
         self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]
@@ -267,9 +272,13 @@ class ModelDrafter(RowDrafter):
         needs_probs = self.do_sample or self.keep_probs or self.rule.reads_probabilities
         if not needs_probs and not self.processors:
             return logits, logits[:, : self.vocabulary].argmax(dim=-1).to(ids.device)
-        scores = align_vocabulary(logits, self.vocabulary).to(ids.device, torch.float32, copy=True)
-        counts = [int(row in open_rows) for row in range(len(lengths))]
-        scores = self.processors(ids, lengths, counts, scores.unsqueeze(1)).squeeze(1)
+        prefix_free = self.processors.prefix_free
+        scores = align_vocabulary(logits, self.vocabulary).to(ids.device, torch.float32, copy=not prefix_free)
+        if prefix_free:
+            scores = self.processors.at_once(ids, scores)
+        else:
+            counts = [int(row in open_rows) for row in range(len(lengths))]
+            scores = self.processors(ids, lengths, counts, scores.unsqueeze(1)).squeeze(1)
         if not needs_probs:
             return scores, scores.argmax(dim=-1)
         probs = sampling.probabilities(scores)

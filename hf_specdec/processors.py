@@ -82,11 +82,19 @@ class HostProcessors:
         Returns:
             Processed scores `[B, K, V]`.
         """
+        if self.prefix_free:
+            return self.at_once(ids, scores.flatten(0, 1)).view_as(scores)
         for processor in self.processors:
             if type(processor) in PREFIX_FREE:
                 scores = processor(ids, scores.flatten(0, 1)).view_as(scores)
             else:
                 self._by_prefix(processor, ids, starts, counts, scores)
+        return scores
+
+    def at_once(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Process the scores `[N, V]` of any positions; only where `prefix_free`, and never in place."""
+        for processor in self.processors:
+            scores = processor(ids, scores)
         return scores
 
     def allowed(self, row: int, text: Tensor, tokens: Sequence[int]) -> int:

@@ -165,7 +165,8 @@ def test_the_draft_s_cache_catches_up_with_what_it_did_not_read(monkeypatch) -> 
             mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"][row]
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
             with torch.no_grad():
-                logits = draft(ids[row : row + 1, : n + drafted], attention_mask=mask, position_ids=positions).logits
+                text = torch.cat([ids[row, :n], proposal.tokens[row, :drafted]]).unsqueeze(0)
+                logits = draft(text, attention_mask=mask, position_ids=positions).logits
             assert logits[0, n - 1 : n - 1 + drafted].argmax(-1).tolist() == proposal.tokens[row, :drafted].tolist()
             compared.append(drafted)
         return proposal
