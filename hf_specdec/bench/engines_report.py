@@ -19,9 +19,9 @@ LEGEND = (
     "the repeats; no text ends early, so that all methods decode the same number of tokens. Speedups: the median of "
     "the repeats' own ratios (their extremes). Transformers' best is the fastest of its settings in this run. "
     "Tokens/Round counts, row by row, the rounds in which the row had not ended. η: bare passes on the same engine and "
-    "shapes / measured time; where they are compiled or captured, they choose and judge tokens, too; in batches all rows "
-    "are counted, so that it is too high where rows that have ended are left out. First call: the first of two that "
-    "warm up, where compiling and capturing happen."
+    "shapes / measured time; where they are compiled or captured, they choose and judge tokens, too; in batches all "
+    "rows are counted, so that it is too high where rows that have ended are left out. First call: the first of two "
+    "that warm up, where compiling and capturing happen."
 )
 ALLOWED = (
     "α, c and v are measured at that batch size, c and v by bare passes on the method's own engine: a draft step and a "
