@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
 from hf_specdec.cache import new_cache
-from hf_specdec.masks import attention_mask, attention_windows, takes_ready_masks
+from hf_specdec.masks import SlotMasks, attention_mask, attention_windows, takes_ready_masks
 from hf_specdec.runner import extend_count, extend_mask, pass_mode, prompt_positions
 from hf_specdec.static_cache import CacheSize, RowsCache
 
@@ -85,6 +85,7 @@ class StaticRunner:
         self.positions = positions.expand(batch_size, -1)
         self.visible = input_ids.new_ones(batch_size, capacity).bool() if mask is None else mask.bool()
         self.windows = attention_windows(model.config)
+        self._tables: dict[str, SlotMasks] = {}
         self._mode = pass_mode(model)
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -120,9 +121,15 @@ class StaticRunner:
 
     def _masks(self, slots: Tensor, span: int) -> Masks:
         """The masks of a pass; the first one, over all pairs of the prompt's tokens, is left to the model to make."""
-        if self.passes:
-            return slot_masks(slots, self.visible[:, :span], self.windows, self.model.dtype)
-        return None if self._padding is None else self._padding[:, :span]
+        if not self.passes:
+            return None if self._padding is None else self._padding[:, :span]
+        if not self._tables:
+            capacity, device = self.cache.capacity, slots.device
+            self._tables = {
+                kind: SlotMasks(capacity, window, self.model.dtype, device) for kind, window in self.windows.items()
+            }
+        visible = None if self._padding is None else self.visible[:, :span]
+        return _by_kind({kind: table.of(slots, span, visible) for kind, table in self._tables.items()})
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `ModelRunner.rewind`; no data is touched."""
@@ -159,7 +166,10 @@ class StaticRunner:
 
 def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:
     """Ready masks as a model takes them: one, or one for each kind of its layers; see `attention_mask`."""
-    masks = {kind: attention_mask(slots, visible, window, dtype) for kind, window in windows.items()}
+    return _by_kind({kind: attention_mask(slots, visible, window, dtype) for kind, window in windows.items()})
+
+
+def _by_kind(masks: dict[str, Tensor]) -> Masks:
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 

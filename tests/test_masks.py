@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_specdec
-from hf_specdec.masks import WIDEST, attention_mask
+from hf_specdec.masks import WIDEST, SlotMasks, attention_mask
 from hf_specdec.runner import ModelRunner
 
 
@@ -41,6 +41,17 @@ def test_tables_are_small_however_many_tokens_a_draft_has_left_aside(monkeypatch
     assert widths == [3, 2]
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("span", [9, 12])
+def test_cuts_of_a_line_are_the_masks_of_their_slots(window: int | None, span: int) -> None:
+    slots = torch.tensor([[4, 5, 6], [2, 3, 4], [6, 7, 8]])
+    visible = torch.ones(3, span, dtype=torch.bool)
+    table = SlotMasks(12, window, torch.float32, slots.device)
+    assert torch.equal(table.of(slots, span, None), attention_mask(slots, visible, window, torch.float32))
+    visible[1, :2] = False
+    assert torch.equal(table.of(slots, span, visible), attention_mask(slots, visible, window, torch.float32))
+
+
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_batch_s_prompt_is_masked_by_the_model_itself(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ready masks cover a round's few tokens; over a long prompt of many rows they would not fit into memory."""
@@ -48,11 +59,12 @@ def test_a_batch_s_prompt_is_masked_by_the_model_itself(padded: bool, monkeypatc
     target.set_attn_implementation("sdpa")
     widths: list[int] = []
 
-    def listed(slots: Tensor, *args: object) -> Tensor:
+    def listed(self: SlotMasks, slots: Tensor, *args: object) -> Tensor:
         widths.append(slots.shape[1])
-        return attention_mask(slots, *args)
+        return of(self, slots, *args)
 
-    monkeypatch.setattr("hf_specdec.static_runner.attention_mask", listed)
+    of = SlotMasks.of
+    monkeypatch.setattr(SlotMasks, "of", listed)
     inputs = prompts(4, length=40)
     if not padded:
         inputs = {"input_ids": inputs["input_ids"].clamp(min=3)}

@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
-from hf_specdec.masks import attention_mask
+from hf_specdec.masks import SlotMasks
 from hf_specdec.static_cache import RowsCache, RowsLayer
 from hf_specdec.static_runner import StaticRunner, keeps_rows
 
@@ -157,10 +157,8 @@ def test_a_mask_that_shows_rejected_drafts_gives_other_logits(monkeypatch) -> No
     target, draft = pair("llama")
     plain = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False)
 
-    def careless(slots, visible, window, dtype):
-        return attention_mask(slots, visible, window, dtype) * 0
-
-    monkeypatch.setattr("hf_specdec.static_runner.attention_mask", careless)
+    of = SlotMasks.of
+    monkeypatch.setattr(SlotMasks, "of", lambda *args: of(*args) * 0)
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         out = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static")
     assert out.shape != plain.shape or not torch.equal(out, plain)
