@@ -14,7 +14,7 @@ from hf_specdec.bench.settings import Settings
 LOOKAHEADS = (2, 4, 6, 8)
 LONGEST_AUTO = 16  # the most tokens that "auto" drafts in a round
 # A draft that stops where it is not sure, as transformers' default does; chosen on the embedded split train.
-STOP_LOOKAHEAD, STOP_ENTROPY = 12, 0.45
+STOP_LOOKAHEAD, STOP_ENTROPY = 12, 0.55
 
 # How our loop can run, as arguments of generate().
 ENGINES: Mapping[str, dict[str, Any]] = {
