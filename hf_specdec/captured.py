@@ -22,7 +22,7 @@ def prepared(step: Step, device: torch.device, *, compile: bool) -> Step:
     """A step as it will run: compiled if asked for, captured on CUDA."""
     if compile:
         step = _compiled(step, device)
-    return Captured(step) if device.type == "cuda" else step
+    return Captured(step, device) if device.type == "cuda" else step
 
 
 class Laps:
@@ -87,27 +87,29 @@ class Captured:
     All calls have to pass the same tensors; what they hold is read anew. The result's tensors are the same, too.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, device: torch.device) -> None:
         self._step = step
+        self._device = device
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
 
     def __call__(self, *args: Any) -> Any:
         """Run the step."""
-        if self._graph is None:
-            self._record(*args)
-        assert self._graph is not None
-        self._graph.replay()
+        with torch.cuda.device(self._device):
+            if self._graph is None:
+                self._record(*args)
+            assert self._graph is not None
+            self._graph.replay()
         return self._result
 
     def _record(self, *args: Any) -> None:
         """Warm up on a side stream, as capturing asks for, then capture."""
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
                 self._step(*args)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=stream):
             self._result = self._step(*args)

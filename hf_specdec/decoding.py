@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec import sampling
+from hf_specdec.config import MAX_ASSISTANT_TOKENS
 from hf_specdec.drafting import Drafter, DraftProposal, tail
 from hf_specdec.processors import HostProcessors, Relaxation
 from hf_specdec.runners import Runner
@@ -30,6 +31,7 @@ class Decoder:
         rule: accepts drafted tokens.
         do_sample: whether the rule needs probabilities and uniform draws.
         mode: how rounds are kept from recording gradients; see `runner.pass_mode`.
+        max_positions: the target's own context; no pass goes beyond it with drafts. None where it has no bound.
     """
 
     target: Runner
@@ -39,6 +41,7 @@ class Decoder:
     rule: Rule
     do_sample: bool
     mode: type[torch.inference_mode] | type[torch.no_grad]
+    max_positions: int | None
 
     def decode(self, transcript: Transcript, stats: SpeculationStats) -> None:
         """Decode until every row has ended; each round is added to `stats`.
@@ -60,13 +63,14 @@ class Decoder:
         began = perf_counter()
         lengths, room = list(transcript.lengths), transcript.room
         open_rows = [row for row, space in enumerate(room) if space > 0]
-        self.target.retain(open_rows)
+        fed = self.target.retain(open_rows)
         self.drafter.retain(open_rows)
         self.target.rewind([n - 1 for n in lengths])
-        proposal = self.drafter.propose(transcript.ids, lengths, [max(space - 1, 0) for space in room])
+        most = self._most_drafts([lengths[row] for row in fed])
+        proposal = self.drafter.propose(transcript.ids, lengths, [max(min(space - 1, most), 0) for space in room])
         drafted = perf_counter()
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
-        verified, scores, logits = self._verify(transcript, lengths, proposal, [int(space > 0) for space in room])
+        verified, scores, logits = self._verify(transcript, lengths, proposal, open_rows)
         # The target's one copy from device to host in a round; float32 holds every token id below 2^24.
         decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
         decided = torch.cat([decided, verified.overlap], dim=1)
@@ -95,8 +99,12 @@ class Decoder:
             seconds=perf_counter() - began,
         )
 
+    def _most_drafts(self, lengths: Sequence[int]) -> int:
+        """How many drafts a pass may hold: as wide for all rows, it ends beyond the longest of them."""
+        return MAX_ASSISTANT_TOKENS if self.max_positions is None else self.max_positions - max(lengths)
+
     def _verify(
-        self, transcript: Transcript, lengths: Sequence[int], proposal: DraftProposal, live: Sequence[int]
+        self, transcript: Transcript, lengths: Sequence[int], proposal: DraftProposal, open_rows: Sequence[int]
     ) -> tuple[Verification, Tensor, Tensor]:
         """One target pass over the drafts of all rows, judged; with processed scores and logits `[B, γ+1, V]`."""
         ids, lookahead = transcript.ids, proposal.tokens.shape[1]
@@ -105,7 +113,7 @@ class Decoder:
         # What comes from the host or goes there does so before the pass, which it would wait for on an accelerator.
         draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
         prefix_free = self.processors.prefix_free
-        counts = [] if prefix_free else _judged(proposal, live, transcript.eos_tokens)
+        counts = [] if prefix_free else _judged(proposal, open_rows, transcript.eos_tokens)
         # Processors of the caller's own may write into scores, which passes in inference mode forbid outside it.
         logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=not prefix_free)
         scores = logits
@@ -122,7 +130,7 @@ class Decoder:
         return verified, scores, logits
 
 
-def _judged(proposal: DraftProposal, live: Sequence[int], eos_tokens: frozenset[int]) -> list[int]:
+def _judged(proposal: DraftProposal, open_rows: Sequence[int], eos_tokens: frozenset[int]) -> list[int]:
     """Positions of each row that processors have to see: none follows a drafted EOS, as in plain `generate`."""
-    drafts = zip(live, proposal.lengths, proposal.tokens.tolist(), strict=True)
-    return [alive * (n + (n == 0 or tokens[n - 1] not in eos_tokens)) for alive, n, tokens in drafts]
+    drafts = enumerate(zip(proposal.lengths, proposal.tokens.tolist(), strict=True))
+    return [(row in open_rows) * (n + (n == 0 or tokens[n - 1] not in eos_tokens)) for row, (n, tokens) in drafts]

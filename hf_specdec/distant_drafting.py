@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.ahead_pays import AheadPays
-from hf_specdec.drafting import DraftProposal, ModelDrafter, write_drafts
+from hf_specdec.drafting import DraftProposal, ModelDrafter
 from hf_specdec.processors import HostProcessors
 from hf_specdec.stats import Round
 
@@ -126,7 +126,6 @@ class DistantDrafter(ModelDrafter):
         """What was drafted, on the device of `ids` and written there."""
         self._last = lengths[0], room[0], drafted
         tokens = sent(drafted.tokens, ids.device)
-        write_drafts(ids, lengths, tokens, drafted.lengths)
         return replace(drafted, tokens=tokens, probs=None if drafted.probs is None else sent(drafted.probs, ids.device))
 
     def _guess(self, last: Tensor, length: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from hf_specdec.draft_length import StopRule
 from hf_specdec.drafting import Drafter, ModelDrafter, NoDrafter
 from hf_specdec.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter, LookupDrafter
 from hf_specdec.processors import HostProcessors
+from hf_specdec.runner import context_length
 from hf_specdec.runners import runner_for
 from hf_specdec.static_cache import CacheSize
 from hf_specdec.static_runner import static_cache
@@ -82,10 +84,10 @@ def _experience(config: SpeculationConfig, call: DraftCall) -> Experience | None
 
 def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
     """What tells calls apart whose rounds have nothing to teach each other."""
-    draft = call.draft if config.drafts_by_model else None
+    draft = weakref.ref(call.draft) if config.drafts_by_model and call.draft is not None else None
     places = tuple((str(model.device), model.dtype) for model in call.models)
     sampled = call.generation_config.do_sample and call.generation_config.temperature
-    return (config, id(draft), places, sampled, call.transcript.batch_size)
+    return (config, draft, places, sampled, call.transcript.batch_size)
 
 
 def _lookup(call: DraftCall, rule: StopRule, sizes: tuple[int, ...]) -> LookupDrafter:
@@ -115,11 +117,13 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         "do_sample": do_sample,
         "keep_probs": do_sample and not TABLE[config.strategy].drafts_are_points,
         "eos_tokens": call.transcript.eos_tokens,
-        "max_positions": getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None),
+        "max_positions": context_length(draft),
     }
     if not drafts_apart(draft.device, input_ids.device, call.processors):
         return ModelDrafter(runner, call.processors, rule, **settings)
-    ahead = config.drafter == "model" and drafts_ahead(draft.device, input_ids.device, call.transcript.batch_size)
+    # A lookahead that adapts to times would take what is drafted ahead for free.
+    steady = config.drafter == "model" and config.num_assistant_tokens != "auto"
+    ahead = steady and drafts_ahead(draft.device, input_ids.device, call.transcript.batch_size)
     pays = ahead_pays(call.model, _situation(config, call)) if ahead else None
     return DistantDrafter(runner, call.processors, rule, device=draft.device, pays=pays, **settings)
 

@@ -167,11 +167,11 @@ class ModelDrafter(RowDrafter):
         self.max_positions = max_positions
         self._read = list(runner.read)
         self._rows: Sequence[int] = range(len(self._read))
+        self._fed: Sequence[int] = self._rows
 
     def retain(self, rows: Sequence[int]) -> None:
         """See `Drafter.retain`."""
-        self._rows = rows
-        self.runner.retain(rows)
+        self._rows, self._fed = rows, self.runner.retain(rows)
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`."""
@@ -190,7 +190,9 @@ class ModelDrafter(RowDrafter):
     def _limit(self, lengths: Sequence[int], room: Sequence[int]) -> int:
         """The most tokens to draft for any row; none below 1. Arguments as `propose`."""
         limit = min(self.rule.limit, max(room))
-        return limit if self.max_positions is None else min(limit, self.max_positions - max(lengths) + 1)
+        if self.max_positions is None:
+            return limit
+        return min(limit, self.max_positions - max(lengths[row] for row in self._fed) + 1)
 
     def _draft(
         self, ids: Tensor, tokens: Tensor, lengths: Sequence[int], room: Sequence[int], limit: int

@@ -23,8 +23,10 @@ from hf_specdec.auto_length import LADDER, AutoLength
 from hf_specdec.decoding import Decoder
 from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.drafting import ModelDrafter, NoDrafter, RowDrafter, tail
+from hf_specdec.engine_keys import parts_of, plan_key, state_of
 from hf_specdec.processors import PREFIX_FREE, BildRollback
 from hf_specdec.round_steps import Plan, Side, draft_step, verify_step
+from hf_specdec.runner import context_length
 from hf_specdec.static_runner import StaticRunner
 from hf_specdec.stats import Round, reached_overlap
 from hf_specdec.transcript import Transcript
@@ -188,7 +190,7 @@ class FastDecoder(Decoder):
     def _lookahead(self, transcript: Transcript) -> int:
         """The rule's length; a shorter one that is ready where texts end before."""
         assert isinstance(self.drafter, RowDrafter)
-        limit = min(rule.limit for rule in _parts(self.drafter.rule))
+        limit = min(rule.limit for rule in parts_of(self.drafter.rule))
         needed = min(limit, max(transcript.room) - 1)
         return min((n for n in self.engine.steps if needed <= n <= limit), default=limit)
 
@@ -277,11 +279,11 @@ def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool) -> I
     draft = None if drafter is None else drafter.runner
     assert isinstance(target, StaticRunner) and (draft is None or isinstance(draft, StaticRunner))
     engines: Engines = target.model.__dict__.setdefault("_speculation_engines", Engines())
-    key = (compile, len(target.read), target.cache.capacity, _plan_key(plan), _state_of(target), _state_of(draft))
+    key = (compile, len(target.read), target.cache.capacity, plan_key(plan), state_of(target), state_of(draft))
     with _ordinary_tensors():
         engine = engines.take(key) or Engine(plan, target, draft, compile)
         engine.adopt(target, draft)
-    for rule in () if drafter is None else _parts(drafter.rule):
+    for rule in () if drafter is None else parts_of(drafter.rule):
         if isinstance(rule, AutoLength):
             rule.use_prepared(engine.steps)
     fields = {name: getattr(decoder, name) for name in Decoder.__dataclass_fields__} | {"mode": torch.no_grad}
@@ -302,6 +304,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or not all(type(processor) in PROCESSORS for processor in processors)
         or not (decoder.relaxation is None or type(decoder.relaxation) is BildRollback)
         or not _has_fixed_rope(target.model)
+        or not _within(context_length(target.model), transcript)
     ):
         return None
     common: dict[str, Any] = {
@@ -316,14 +319,14 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
     if (
         type(drafter) is not ModelDrafter
         or not isinstance(drafter.runner, StaticRunner)
-        or not all(type(rule) in KNOWN_RULES for rule in _parts(drafter.rule))
+        or not all(type(rule) in KNOWN_RULES for rule in parts_of(drafter.rule))
         or drafter.runner.positions.device != transcript.ids.device
-        or (drafter.max_positions is not None and drafter.max_positions < transcript.max_length)
+        or not _within(drafter.max_positions, transcript)
         or transcript.prompt_length < 2
         or not _has_fixed_rope(drafter.runner.model)
     ):
         return None
-    parts = _parts(drafter.rule)
+    parts = parts_of(drafter.rule)
     adapts = any(isinstance(rule, AutoLength) for rule in parts)
     # Lengths are chosen outside of the steps.
     stops = [rule for rule in parts if rule.reads_probabilities]
@@ -337,8 +340,9 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
     )
 
 
-def _parts(rule: StopRule) -> tuple[StopRule, ...]:
-    return rule.rules if type(rule) is FirstOf else (rule,)
+def _within(bound: int | None, transcript: Transcript) -> bool:
+    """Whether all of a call's texts end within a model's positions: prepared rounds cut what goes beyond."""
+    return bound is None or transcript.max_length <= bound
 
 
 def _has_fixed_rope(model: PreTrainedModel) -> bool:
@@ -362,26 +366,5 @@ def _side(runner: StaticRunner) -> Side:
 
 def _bounded_positions(runner: StaticRunner) -> Tensor:
     """Positions within the model's tables; those beyond belong to drafts past a text's end, which are dropped."""
-    bound = getattr(runner.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    bound = context_length(runner.model)
     return runner.positions if bound is None else runner.positions.clamp(max=bound - 1)
-
-
-def _plan_key(plan: Plan) -> Hashable:
-    """What makes two calls' steps the same code."""
-    numbers = [(type(p).__name__, repr(sorted(vars(p).items()))) for p in (*_parts(plan.stop), *plan.processors)]
-    rollback = plan.relaxation
-    relaxed = (rollback.threshold, rollback.greedy) if isinstance(rollback, BildRollback) else None
-    sizes = (plan.lookahead, plan.vocabulary, plan.draft_vocabulary, plan.eos_tokens)
-    return (sizes, plan.do_sample, plan.keep_probs, plan.rule, relaxed, tuple(numbers))
-
-
-def _state_of(runner: StaticRunner | None) -> Hashable:
-    """What compiled code of a model depends on: its very weights, modules, hooks and attention."""
-    if runner is None:
-        return None
-    model = runner.model
-    # Weights of a tensor class of their own (quantized ones) may have no address to ask for.
-    weights = tuple((id(p), p.data_ptr() if type(p) is torch.nn.Parameter else 0, p.dtype) for p in model.parameters())
-    modules = tuple((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
-    config = model.config.get_text_config(decoder=True)
-    return (id(model), str(model.device), model.training, config._attn_implementation, hash(weights), hash(modules))

@@ -26,7 +26,7 @@ from hf_specdec.drafters import DraftCall, make_drafter
 from hf_specdec.fast_decoding import accelerated, fast_capacity
 from hf_specdec.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.processors import HostProcessors
-from hf_specdec.runner import ModelRunner, pass_mode
+from hf_specdec.runner import ModelRunner, context_length, pass_mode
 from hf_specdec.runners import runner_for
 from hf_specdec.static_cache import CacheSize
 from hf_specdec.static_runner import StaticRunner, keeps_rows, static_cache
@@ -186,12 +186,13 @@ class SpeculativeDecoding:
             do_sample=do_sample,
             # Processors of the caller's own may want gradients, which inference mode would deny them.
             mode=pass_mode(*call.models) if processors.prefix_free else torch.no_grad,
+            max_positions=None if (positions := context_length(model)) is None else positions - hidden,
         )
         self.stats = _last[model] = SpeculationStats(config.strategy)
         cache = _run(decoder, transcript, self.stats, compile=config.compile, keep_cache=returns_dict)
         transcript.end()
         if not returns_dict:
-            return transcript.sequences
+            return transcript.sequences.clone()
         return _output(model, transcript, cache, self.stats)
 
     def _transcript(
@@ -267,7 +268,7 @@ def _output(
     """The output of `generate`, with the statistics."""
     kind = SpeculativeEncoderDecoderOutput if model.config.is_encoder_decoder else SpeculativeDecoderOnlyOutput
     output = kind(
-        sequences=transcript.sequences,
+        sequences=transcript.sequences.clone(),
         scores=transcript.scores,
         logits=transcript.logits,
         past_key_values=cache,

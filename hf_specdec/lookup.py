@@ -119,7 +119,18 @@ class LookupDrafter(RowDrafter):
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`."""
-        return proposal_of(ids, lengths, self.find(ids, lengths, room))
+        return self.proposal(ids, lengths, self.find(ids, lengths, room))
+
+    def proposal(self, ids: Tensor, lengths: Sequence[int], found: Sequence[Sequence[int]]) -> DraftProposal:
+        """What was found as point masses, written behind the texts in `ids` `[B, N]` if there are readers."""
+        longest = max(map(len, found))
+        if longest == 0:
+            return no_drafts(ids)
+        tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in found], device=ids.device)
+        counts = tuple(map(len, found))
+        if self.processors is not None and not self.processors.prefix_free:
+            write_drafts(ids, lengths, tokens, counts)
+        return DraftProposal(tokens, counts)
 
     def find(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> list[list[int]]:
         """Each row's copied tokens; [] where nothing matches or nothing may be drafted. Arguments as `propose`."""
@@ -173,7 +184,7 @@ class HybridDrafter(RowDrafter):
         found = self.lookup.find(ids, lengths, room)
         left = [0 if copied else space for copied, space in zip(found, room, strict=True)]
         modelled = self.model.propose(ids, lengths, left)
-        copies = proposal_of(ids, lengths, found)
+        copies = self.lookup.proposal(ids, lengths, found)
         if not any(found):
             return modelled
         if not any(modelled.lengths):
@@ -198,17 +209,6 @@ class HybridDrafter(RowDrafter):
     def observe(self, finished: Round) -> None:
         """See `Drafter.observe`; the rule is the model's, too."""
         self.model.observe(finished)
-
-
-def proposal_of(ids: Tensor, lengths: Sequence[int], found: Sequence[Sequence[int]]) -> DraftProposal:
-    """A proposal of point masses, written behind the texts in `ids` `[B, N]`; rows without drafts keep theirs."""
-    longest = max(map(len, found))
-    if longest == 0:
-        return no_drafts(ids)
-    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in found], device=ids.device)
-    counts = tuple(map(len, found))
-    write_drafts(ids, lengths, tokens, counts)
-    return DraftProposal(tokens, counts)
 
 
 def _widened(tokens: Tensor, width: int) -> Tensor:

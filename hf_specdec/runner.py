@@ -126,11 +126,13 @@ class ModelRunner:
             caches.realign(self.cache, self._width, shifts, new_width)
         self._width = new_width
 
-    def retain(self, rows: Sequence[int]) -> None:
+    def retain(self, rows: Sequence[int]) -> Sequence[int]:
         """Only these rows count from now on, fewer and fewer: of the others any logits are returned.
 
-        A static cache leaves the others out of passes. Here all rows go on being fed.
+        Returns:
+            The rows that passes will feed: here all, where they can be left out only these.
         """
+        return range(len(self.read))
 
     def end(self, length: int) -> None:
         """Leave the cache as plain `generate` would after `length` tokens, whatever ended the call.
@@ -215,6 +217,7 @@ class RowByRowRunner:
                 caches.new_cache(model, "model", cross_attention=cross_attention) if given is not None else None
             )
             self.rows.append(ModelRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden))
+        self._fed: Sequence[int] = range(len(self.rows))
 
     @property
     def read(self) -> list[int]:
@@ -228,16 +231,19 @@ class RowByRowRunner:
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """As `ModelRunner.forward`."""
-        logits = [runner.forward(tokens[row : row + 1], count) for row, runner in enumerate(self.rows)]
-        return torch.cat(logits)
+        logits = {row: self.rows[row].forward(tokens[row : row + 1], count) for row in self._fed}
+        nothing = torch.zeros_like(next(iter(logits.values())))
+        return torch.cat([logits.get(row, nothing) for row in range(len(self.rows))])
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `ModelRunner.rewind`."""
         for runner, length in zip(self.rows, lengths, strict=True):
             runner.rewind([length])
 
-    def retain(self, rows: Sequence[int]) -> None:
+    def retain(self, rows: Sequence[int]) -> Sequence[int]:
         """As `ModelRunner.retain`."""
+        self._fed = rows
+        return rows
 
     def end(self, length: int) -> None:
         """As `ModelRunner.end`."""
@@ -253,6 +259,12 @@ def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[tor
     """
     plain = all(type(weight) is torch.nn.Parameter for model in models for weight in model.parameters())
     return torch.inference_mode if plain else torch.no_grad
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """The positions that a model has tables for, or was trained on; None where nothing bounds them."""
+    length: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return length
 
 
 def takes_row_positions(model: PreTrainedModel) -> bool:

@@ -91,7 +91,9 @@ class StaticRunner:
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """As `ModelRunner.forward`."""
-        tokens = (tokens[self._fed] if self._left_out else tokens).to(self.positions.device)
+        tokens = tokens.to(self.positions.device)
+        if self._left_out:
+            tokens = tokens.index_select(0, self._fed_rows)
         width, read = tokens.shape[1], [self.read[row] for row in self._fed]
         slots = torch.tensor(read, device=tokens.device).unsqueeze(1) + torch.arange(width, device=tokens.device)
         span = max(read) + width
@@ -115,9 +117,7 @@ class StaticRunner:
         """Logits of the rows fed, `[m, count, V]`, among zeros for those left out, `[B, count, V]`."""
         if not self._left_out:
             return logits
-        batch = logits.new_zeros(len(self.read), *logits.shape[1:])
-        batch[self._fed] = logits
-        return batch
+        return logits.new_zeros(len(self.read), *logits.shape[1:]).index_copy_(0, self._fed_rows, logits)
 
     def _masks(self, slots: Tensor, span: int) -> Masks:
         """The masks of a pass; the first one, over all pairs of the prompt's tokens, is left to the model to make."""
@@ -135,11 +135,11 @@ class StaticRunner:
         """As `ModelRunner.rewind`; no data is touched."""
         self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
 
-    def retain(self, rows: Sequence[int]) -> None:
+    def retain(self, rows: Sequence[int]) -> Sequence[int]:
         """As `ModelRunner.retain`: the others are left out of passes."""
         count = len(rows)
         if count == len(self._fed):
-            return
+            return rows
         places = list(range(len(self._fed)))
         freed = [place for place in places[:count] if self._fed[place] not in rows]
         behind = [place for place in places[count:] if self._fed[place] in rows]
@@ -149,9 +149,11 @@ class StaticRunner:
             places[place], places[other] = other, place
         moved = [self._fed[place] for place in places]
         self._fed, self._left_out = moved[:count], moved[count:] + self._left_out
+        self._fed_rows = torch.tensor(self._fed, device=self.positions.device)  # here, where no pass is waited for
         kept = places[:count]
         self.positions, self.visible = self.positions[kept], self.visible[kept]
         self._padding = None if self._padding is None else self._padding[kept]
+        return rows
 
     def end(self, length: int) -> None:
         """As `ModelRunner.end`."""

@@ -84,7 +84,7 @@ class Transcript:
 
     @property
     def sequences(self) -> Tensor:
-        """`[B, N]`: prompts and everything shown."""
+        """`[B, N]`: prompts and everything shown; a view of working space."""
         return self.ids[:, : self._shown]
 
     @property

@@ -88,9 +88,12 @@ def _ours(settings: Settings, pair: LoadedPair, engine: str) -> list[Method]:
         ]
     if settings.sampling:
         # Drafts judged together; in greedy decoding that is the same rule.
-        title, options, facts = rows[-1] if engine != "compiled" else rows[-2]
-        kind = facts["kind"] if facts["kind"] == "auto" else "block"
-        rows.append((f"{title}, block", options | {"verification": "block"}, _facts(kind, engine)))
+        judged: dict[str, Any] = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
+        words = f"entropy stop {STOP_ENTROPY:g}"
+        if engine == "compiled":
+            tokens = lookahead(settings, pair)
+            judged, words = {"num_assistant_tokens": tokens}, f"γ = {tokens}"
+        rows.append((f"speculative, {words}, block", judged | {"verification": "block"}, _facts("block", engine)))
     return [
         replace(_speculative(title, pair.draft, engine, options), facts=facts)  #
         for title, options, facts in rows
