@@ -122,10 +122,14 @@ class AutoLength(StopRule):
                 known.probed += max(-gain, 0.0)
         for positions in (known.accepted, known.drafted, known.steps):
             positions.fade()
+        limits = [min(self.limit, space) for space in finished.room] or [self.limit] * len(finished.drafted)
         for row in live:
-            known.accepted.add(finished.accepted[row], self.limit, 1.0 / len(live))
-        known.drafted.add(finished.width - 1, self.limit, 1.0)
-        known.steps.add(finished.draft_steps, self.limit, 1.0)
+            accepted = finished.accepted[row]
+            # Behind an end of text nothing was rejected.
+            ended = finished.new_tokens[row] <= accepted
+            known.accepted.add(accepted, accepted if ended else limits[row], 1.0 / len(live))
+        known.drafted.add(finished.width - 1, max(limits), 1.0)
+        known.steps.add(finished.draft_steps, max(limits), 1.0)
         self._unread = 0.0 if finished.draft_steps else self._unread + gained
         self._since_plain = 0 if self.limit == 0 else self._since_plain + 1
         self._choose()

@@ -67,7 +67,8 @@ class Decoder:
         self.drafter.retain(open_rows)
         self.target.rewind([n - 1 for n in lengths])
         most = self._most_drafts([lengths[row] for row in fed])
-        proposal = self.drafter.propose(transcript.ids, lengths, [max(min(space - 1, most), 0) for space in room])
+        room = [max(min(space - 1, most), 0) for space in room]
+        proposal = self.drafter.propose(transcript.ids, lengths, room)
         drafted = perf_counter()
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
         verified, scores, logits = self._verify(transcript, lengths, proposal, open_rows)
@@ -97,6 +98,7 @@ class Decoder:
             draft_seconds=drafted - began,
             verify_seconds=checked - drafted,
             seconds=perf_counter() - began,
+            room=tuple(room),
         )
 
     def _most_drafts(self, lengths: Sequence[int]) -> int:

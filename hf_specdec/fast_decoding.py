@@ -166,7 +166,7 @@ class FastDecoder(Decoder):
         decided = lookahead + 3
         rows = [[int(n) for n in row[:decided]] for row in result]
         new_tokens = [[*row[: row[-2]], row[-1]] for row in rows]
-        before = list(transcript.lengths)
+        before, room = list(transcript.lengths), tuple(max(space - 1, 0) for space in transcript.room)
         kept = transcript.append(new_tokens)
         engine.tails = [(t + new[:n])[-2:] for t, new, n in zip(engine.tails, new_tokens, kept, strict=True)]
         if lookahead:
@@ -185,6 +185,7 @@ class FastDecoder(Decoder):
             verify_seconds=checked - began - reading - drafting,
             seconds=perf_counter() - began,
             catch_up_seconds=reading if caught_up else 0.0,
+            room=room,
         )
 
     def _lookahead(self, transcript: Transcript) -> int:

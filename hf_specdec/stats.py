@@ -33,6 +33,7 @@ class Round:
         seconds: the whole round.
         catch_up_seconds: of `draft_seconds`, what a pass of its own took to read what the draft had not read yet:
             the prompt, and tokens of rounds without drafts. 0 where the first draft step reads them.
+        room: the most tokens that could be drafted before a row's maximum length; () where it isn't known.
     """
 
     drafted: tuple[int, ...]
@@ -45,6 +46,7 @@ class Round:
     verify_seconds: float
     seconds: float
     catch_up_seconds: float = 0.0
+    room: tuple[int, ...] = ()
 
     @property
     def reached(self) -> tuple[int, ...]:

@@ -203,6 +203,20 @@ def test_experience_is_a_situation_s_own_and_goes_with_the_target() -> None:
     assert all(each.elapsed > 0.0 for each in known.values())
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_what_a_text_s_end_cuts_off_is_not_held_against_the_draft(kind: str, monkeypatch) -> None:
+    """The target as its own draft is never rejected, however short the texts."""
+    monkeypatch.setattr(captured, "captures", lambda device: True)
+    target, _ = pair("llama")
+    settings = {**prompts(1), "do_sample": False, "num_assistant_tokens": "auto", "cache_implementation": kind}
+    with hf_specdec.enable(target, assistant_model=target, generation_strategy="speculative"):
+        for seed in range(12):
+            target.generate(**settings | prompts(1, seed=seed), max_new_tokens=4)
+    (known,) = auto_length._experiences.all_of(target).values()
+    known = known.prepared or known
+    assert min(known.accepted.reach()[:4]) > 0.85
+
+
 def test_prepared_rounds_have_an_experience_of_their_own(monkeypatch) -> None:
     """One call in each kind of rounds, with the same settings, teaches its own kind alone."""
     monkeypatch.setattr(captured, "captures", lambda device: True)
