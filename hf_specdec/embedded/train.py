@@ -58,7 +58,7 @@ _TARGET_GROWN = Recipe(
 )  # fmt: skip
 RECIPES: dict[str, Recipe] = {
     "target": Recipe(
-        SHAPES["target"], steps=1900, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=0.75, seed=SEED + 6,
+        SHAPES["target"], steps=2700, rows=8, muon_lr=0.006, adam_lr=1e-3, decay=0.75, seed=SEED + 6,
         emphasis=("rag", "law analytics", "multi-turn", "rag", "law analytics"), seedling=_TARGET_GROWN,
     ),
     "draft-small": Recipe(SHAPES["draft-small"], steps=400, seed=SEED),
