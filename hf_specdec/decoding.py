@@ -71,7 +71,8 @@ class Decoder:
         proposal = self.drafter.propose(transcript.ids, lengths, room)
         drafted = perf_counter()
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
-        verified, scores, logits = self._verify(transcript, lengths, proposal, open_rows)
+        tokens = torch.cat([tail(transcript.ids, lengths, unread), proposal.tokens], dim=1)
+        verified, scores, logits = self._verify(transcript, tokens, proposal, open_rows)
         # The target's one copy from device to host in a round; float32 holds every token id below 2^24.
         decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
         decided = torch.cat([decided, verified.overlap], dim=1)
@@ -94,7 +95,7 @@ class Decoder:
                 for (_, _, *overlap), n, drafted in zip(answers, accepted, proposal.lengths, strict=True)
             ),
             draft_steps=proposal.steps + steps_ahead,
-            width=unread + proposal.tokens.shape[1],
+            width=tokens.shape[1],
             draft_seconds=drafted - began,
             verify_seconds=checked - drafted,
             seconds=perf_counter() - began,
@@ -106,12 +107,14 @@ class Decoder:
         return MAX_ASSISTANT_TOKENS if self.max_positions is None else self.max_positions - max(lengths)
 
     def _verify(
-        self, transcript: Transcript, lengths: Sequence[int], proposal: DraftProposal, open_rows: Sequence[int]
+        self, transcript: Transcript, tokens: Tensor, proposal: DraftProposal, open_rows: Sequence[int]
     ) -> tuple[Verification, Tensor, Tensor]:
-        """One target pass over the drafts of all rows, judged; with processed scores and logits `[B, γ+1, V]`."""
+        """One target pass over `tokens` `[B, k]`, what it has not read yet and the drafts, which are judged.
+
+        Returns:
+            The verdict, with processed scores and logits `[B, γ+1, V]`.
+        """
         ids, lookahead = transcript.ids, proposal.tokens.shape[1]
-        unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
-        tokens = torch.cat([tail(ids, lengths, unread), proposal.tokens], dim=1)
         # What comes from the host or goes there does so before the pass, which it would wait for on an accelerator.
         draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
         prefix_free = self.processors.prefix_free
@@ -120,7 +123,9 @@ class Decoder:
         logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=not prefix_free)
         scores = logits
         if self.processors:
-            scores = self.processors(ids, lengths, counts, logits.clone() if transcript.keeps_logits else logits)
+            scores = self.processors(
+                ids, transcript.lengths, counts, logits.clone() if transcript.keeps_logits else logits
+            )
         relaxed = scores
         if self.relaxation is not None and lookahead:
             relaxed = self.relaxation.relax(scores, proposal.tokens, draft_lengths)

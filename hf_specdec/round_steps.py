@@ -106,10 +106,9 @@ def draft_step(side: Side, plan: Plan, state: Tensor, uniforms: Tensor) -> tuple
         probs = sampling.probabilities(scores) if plan.do_sample or plan.stop.reads_probabilities else scores
         choice = sampling.draw(probs, uniforms[:, step]) if plan.do_sample else scores.argmax(dim=-1)
         if plan.stop.reads_probabilities:
-            nobody = torch.zeros_like(choice, dtype=torch.bool)
             before, after = plan.stop.before_append(probs), plan.stop.after_append(probs)
-            open_rows.append(~(nobody if before is None else before))
-            last_rows.append(nobody if after is None else after)
+            open_rows += [] if before is None else [~before]
+            last_rows += [] if after is None else [after]
         drafts.append(choice)
         kept.append(probs)
         tokens, slots = choice.unsqueeze(1), slots[:, -1:] + 1

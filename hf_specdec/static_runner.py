@@ -76,7 +76,8 @@ class StaticRunner:
         self.read = [0] * batch_size
         self._fed, self._left_out = list(range(batch_size)), list[int]()  # rows by their places in the cache
         capacity = self.cache.capacity
-        self._padding = mask = extend_mask(model_kwargs.get("attention_mask"), capacity)
+        mask = extend_mask(model_kwargs.get("attention_mask"), capacity)
+        self._padded = mask is not None
         positions = model_kwargs.get("position_ids")
         if positions is None:
             positions = prompt_positions(mask, prompt_length, input_ids.device)
@@ -122,13 +123,13 @@ class StaticRunner:
     def _masks(self, slots: Tensor, span: int) -> Masks:
         """The masks of a pass; the first one, over all pairs of the prompt's tokens, is left to the model to make."""
         if not self.passes:
-            return None if self._padding is None else self._padding[:, :span]
+            return self.visible[:, :span].long() if self._padded else None
         if not self._tables:
             capacity, device = self.cache.capacity, slots.device
             self._tables = {
                 kind: SlotMasks(capacity, window, self.model.dtype, device) for kind, window in self.windows.items()
             }
-        visible = None if self._padding is None else self.visible[:, :span]
+        visible = self.visible[:, :span] if self._padded else None
         return _by_kind({kind: table.of(slots, span, visible) for kind, table in self._tables.items()})
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -152,7 +153,6 @@ class StaticRunner:
         self._fed_rows = torch.tensor(self._fed, device=self.positions.device)  # here, where no pass is waited for
         kept = places[:count]
         self.positions, self.visible = self.positions[kept], self.visible[kept]
-        self._padding = None if self._padding is None else self._padding[kept]
         return rows
 
     def end(self, length: int) -> None:

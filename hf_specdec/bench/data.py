@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from transformers import PretrainedConfig
-
-from hf_specdec import embedded
+from hf_specdec import embedded, runner
 from hf_specdec.bench.datasets import Question
 from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.settings import BenchError
@@ -106,13 +104,9 @@ def _room(pair: LoadedPair, new_tokens: int) -> int | None:
 
 def context_length(pair: LoadedPair) -> int | None:
     """The most tokens that every model of the pair has positions for; None where positions are relative."""
-    lengths = [_positions(model.config) for model in pair.models]
+    lengths = [runner.context_length(model) for model in pair.models]
     known = [length for length in lengths if length is not None]
     return min(known) if known else None
-
-
-def _positions(config: PretrainedConfig) -> int | None:
-    return getattr(config, "max_position_embeddings", None)
 
 
 def _long_answers(pair: LoadedPair, count: int, new_tokens: int) -> list[embedded.Example]:

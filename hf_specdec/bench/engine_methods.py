@@ -78,21 +78,18 @@ def _ours(settings: Settings, pair: LoadedPair, engine: str) -> list[Method]:
         ),
         ("speculative, auto", {"num_assistant_tokens": "auto"}, _facts("auto", engine)),
     ]
+    tokens = lookahead(settings, pair)
+    words, judged = f"γ = {tokens}", {"num_assistant_tokens": tokens}
     if engine != "compiled":
         # Compiled drafts run to their full length; stopping them spares nothing.
         stopping: dict[str, Any] = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
-        auto = stopping | {"num_assistant_tokens": "auto"}
+        words, judged = f"entropy stop {STOP_ENTROPY:g}", stopping
         rows += [
-            (f"speculative, entropy stop {STOP_ENTROPY:g}", stopping, _facts("stopped", engine)),
-            (f"speculative, auto, entropy stop {STOP_ENTROPY:g}", auto, _facts("auto", engine)),
+            (f"speculative, {words}", stopping, _facts("stopped", engine)),
+            (f"speculative, auto, {words}", stopping | {"num_assistant_tokens": "auto"}, _facts("auto", engine)),
         ]
     if settings.sampling:
         # Drafts judged together; in greedy decoding that is the same rule.
-        judged: dict[str, Any] = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
-        words = f"entropy stop {STOP_ENTROPY:g}"
-        if engine == "compiled":
-            tokens = lookahead(settings, pair)
-            judged, words = {"num_assistant_tokens": tokens}, f"γ = {tokens}"
         rows.append((f"speculative, {words}, block", judged | {"verification": "block"}, _facts("block", engine)))
     return [
         replace(_speculative(title, pair.draft, engine, options), facts=facts)  #
