@@ -23,7 +23,8 @@ from hf_specdec.auto_length import LADDER, AutoLength
 from hf_specdec.decoding import Decoder
 from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.drafting import ModelDrafter, NoDrafter, RowDrafter, tail
-from hf_specdec.engine_keys import parts_of, plan_key, state_of
+from hf_specdec.engine_keys import parts_of, plan_key
+from hf_specdec.model_state import state_of
 from hf_specdec.processors import PREFIX_FREE, BildRollback
 from hf_specdec.round_steps import Plan, Side, draft_step, verify_step
 from hf_specdec.runner import context_length
@@ -280,7 +281,8 @@ def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool) -> I
     draft = None if drafter is None else drafter.runner
     assert isinstance(target, StaticRunner) and (draft is None or isinstance(draft, StaticRunner))
     engines: Engines = target.model.__dict__.setdefault("_speculation_engines", Engines())
-    key = (compile, len(target.read), target.cache.capacity, plan_key(plan), state_of(target), state_of(draft))
+    states = tuple(state_of(runner.model) for runner in (target, draft) if runner is not None)
+    key = (compile, len(target.read), target.cache.capacity, plan_key(plan), states)
     with _ordinary_tensors():
         engine = engines.take(key) or Engine(plan, target, draft, compile)
         engine.adopt(target, draft)

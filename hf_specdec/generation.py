@@ -26,6 +26,7 @@ from hf_specdec.drafters import DraftCall, make_drafter
 from hf_specdec.fast_decoding import accelerated, fast_capacity
 from hf_specdec.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.processors import HostProcessors
+from hf_specdec.recorded import recordable
 from hf_specdec.runner import ModelRunner, context_length, pass_mode
 from hf_specdec.runners import runner_for
 from hf_specdec.static_cache import CacheSize
@@ -237,13 +238,14 @@ def _static_size(
     """How large the static caches of a call are; None where dynamic ones serve it better, or it brings its own.
 
     They serve batches by themselves: rows that accept unevenly would have to be moved in a dynamic cache in every
-    round, which took longer than the passes themselves. A single row is served better by a dynamic one.
+    round, which took longer than the passes themselves. And a single row where passes can be recorded.
     """
     cache, tokens = model_kwargs.get("past_key_values"), transcript.ids.shape[1]
     if is_static_by_request(cache) or (config.compile and is_unused_default(cache)):
         prepared = config.compile or captured.captures(transcript.ids.device)
         return CacheSize(fast_capacity(tokens) if prepared else tokens)
-    if transcript.batch_size > 1 and is_unused_default(cache) and keeps_rows(model, model_kwargs):
+    serves = transcript.batch_size > 1 or recordable(model)
+    if serves and is_unused_default(cache) and keeps_rows(model, model_kwargs):
         return CacheSize(tokens, grows=True)
     return None
 

@@ -71,11 +71,12 @@ class CausalMasks:
 
     Args:
         capacity: the most slots that a row can reach.
+        window: as of `attention_mask`.
         dtype, device: of the model's hidden states.
     """
 
-    def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._capacity, self._dtype, self._device = capacity, dtype, device
+    def __init__(self, capacity: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._capacity, self._window, self._dtype, self._device = capacity, window, dtype, device
         self._tables: dict[int, Tensor] = {}
 
     def of_last(self, width: int, slots: int) -> Tensor:
@@ -83,7 +84,7 @@ class CausalMasks:
         if width not in self._tables:
             ends = torch.arange(self._capacity, self._capacity + width, device=self._device).unsqueeze(0)
             visible = torch.ones(1, self._capacity + width, dtype=torch.bool, device=self._device)
-            self._tables[width] = attention_mask(ends, visible, None, self._dtype)
+            self._tables[width] = attention_mask(ends, visible, self._window, self._dtype)
         return self._tables[width][..., -slots:]
 
 

@@ -83,7 +83,7 @@ class ModelRunner:
         )
         self._causal = None
         if self._prepared and self.cache is not None and self._mask is None and sees_all_before(model):
-            self._causal = CausalMasks(total, model.dtype, model.device)
+            self._causal = CausalMasks(total, None, model.dtype, model.device)
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """Append `tokens` `[B, k]` to the rows, in one pass.

@@ -42,7 +42,7 @@ class Slots:
     def next_pass(self, written: Tensor, span: int) -> None:
         """Say it once for all layers."""
         self.written, self.span = written, span
-        self.rows = torch.arange(len(written), device=written.device).unsqueeze(1)
+        self.rows = torch.arange(written.shape[0], device=written.device).unsqueeze(1)
 
 
 class RowsLayer(CacheLayerMixin):
@@ -63,27 +63,31 @@ class RowsLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for states `[B, H, k, D]`; keys and values may differ in D."""
         self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], self._needed(), states.shape[-1])
+            states.new_zeros(*states.shape[:2], self._needed(self.slots.span), states.shape[-1])
             for states in (key_states, value_states)
         )
         self.is_initialized = True
 
-    def _needed(self) -> int:
-        return min(self.capacity, -(-self.slots.span // GROWTH) * GROWTH) if self.grows else self.capacity
+    def reserve(self, span: int) -> None:
+        """Take the memory for so many slots, where it was not taken at once."""
+        if self.is_initialized and self.grows and (more := self._needed(span) - self.keys.shape[2]) > 0:
+            self.keys, self.values = (torch.nn.functional.pad(old, (0, 0, 0, more)) for old in (self.keys, self.values))
+
+    def _needed(self, span: int) -> int:
+        return min(self.capacity, -(-span // GROWTH) * GROWTH) if self.grows else self.capacity
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write `[m, H, k, D]` into the slots of the pass; returns everything up to the span, `[m, H, span, D]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif (more := self._needed() - self.keys.shape[2]) > 0:
-            self.keys, self.values = (torch.nn.functional.pad(old, (0, 0, 0, more)) for old in (self.keys, self.values))
         written, span = self.slots.written, self.slots.span
         for stored, states in ((self.keys, key_states), (self.values, value_states)):
-            if len(written) == 1:
+            if written.shape[0] == 1:
                 stored[:1].index_copy_(2, written[0], states)
             else:
                 stored[self.slots.rows, :, written] = states.transpose(1, 2)
-        return self.keys[: len(written), :, :span], self.values[: len(written), :, :span]
+        rows = written.shape[0]
+        return self.keys[:rows, :, :span], self.values[:rows, :, :span]
 
     @property
     def nbytes(self) -> int:
@@ -119,9 +123,18 @@ class RowsCache(Cache):
         count = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[RowsLayer(capacity, self.slots, grows) for _ in range(count)])
 
-    def swap(self, places: Sequence[int], others: Sequence[int]) -> None:
-        """Let the row in each of `places` and the one in the same entry of `others` change places."""
-        into, taken, span = [*places, *others], [*others, *places], self.slots.span
+    def reserve(self, span: int) -> None:
+        """Take the memory for so many slots, where it was not taken at once."""
+        for layer in self.layers:
+            layer.reserve(span)
+
+    def tensors(self) -> list[Tensor]:
+        """All layers' keys and values, from the first pass on; a pass writes into them."""
+        return [stored for layer in self.layers if layer.is_initialized for stored in (layer.keys, layer.values)]
+
+    def swap(self, places: Sequence[int], others: Sequence[int], span: int) -> None:
+        """Let the row in each of `places` and the one in the same entry of `others` change places, in `span` slots."""
+        into, taken = [*places, *others], [*others, *places]
         for layer in self.layers:
             if layer.is_initialized:
                 for stored in (layer.keys, layer.values):

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
 from hf_specdec.cache import new_cache
-from hf_specdec.masks import SlotMasks, attention_mask, attention_windows, takes_ready_masks
+from hf_specdec.masks import WIDEST, CausalMasks, SlotMasks, attention_mask, attention_windows, takes_ready_masks
+from hf_specdec.recorded import recorded_passes
 from hf_specdec.runner import extend_count, extend_mask, pass_mode, prompt_positions
 from hf_specdec.static_cache import CacheSize, RowsCache
 
@@ -86,8 +87,12 @@ class StaticRunner:
         self.positions = positions.expand(batch_size, -1)
         self.visible = input_ids.new_ones(batch_size, capacity).bool() if mask is None else mask.bool()
         self.windows = attention_windows(model.config)
-        self._tables: dict[str, SlotMasks] = {}
+        self._all_slots = torch.arange(capacity, device=input_ids.device).unsqueeze(0)
+        self._one_row = batch_size == 1 and mask is None
+        self._tables: dict[str, CausalMasks | SlotMasks] = {}
         self._mode = pass_mode(model)
+        self._recorded = recorded_passes(model)
+        self._weights = [*model.parameters(), *model.buffers()]
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
@@ -96,23 +101,39 @@ class StaticRunner:
         if self._left_out:
             tokens = tokens.index_select(0, self._fed_rows)
         width, read = tokens.shape[1], [self.read[row] for row in self._fed]
-        slots = torch.tensor(read, device=tokens.device).unsqueeze(1) + torch.arange(width, device=tokens.device)
         span = max(read) + width
+        slots = self._slots(read, width)
         with self._mode():
-            logits = masked_pass(
-                self.model,
-                self.cache,
-                tokens,
-                slots,
-                self.positions,
-                self._masks(slots, span),
-                span=span,
-                count=count if self.keeps_logits else None,
-            )
+            self.cache.reserve(span)
+            if self.passes and width <= WIDEST:
+                logits = self._narrow_pass(tokens, slots, span)
+            else:
+                kept = count if self.keeps_logits else None
+                masks = self._wide_masks(slots, span)
+                logits = masked_pass(
+                    self.model, self.cache, tokens, slots, self.positions, masks, span=span, count=kept
+                )
         self.passes += 1
         for row in self._fed:
             self.read[row] += width
         return self._by_row(logits if logits.shape[1] == count else logits[:, -count:])
+
+    def _slots(self, read: Sequence[int], width: int) -> Tensor:
+        """`[m, width]`: the slots behind what rows have read."""
+        if len(read) == 1:
+            return self._all_slots[:, read[0] : read[0] + width]
+        return self._all_slots[:, :width] + torch.tensor(read, device=self._all_slots.device).unsqueeze(1)
+
+    def _narrow_pass(self, tokens: Tensor, slots: Tensor, span: int) -> Tensor:
+        """A pass over few tokens, recorded where it can be; all of their logits, so that one recording serves all."""
+        masks = self._masks(slots, span)
+
+        def step(tokens: Tensor, slots: Tensor, positions: Tensor, *rest: Tensor) -> Tensor:
+            given, looked_at = _by_kind(dict(zip(masks, rest, strict=False))), rest[0].shape[-1]
+            return masked_pass(self.model, self.cache, tokens, slots, positions, given, span=looked_at, count=None)
+
+        inputs = [tokens, slots, self.positions, *masks.values(), *self.cache.tensors(), *self._weights]
+        return step(*inputs) if self._recorded is None else self._recorded.of(len(self._fed)).run(step, inputs)
 
     def _by_row(self, logits: Tensor) -> Tensor:
         """Logits of the rows fed, `[m, count, V]`, among zeros for those left out, `[B, count, V]`."""
@@ -120,17 +141,26 @@ class StaticRunner:
             return logits
         return logits.new_zeros(len(self.read), *logits.shape[1:]).index_copy_(0, self._fed_rows, logits)
 
-    def _masks(self, slots: Tensor, span: int) -> Masks:
+    def _wide_masks(self, slots: Tensor, span: int) -> Masks:
         """The masks of a pass; the first one, over all pairs of the prompt's tokens, is left to the model to make."""
         if not self.passes:
             return self.visible[:, :span].long() if self._padded else None
+        return _by_kind(self._masks(slots, span))
+
+    def _masks(self, slots: Tensor, span: int) -> dict[str, Tensor]:
+        """Ready masks by the kind of layers."""
         if not self._tables:
-            capacity, device = self.cache.capacity, slots.device
+            kind_of_table = CausalMasks if self._one_row else SlotMasks
+            made_for = self.model.dtype, slots.device
             self._tables = {
-                kind: SlotMasks(capacity, window, self.model.dtype, device) for kind, window in self.windows.items()
+                kind: kind_of_table(self.cache.capacity, window, *made_for) for kind, window in self.windows.items()
             }
-        visible = self.visible[:, :span] if self._padded else None
-        return _by_kind({kind: table.of(slots, span, visible) for kind, table in self._tables.items()})
+        return {kind: self._mask(table, slots, span) for kind, table in self._tables.items()}
+
+    def _mask(self, table: CausalMasks | SlotMasks, slots: Tensor, span: int) -> Tensor:
+        if isinstance(table, CausalMasks):
+            return table.of_last(slots.shape[1], span)
+        return table.of(slots, span, self.visible[:, :span] if self._padded else None)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `ModelRunner.rewind`; no data is touched."""
@@ -145,7 +175,7 @@ class StaticRunner:
         freed = [place for place in places[:count] if self._fed[place] not in rows]
         behind = [place for place in places[count:] if self._fed[place] in rows]
         with self._mode():
-            self.cache.swap(freed, behind)
+            self.cache.swap(freed, behind, max(self.read))
         for place, other in zip(freed, behind, strict=True):
             places[place], places[other] = other, place
         moved = [self._fed[place] for place in places]

@@ -126,7 +126,7 @@ def test_static_rows_of_a_batch_grow_with_the_text(monkeypatch: pytest.MonkeyPat
     assert len(set(short)) <= 2 < len(set(sizes))
 
 
-def test_a_single_row_and_a_cache_of_the_caller_s_own_stay_dynamic() -> None:
+def test_the_caller_gets_a_dynamic_cache_or_his_own() -> None:
     target, draft = pair("llama")
     own = DynamicCache(config=target.config)
     settings = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 8}
