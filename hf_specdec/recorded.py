@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_specdec.lessons import Lessons
 from hf_specdec.model_state import has_python_of_its_own, state_of
 
-PASSES = 16  # of a shape with the model as it is before they are recorded
+PASSES = 8  # of a shape with the model as it is before they are recorded
 TRIALS = 2  # of a shape with a recording, in which both have to agree in every bit
 MOST = 4  # recordings of a model; shapes that none of them serves run as the model does
 
