@@ -32,6 +32,7 @@ class Experience:
 
     Args:
         copies: drafts are copies and cost no steps.
+        steady: passes always run in the same way.
 
     Attributes:
         times: estimates of what passes take.
@@ -43,8 +44,8 @@ class Experience:
         prepared: what prepared rounds have taught, whose passes take other times; None before the first.
     """
 
-    def __init__(self, *, copies: bool = False) -> None:
-        self.times = Times(copies=copies)
+    def __init__(self, *, copies: bool = False, steady: bool = False) -> None:
+        self.times = Times(copies=copies, steady=steady)
         self.accepted = Positions(PRIOR_ACCEPTANCE)
         self.drafted = Positions(1.0)
         self.steps = Positions(1.0)
@@ -95,7 +96,7 @@ class AutoLength(StopRule):
             ready: lengths whose rounds are prepared by now; looked at in every round.
         """
         self.lengths, self.ready = LADDER, ready
-        prepared = self.known.prepared or Experience()
+        prepared = self.known.prepared or Experience(steady=True)
         self.known.prepared = prepared
         self.known = prepared
         best = self._best(self._rates())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median_low
 
@@ -18,6 +19,8 @@ LINE_WEIGHT = 1.0
 # A round's weight in the estimates of acceptance shrinks by this with each later round, down to a floor at
 # which a stale estimate still has a say.
 MEMORY, FLOOR = 0.95, 3.0
+# After so many rounds without it the time of a width counts half: passes may be recorded by now, and run faster.
+HALF_LIFE = 32
 # Times are medians of so many passes of one width: a machine that stalls once is not slow.
 PASSES = 5
 LONG_PROMPT = 16
@@ -68,11 +71,15 @@ class Times:
 
     Args:
         copies: drafts are copies and cost no steps.
+        steady: passes always run in the same way.
     """
 
-    def __init__(self, *, copies: bool = False) -> None:
+    def __init__(self, *, copies: bool = False, steady: bool = False) -> None:
+        self._half_life = math.inf if steady else HALF_LIFE
         self._by_width: dict[int, deque[float]] = {}
-        self._medians: dict[int, tuple[int, float]] = {}  # how many times are known, and their median
+        self._medians: dict[int, tuple[float, float]] = {}  # how much the times known count, and their median
+        self._rounds = 0
+        self._seen: dict[int, int] = {}
         self._line = (0.0, 0.0, 0.0)
         self._steps: deque[float] = deque(maxlen=PASSES)
         self._catch_ups: deque[float] = deque(maxlen=PASSES)
@@ -124,8 +131,13 @@ class Times:
 
     def _fit(self, width: int) -> None:
         """The median of this width anew, and the line: (mean width, mean seconds, seconds a token)."""
-        times = self._by_width[width]
-        self._medians[width] = (len(times), median_low(times))
+        self._rounds += 1
+        self._seen[width] = self._rounds
+        for known_width, times in self._by_width.items():
+            # A plain round is timed again now and then, so that its time always counts.
+            age = 0 if known_width == 1 else self._rounds - self._seen[known_width]
+            middle = median_low(times) if known_width == width else self._medians[known_width][1]
+            self._medians[known_width] = (len(times) * 0.5 ** (age / self._half_life), middle)
         known = [(w, n, t) for w, (n, t) in self._medians.items()]
         total = sum(n for _, n, _ in known)
         middle = sum(w * n for w, n, _ in known) / total

@@ -6,15 +6,13 @@ text, recorded scores, other drafters, a cache of the caller's own) keeps the ge
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import logits_process as host
 
@@ -25,108 +23,19 @@ from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.drafting import ModelDrafter, NoDrafter, RowDrafter, tail
 from hf_specdec.engine_keys import parts_of, plan_key
 from hf_specdec.model_state import state_of
+from hf_specdec.prepared_engines import Engine, Engines, ordinary_tensors
 from hf_specdec.processors import PREFIX_FREE, BildRollback
-from hf_specdec.round_steps import Plan, Side, draft_step, verify_step
+from hf_specdec.round_steps import Plan
 from hf_specdec.runner import context_length
 from hf_specdec.static_runner import StaticRunner
 from hf_specdec.stats import Round, reached_overlap
 from hf_specdec.transcript import Transcript
 
-LEAST_CAPACITY_STEP = 128  # see `fast_capacity`
-KEPT_ENGINES = 4  # of a target; each holds its caches, and the steps of one length, or of a ladder of them
 # They read scores alone and are told apart by their numbers; the one left out holds a list of tokens.
 PROCESSORS = tuple(kind for kind in PREFIX_FREE if kind is not host.SuppressTokensLogitsProcessor)
 
 # They stop by a round's own draft probabilities, or at a limit that is known before the round.
 KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop)
-
-Drafted = tuple[Tensor, Tensor, Tensor | None]
-
-
-class Steps:
-    """The two prepared steps of rounds of one length, over an engine's buffers.
-
-    What they write in being prepared, the round that follows writes over.
-
-    Args:
-        plan: how they run.
-        target, draft: whose passes they are; no draft: plain decoding.
-        state, uniforms: the engine's, of that round.
-        compile: compile them.
-
-    Attributes:
-        run_draft, run_verify: the prepared `draft_step` and `verify_step`.
-    """
-
-    def __init__(
-        self, plan: Plan, target: Side, draft: Side | None, state: Tensor, uniforms: Tensor, *, compile: bool
-    ) -> None:
-        self._plan, self._target_side, self._draft_side = plan, target, draft
-        self._state, self._uniforms = state, uniforms
-        self._no_drafts = (state[:, :0], state[:, 3], None)
-        # Once as they are, so that the caches exist before anything is compiled or captured.
-        self._verify(self._draft())
-        self.run_verify: Callable[[Drafted], Tensor] = captured.prepared(self._verify, state.device, compile=compile)
-        self.run_draft: Callable[[], Drafted] = self._draft
-        if draft is not None:
-            self.run_draft = captured.prepared(self._draft, state.device, compile=compile)
-        self.run_verify(self.run_draft())
-
-    def _draft(self) -> Drafted:
-        if self._draft_side is None:
-            return self._no_drafts
-        return draft_step(self._draft_side, self._plan, self._state, self._uniforms)
-
-    def _verify(self, drafted: Drafted) -> Tensor:
-        lookahead = self._plan.lookahead
-        uniforms = self._uniforms[:, lookahead : 2 * lookahead + 1]
-        return verify_step(self._target_side, self._plan, self._state, *drafted, uniforms)
-
-
-class Engine:
-    """Static buffers of a pair and the prepared steps over them; serves one call at a time.
-
-    Args:
-        plan: how rounds run, of the longest lookahead; kept as an attribute, and `compile`, too.
-        target, draft: the models' runners, before their first pass, whose caches it keeps; no draft: plain decoding.
-        compile: compile the steps.
-
-    Attributes:
-        steps: those that are prepared, by their lookahead.
-        state, uniforms: what they read, see `draft_step` and `verify_step`.
-        tails: the rows' last two tokens.
-    """
-
-    def __init__(self, plan: Plan, target: StaticRunner, draft: StaticRunner | None, compile: bool) -> None:
-        self.plan = plan
-        self.compile = compile
-        self.target = _side(target)
-        self.draft = None if draft is None else _side(draft)
-        device, rows = target.positions.device, len(target.read)
-        self.state = torch.zeros(rows, 4, dtype=torch.long, device=device)
-        self.uniforms = torch.zeros(rows, 2 * plan.lookahead + 1, device=device)
-        self.tails: list[list[int]] = []
-        self.steps: dict[int, Steps] = {}
-
-    def adopt(self, target: StaticRunner, draft: StaticRunner | None) -> None:
-        """Let a call's runners read into the engine's buffers."""
-        for side, runner in ((self.target, target), (self.draft, draft)):
-            if side is not None and runner is not None:
-                side.positions.copy_(_bounded_positions(runner))
-                side.visible.copy_(runner.visible)
-                runner.cache, runner.positions, runner.visible = side.cache, side.positions, side.visible
-
-    def load(self, lengths: Sequence[int], room: Sequence[int], lookahead: int) -> None:
-        """One copy to the device: last tokens, lengths, limits."""
-        rows = zip(self.tails, lengths, room, strict=True)
-        state = [[tail[0], tail[-1], n, max(min(space - 1, lookahead), 0)] for tail, n, space in rows]
-        self.state.copy_(torch.tensor(state))
-
-    def prepare(self, lookahead: int) -> None:
-        """Make the steps of a lookahead; the state of the round to come is loaded."""
-        plan, draft = replace(self.plan, lookahead=lookahead), self.draft if lookahead else None
-        with _ordinary_tensors():
-            self.steps[lookahead] = Steps(plan, self.target, draft, self.state, self.uniforms, compile=self.compile)
 
 
 @dataclass(frozen=True)
@@ -144,30 +53,27 @@ class FastDecoder(Decoder):
         if first:
             engine.tails = transcript.sequences[:, -2:].tolist()
         lookahead = self._lookahead(transcript)
-        if lookahead not in engine.steps:
+        before, room = list(transcript.lengths), tuple(max(space - 1, 0) for space in transcript.room)
+        limits = [min(space, lookahead) for space in room]
+        if not all(n in engine.steps for n in engine.lengths(lookahead)):
             # Before the clock starts: what it takes is no part of a round.
-            engine.load(transcript.lengths, transcript.room, lookahead)
+            engine.load(engine.tails, before, limits)
             engine.prepare(lookahead)
         began, laps = perf_counter(), captured.Laps(transcript.ids.device)
         caught_up = lookahead > 0 and self._catch_up(transcript)
         laps.mark()
-        engine.load(transcript.lengths, transcript.room, lookahead)
-        if engine.plan.do_sample:
-            torch.rand(engine.uniforms.shape, out=engine.uniforms)
-        steps = engine.steps[lookahead]
-        with _ordinary_tensors():
-            drafts = steps.run_draft()
+        with ordinary_tensors():
+            drafts, lookahead = engine.run_draft(before, limits, lookahead)
         laps.mark()
         if first and transcript.prompt_length > 1:
             self.target.forward(transcript.sequences[:, :-1], 1)
-        with _ordinary_tensors():
-            result = steps.run_verify(drafts).tolist()
+        with ordinary_tensors():
+            result = engine.steps[lookahead].run_verify(drafts).tolist()
         reading, drafting = laps.seconds()
         checked = perf_counter()
         decided = lookahead + 3
         rows = [[int(n) for n in row[:decided]] for row in result]
         new_tokens = [[*row[: row[-2]], row[-1]] for row in rows]
-        before, room = list(transcript.lengths), tuple(max(space - 1, 0) for space in transcript.room)
         kept = transcript.append(new_tokens)
         engine.tails = [(t + new[:n])[-2:] for t, new, n in zip(engine.tails, new_tokens, kept, strict=True)]
         if lookahead:
@@ -222,49 +128,6 @@ class FastDecoder(Decoder):
         return self.drafter.runner
 
 
-class Engines:
-    """A target's engines, the last used last; they go with the model, and copies of it start without."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, Engine] = OrderedDict()
-
-    def __deepcopy__(self, memo: object) -> Engines:
-        return Engines()
-
-    def __reduce__(self) -> tuple[type[Engines], tuple[()]]:
-        return Engines, ()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __iter__(self) -> Iterator[Engine]:
-        return iter(self._kept.values())
-
-    def take(self, key: Hashable) -> Engine | None:
-        """An engine for one call; nobody else gets it until it is put back."""
-        return self._kept.pop(key, None)
-
-    def put(self, key: Hashable, engine: Engine) -> None:
-        """Keep an engine for later calls; the least used of too many goes."""
-        self._kept[key] = engine
-        while len(self._kept) > KEPT_ENGINES:
-            self._kept.popitem(last=False)
-
-
-def kept_engines(model: PreTrainedModel, *, compile: bool) -> list[Engine]:
-    """The engines that a target keeps for calls with or without `compile`, whose steps can be timed by themselves."""
-    return [engine for engine in model.__dict__.get("_speculation_engines", ()) if engine.compile == compile]
-
-
-def fast_capacity(tokens: int) -> int:
-    """Slots of the caches of calls that reach this many tokens: calls of similar length share their steps.
-
-    Attention looks at all of them, so that of more than 512 tokens at most a quarter is added.
-    """
-    step = max(LEAST_CAPACITY_STEP, (1 << (tokens.bit_length() - 1)) // 4)
-    return -(-tokens // step) * step
-
-
 @contextmanager
 def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool) -> Iterator[Decoder]:
     """The decoder with prepared rounds where they can be had (see `plan_for`), or as it is.
@@ -283,7 +146,7 @@ def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool) -> I
     engines: Engines = target.model.__dict__.setdefault("_speculation_engines", Engines())
     states = tuple(state_of(runner.model) for runner in (target, draft) if runner is not None)
     key = (compile, len(target.read), target.cache.capacity, plan_key(plan), states)
-    with _ordinary_tensors():
+    with ordinary_tensors():
         engine = engines.take(key) or Engine(plan, target, draft, compile)
         engine.adopt(target, draft)
     for rule in () if drafter is None else parts_of(drafter.rule):
@@ -353,21 +216,3 @@ def _has_fixed_rope(model: PreTrainedModel) -> bool:
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
-
-
-@contextmanager
-def _ordinary_tensors() -> Iterator[None]:
-    """No gradients, but tensors that calls within and without the caller's `inference_mode` can write to."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def _side(runner: StaticRunner) -> Side:
-    positions, visible = _bounded_positions(runner).clone(), runner.visible.clone()
-    return Side(runner.model, runner.cache, positions, visible, runner.keeps_logits)
-
-
-def _bounded_positions(runner: StaticRunner) -> Tensor:
-    """Positions within the model's tables; those beyond belong to drafts past a text's end, which are dropped."""
-    bound = context_length(runner.model)
-    return runner.positions if bound is None else runner.positions.clamp(max=bound - 1)

@@ -23,8 +23,9 @@ from hf_specdec.checks import check_call, check_is_model, check_kinds, check_mod
 from hf_specdec.config import SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafters import DraftCall, make_drafter
-from hf_specdec.fast_decoding import accelerated, fast_capacity
+from hf_specdec.fast_decoding import accelerated
 from hf_specdec.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
+from hf_specdec.prepared_engines import fast_capacity
 from hf_specdec.processors import HostProcessors
 from hf_specdec.recorded import recordable
 from hf_specdec.runner import ModelRunner, context_length, pass_mode

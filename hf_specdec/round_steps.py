@@ -84,7 +84,11 @@ class Plan:
     eos_tokens: tuple[int, ...]
 
 
-def draft_step(side: Side, plan: Plan, state: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+# Tokens `[B, γ]`, the drafts' lengths `[B]`, their distributions `[B, γ, V]` if kept.
+Drafts = tuple[Tensor, Tensor, Tensor | None]
+
+
+def draft_step(side: Side, plan: Plan, state: Tensor, uniforms: Tensor) -> tuple[Drafts, Tensor]:
     """Draft γ tokens for every row.
 
     The first pass reads a row's last two tokens, also where one of them was read before: so the catch-up after a
@@ -95,7 +99,7 @@ def draft_step(side: Side, plan: Plan, state: Tensor, uniforms: Tensor) -> tuple
         uniforms: `[B, ≥ γ]`, for the draws.
 
     Returns:
-        Tokens `[B, γ]`, the drafts' lengths `[B]`, and their distributions `[B, γ, V]` if kept.
+        The drafts, and `[B]` whether a row's could go on: no rule and no end of text has stopped it.
     """
     tokens, slots = state[:, :2], state[:, 2:3] + torch.arange(-2, 0, device=state.device)
     drafts, kept, open_rows, last_rows = [], [], [], []
@@ -112,8 +116,9 @@ def draft_step(side: Side, plan: Plan, state: Tensor, uniforms: Tensor) -> tuple
         drafts.append(choice)
         kept.append(probs)
         tokens, slots = choice.unsqueeze(1), slots[:, -1:] + 1
-    lengths = _draft_lengths(torch.stack(drafts, dim=1), state[:, 3], open_rows, last_rows, plan.eos_tokens)
-    return torch.stack(drafts, dim=1), lengths, torch.stack(kept, dim=1) if plan.keep_probs else None
+    drafted = torch.stack(drafts, dim=1)
+    lengths, goes_on = _draft_lengths(drafted, state[:, 3], open_rows, last_rows, plan.eos_tokens)
+    return (drafted, lengths, torch.stack(kept, dim=1) if plan.keep_probs else None), goes_on
 
 
 def verify_step(
@@ -161,12 +166,15 @@ def _draft_lengths(
     open_rows: list[Tensor],
     last_rows: list[Tensor],
     eos_tokens: tuple[int, ...],
-) -> Tensor:
-    """`[B]`: drafts up to a row's limit, before its first stop, and up to its first last token or end of text."""
+) -> tuple[Tensor, Tensor]:
+    """Drafts up to a row's limit, before its first stop, and up to its first last token or end of text, `[B]`.
+
+    And whether neither stop nor end came, `[B]`.
+    """
     ends = torch.stack(last_rows, dim=1) if last_rows else torch.zeros_like(drafts, dtype=torch.bool)
     for token in eos_tokens:
         ends = ends | (drafts == token)
     counts = (ends.cumsum(dim=1) - ends.long()) == 0
     if open_rows:
         counts &= torch.stack(open_rows, dim=1).cumprod(dim=1).bool()
-    return torch.minimum(counts.sum(dim=1), limits)
+    return torch.minimum(counts.sum(dim=1), limits), counts[:, -1] & ~ends[:, -1]

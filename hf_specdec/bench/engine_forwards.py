@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from hf_specdec import fast_decoding
+from hf_specdec import prepared_engines
 from hf_specdec.bench.data import Prompt
 from hf_specdec.bench.loading import LoadedPair
 from hf_specdec.bench.measure import synchronize
 from hf_specdec.bench.raw_forwards import build_step, text_behind
 from hf_specdec.bench.settings import Settings
-from hf_specdec.fast_decoding import kept_engines
+from hf_specdec.prepared_engines import kept_engines
 from hf_specdec.runner import pass_mode
 from hf_specdec.static_cache import RowsCache
 from hf_specdec.static_runner import StaticRunner, keeps_rows, static_pass
@@ -62,12 +62,15 @@ def prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
         if len(engine.state) != rows:
             continue
         for lookahead, steps in engine.steps.items():
+            drafting, *longer = engine.lengths(lookahead)
             with torch.no_grad():
                 for _ in range(_PREPARED_SAMPLES):
-                    drafted, seconds = timed(pair, steps.run_draft)
-                    if lookahead:
+                    (drafts, _), seconds = timed(pair, engine.steps[drafting].run_draft)
+                    if lookahead and not longer:
                         times["draft"].setdefault(str(lookahead), []).append(seconds / lookahead)
-                    _, seconds = timed(pair, partial(steps.run_verify, drafted))
+                    if longer:
+                        (drafts, _) = steps.run_draft()
+                    _, seconds = timed(pair, partial(steps.run_verify, drafts))
                     times["target"].setdefault(str(lookahead + 1), []).append(seconds)
     return times if times["target"] else None
 
@@ -75,12 +78,12 @@ def prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
 @contextmanager
 def keeping_engines(count: int) -> Iterator[None]:
     """Lets a target keep so many engines: contestants that take turns would compile again and again otherwise."""
-    saved = fast_decoding.KEPT_ENGINES
-    fast_decoding.KEPT_ENGINES = max(saved, count)
+    saved = prepared_engines.KEPT_ENGINES
+    prepared_engines.KEPT_ENGINES = max(saved, count)
     try:
         yield
     finally:
-        fast_decoding.KEPT_ENGINES = saved
+        prepared_engines.KEPT_ENGINES = saved
 
 
 def timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:
