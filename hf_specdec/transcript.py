@@ -52,6 +52,8 @@ class Transcript:
         capacity = max(self.max_length, self.prompt_length + 1) + spare
         self.ids = input_ids.new_full((self.batch_size, capacity), self._pad_token)
         self.ids[:, : self.prompt_length] = input_ids
+        # The same memory; a few numbers are written there in a tenth of the time that a tensor takes.
+        self._host_ids = self.ids.numpy() if self.ids.device.type == "cpu" else None
         self.lengths = [self.prompt_length] * self.batch_size
         self._shown = self.prompt_length
         self._first_end = capacity  # tokens shown when the first row ended, where it is padded from there
@@ -123,10 +125,16 @@ class Transcript:
                     break
             start = self.lengths[row]
             if kept:
-                self.ids[row, start : start + len(kept)] = torch.tensor(kept, device=self.ids.device)
+                self._write(row, start, kept)
             self.lengths[row] = start + len(kept)
             added.append(len(kept))
         return tuple(added)
+
+    def _write(self, row: int, start: int, tokens: list[int]) -> None:
+        if self._host_ids is not None:
+            self._host_ids[row, start : start + len(tokens)] = tokens
+        else:
+            self.ids[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
 
     def record(self, kind: str, values: Tensor, counts: Sequence[int]) -> None:
         """Record scores or logits `[B, K, V]` of the tokens about to be shown; `counts` of them for each row."""

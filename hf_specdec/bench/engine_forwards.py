@@ -17,6 +17,7 @@ from hf_specdec.bench.measure import synchronize
 from hf_specdec.bench.raw_forwards import build_step, text_behind
 from hf_specdec.bench.settings import Settings
 from hf_specdec.prepared_engines import kept_engines
+from hf_specdec.recorded import recordable
 from hf_specdec.runner import pass_mode
 from hf_specdec.static_cache import RowsCache
 from hf_specdec.static_runner import StaticRunner, keeps_rows, static_pass
@@ -24,7 +25,10 @@ from hf_specdec.static_runner import StaticRunner, keeps_rows, static_pass
 Times = dict[str, dict[str, list[float]]]
 Place = tuple[str, int, int]  # engine, batch size, prompt length
 
+RECORDED = "recorded"  # how the eager engine's narrow passes run on a CPU, after some
+
 _PREPARED_SAMPLES = 3
+_WARM_UP = 3
 
 
 class Forwards:
@@ -47,7 +51,7 @@ class Forwards:
         judge tokens, too, which can't be parted from their passes.
         """
         times = prepared_times(self.pair, engine == "compiled", len(prompts)) if engine != "eager" else None
-        if times is not None or engine not in STEPS:
+        if times is not None or engine not in STEPS or (engine == RECORDED and not records(self.pair)):
             return times
         place = (engine, len(prompts), len(prompts[0].token_ids))
         if place not in self._steps:
@@ -118,7 +122,8 @@ class BatchForwards:
         self.behind = max(1, settings.max_new_tokens // 2)
         with pass_mode(*pair.models)():
             self.target, self.draft = self._build(pair.target), self._build(pair.draft)
-            self._sample()  # the first pass of a shape allocates, or compiles
+            for _ in range(_WARM_UP):
+                self._sample()  # the first passes of a shape allocate, and are compared with their recording
 
     def sample(self) -> Times:
         """Each target pass follows its draft steps: {"draft": {"1": seconds}, "target": {width: seconds}}.
@@ -164,8 +169,28 @@ def static_step(pair: LoadedPair, model: Any, rows: Sequence[Sequence[int]], beh
     return step
 
 
+def recorded_step(pair: LoadedPair, model: Any, rows: Sequence[Sequence[int]], behind: int, widest: int) -> Step:
+    """As `static_step`, by the runner that records its passes; which shapes the runs before have used is known."""
+    text = text_behind(model, rows, behind + widest)
+    filled = text.shape[1] - widest
+    runner = StaticRunner(model, {"past_key_values": RowsCache(model.config, text.shape[1])}, text)
+    runner.forward(text[:, :filled], 1)
+
+    def step(width: int) -> None:
+        runner.forward(text[:, filled : filled + width], width)
+        runner.rewind([filled] * len(text))
+
+    return step
+
+
+def records(pair: LoadedPair) -> bool:
+    """Whether passes of both models are recorded by default."""
+    return all(recordable(model) and keeps_rows(model, {}) for model in pair.models)
+
+
 # How bare passes run on each engine.
 STEPS: Mapping[str, Callable[[LoadedPair, Any, Sequence[Sequence[int]], int, int], Step]] = {
     "eager": build_step,
     "static": static_step,
+    RECORDED: recorded_step,
 }

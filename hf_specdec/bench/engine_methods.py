@@ -80,14 +80,13 @@ def _ours(settings: Settings, pair: LoadedPair, engine: str) -> list[Method]:
     ]
     tokens = lookahead(settings, pair)
     words, judged = f"γ = {tokens}", {"num_assistant_tokens": tokens}
+    stopping: dict[str, Any] = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
+    stop = f"entropy stop {STOP_ENTROPY:g}"
+    rows.append((f"speculative, {stop}", stopping, _facts("stopped", engine)))
     if engine != "compiled":
-        # Compiled drafts run to their full length; stopping them spares nothing.
-        stopping: dict[str, Any] = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
-        words, judged = f"entropy stop {STOP_ENTROPY:g}", stopping
-        rows += [
-            (f"speculative, {words}", stopping, _facts("stopped", engine)),
-            (f"speculative, auto, {words}", stopping | {"num_assistant_tokens": "auto"}, _facts("auto", engine)),
-        ]
+        adapting = stopping | {"num_assistant_tokens": "auto"}
+        rows.append((f"speculative, auto, {stop}", adapting, _facts("auto", engine)))
+        words, judged = stop, stopping
     if settings.sampling:
         # Drafts judged together; in greedy decoding that is the same rule.
         rows.append((f"speculative, {words}, block", judged | {"verification": "block"}, _facts("block", engine)))

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from hf_specdec.bench import bandwidth, rendering, results
 from hf_specdec.bench.collect import rounded
 from hf_specdec.bench.data import Prompt, benchmark_prompts
-from hf_specdec.bench.engine_forwards import Forwards, keeping_engines
+from hf_specdec.bench.engine_forwards import RECORDED, Forwards, keeping_engines
 from hf_specdec.bench.engine_methods import LONGEST_AUTO, LOOKAHEADS, contestants, runs_at
 from hf_specdec.bench.engine_runs import run_batch
 from hf_specdec.bench.journal import Record
@@ -89,7 +89,7 @@ def measure(
             position += 1
             bar.update()
         # After the last method of each group, so that raw forwards meet the same state of the machine as runs do.
-        for engine in dict.fromkeys(("eager", *settings.engines)):
+        for engine in dict.fromkeys(("eager", RECORDED, *settings.engines)):
             record = {"kind": "forwards", **about, "engine": engine}
             if key_of(record) not in sitting.done and (times := forwards.sample(engine, group)) is not None:
                 sitting.keep(record | {"times": rounded(times)})

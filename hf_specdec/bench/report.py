@@ -121,7 +121,7 @@ def conclusions(result: Result) -> list[str]:
     lines.append(
         "The predicted speedup is an estimate: it takes each token's acceptance for independent of the "
         "others', and counts forward passes only. η is the share of the decoding time that those passes need (above 1: "
-        "the passes were timed in a worse moment than the run)."
+        "recorded passes take less than those, or they were timed in a worse moment than the run)."
     )
     lines += remarks(result)
     lines += [_speedup_in_words(result, chosen, baseline) for baseline in [result["methods"][0], *others]]

@@ -28,7 +28,7 @@ LEGEND = (
     "methods took turns: the median of the repeats (low–high), so the ratio of two rates shown may differ a bit. "
     "Examples with nothing after the first delivery have no rate and are left out. η is the share of the "
     "decoding time that the models' bare forward passes need at these widths, timed at a prompt of middling length of "
-    "each subtask (above 1: in a worse moment than the runs)."
+    "each subtask (above 1: recorded passes take less, or the bare ones met a worse moment than the runs)."
 )
 BILD = (
     "Speed: decode tokens/s within each repeat, the median (low–high). Faster: in every repeat. At no loss of quality: "
