@@ -20,7 +20,7 @@ LINE_WEIGHT = 1.0
 # which a stale estimate still has a say.
 MEMORY, FLOOR = 0.95, 3.0
 # After so many rounds without it the time of a width counts half: passes may be recorded by now, and run faster.
-HALF_LIFE = 32
+HALF_LIFE = 16
 # Times are medians of so many passes of one width: a machine that stalls once is not slow.
 PASSES = 5
 LONG_PROMPT = 16

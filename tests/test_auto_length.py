@@ -294,6 +294,19 @@ def test_a_catch_up_pass_is_a_probe_s_cost_and_no_step_s() -> None:
     assert rule._loss(1) > 0.7
 
 
+def test_a_width_s_time_ages_where_passes_may_have_become_faster() -> None:
+    """They do when they are recorded; what was known of a width before would keep it from being tried again."""
+    estimates = {}
+    for steady in (False, True):
+        times = Times(steady=steady)
+        for _ in range(5):
+            times.add(Round((4,), (0,), (1,), (0.0,), 4, 5, 0.4, 1.6, 2.0), 0.0)
+        for _ in range(100):
+            times.add(Round((1,), (0,), (1,), (0.0,), 1, 2, 0.1, 1.0, 1.1), 0.0)
+        estimates[steady] = times.target(5)
+    assert estimates[False] < 1.3 < 1.5 < estimates[True]
+
+
 def test_a_batch_drafts_for_as_long_as_any_of_its_rows_does() -> None:
     """Half of the rows stop after one token: alone that shortens every second round, together none."""
     expected = {}
