@@ -304,7 +304,7 @@ def test_a_width_s_time_ages_where_passes_may_have_become_faster() -> None:
         for _ in range(100):
             times.add(Round((1,), (0,), (1,), (0.0,), 1, 2, 0.1, 1.0, 1.1), 0.0)
         estimates[steady] = times.target(5)
-    assert estimates[False] < 1.3 < 1.5 < estimates[True]
+    assert estimates[False] < 1.35 < 1.5 < estimates[True]
 
 
 def test_a_batch_drafts_for_as_long_as_any_of_its_rows_does() -> None:
