@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.generation import logits_process as host
 
 from hf_specdec import captured
@@ -22,7 +21,7 @@ from hf_specdec.decoding import Decoder
 from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.drafting import ModelDrafter, NoDrafter, RowDrafter, tail
 from hf_specdec.engine_keys import parts_of, plan_key
-from hf_specdec.model_state import state_of
+from hf_specdec.model_state import has_fixed_rope, state_of, weights_of
 from hf_specdec.prepared_engines import Engine, Engines, ordinary_tensors
 from hf_specdec.processors import PREFIX_FREE, BildRollback
 from hf_specdec.round_steps import Plan
@@ -144,7 +143,8 @@ def accelerated(decoder: Decoder, transcript: Transcript, *, compile: bool) -> I
     draft = None if drafter is None else drafter.runner
     assert isinstance(target, StaticRunner) and (draft is None or isinstance(draft, StaticRunner))
     engines: Engines = target.model.__dict__.setdefault("_speculation_engines", Engines())
-    states = tuple(state_of(runner.model) for runner in (target, draft) if runner is not None)
+    models = [runner.model for runner in (target, draft) if runner is not None]
+    states = tuple((state_of(model), weights_of(model)) for model in models)
     key = (compile, len(target.read), target.cache.capacity, plan_key(plan), states)
     with ordinary_tensors():
         engine = engines.take(key) or Engine(plan, target, draft, compile)
@@ -169,7 +169,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or transcript.records
         or not all(type(processor) in PROCESSORS for processor in processors)
         or not (decoder.relaxation is None or type(decoder.relaxation) is BildRollback)
-        or not _has_fixed_rope(target.model)
+        or not has_fixed_rope(target.model)
         or not _within(context_length(target.model), transcript)
     ):
         return None
@@ -189,7 +189,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or drafter.runner.positions.device != transcript.ids.device
         or not _within(drafter.max_positions, transcript)
         or transcript.prompt_length < 2
-        or not _has_fixed_rope(drafter.runner.model)
+        or not has_fixed_rope(drafter.runner.model)
     ):
         return None
     parts = parts_of(drafter.rule)
@@ -209,10 +209,3 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
 def _within(bound: int | None, transcript: Transcript) -> bool:
     """Whether all of a call's texts end within a model's positions: prepared rounds cut what goes beyond."""
     return bound is None or transcript.max_length <= bound
-
-
-def _has_fixed_rope(model: PreTrainedModel) -> bool:
-    """Whether rotary frequencies are the same at every length; otherwise they are chosen by reading numbers."""
-    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_specdec.lessons import Lessons
-from hf_specdec.model_state import has_python_of_its_own, state_of
+from hf_specdec.model_state import has_fixed_rope, has_python_of_its_own, shapes_of, state_of
 
 PASSES = 8  # of a shape with the model as it is before they are recorded
 TRIALS = 2  # of a shape with a recording, in which both have to agree in every bit
@@ -45,14 +46,15 @@ class Recorded:
         self._shapes: dict[tuple[int, ...], _Shape] = {}
         self._refused = False
 
-    def run(self, step: Step, inputs: Sequence[Tensor]) -> Tensor:
+    def run(self, step: Step, inputs: Sequence[Tensor], span: int) -> Tensor:
         """What `step(*inputs)` returns, and does to its inputs.
 
         Args:
             step: the same one at every call but for its closure, which holds nothing that changes beside the inputs.
             inputs: every tensor that a call may find changed; the first one's shape tells shapes apart.
+            span: slots that attention looks at; shapes prove themselves anew where it has doubled.
         """
-        shape = self._shapes.setdefault(tuple(inputs[0].shape), _Shape())
+        shape = self._shapes.setdefault((*inputs[0].shape, span.bit_length()), _Shape())
         if shape.agreed >= TRIALS:
             return _replay(self._recordings[shape.recording], inputs)
         shape.passes += 1
@@ -78,16 +80,15 @@ class Recorded:
     def _record(self, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """Record, where that can be done at all; the step's result."""
         try:
-            self._recordings.append(_recording(step, inputs))
+            with _ReadsValues() as reads, _ReadsOnHost() as host:
+                step(*inputs)
+            if reads.seen or host.seen:
+                self._refused = True
+            else:
+                self._recordings.append(_recording(step, inputs))
         except Exception:  # a model may do anything; one that can't be recorded runs as it is
             self._refused = True
-        with _ReadsValues() as reads:
-            result = step(*inputs)
-        if reads.seen:
-            self._refused = True
-            self._recordings.clear()
-            self._shapes.clear()
-        return result
+        return step(*inputs)
 
 
 def _recording(step: Step, inputs: Sequence[Tensor]) -> Step:
@@ -106,13 +107,30 @@ def _replay(recording: Step, inputs: Sequence[Tensor]) -> Tensor:
 
 
 class _ReadsValues(TorchDispatchMode):
-    """Sees whether Python asks for what tensors hold, and so may go another way with another text."""
+    """Sees operations whose outcome Python goes by, so that it may go another way with another text."""
 
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled():
+            # There operations arrive that others consist of, and hide them.
+            with self:
+                result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
         self.seen |= any(tag in func.tags for tag in tags)
+        return func(*args, **(kwargs or {}))
+
+
+class _ReadsOnHost(TorchFunctionMode):
+    """Sees what is read off tensors without an operation."""
+
+    seen = False
+    NAMES = frozenset({"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "item"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= getattr(func, "__name__", "") in self.NAMES
         return func(*args, **(kwargs or {}))
 
 
@@ -132,9 +150,14 @@ _known: Lessons[RecordedPasses] = Lessons()
 
 def recordable(model: PreTrainedModel) -> bool:
     """Whether passes of a model may be recorded: on the CPU, of nothing but layers."""
-    return model.device.type == "cpu" and hasattr(torch.jit, "trace") and not has_python_of_its_own(model)
+    return (
+        model.device.type == "cpu"
+        and hasattr(torch.jit, "trace")
+        and has_fixed_rope(model)
+        and not has_python_of_its_own(model)
+    )
 
 
 def recorded_passes(model: PreTrainedModel) -> RecordedPasses | None:
     """What earlier calls have recorded of a model in the state that it is in; None where it is not `recordable`."""
-    return _known.of(model, state_of(model), RecordedPasses) if recordable(model) else None
+    return _known.of(model, (state_of(model), shapes_of(model)), RecordedPasses) if recordable(model) else None

@@ -133,7 +133,9 @@ class StaticRunner:
             return masked_pass(self.model, self.cache, tokens, slots, positions, given, span=looked_at, count=None)
 
         inputs = [tokens, slots, self.positions, *masks.values(), *self.cache.tensors(), *self._weights]
-        return step(*inputs) if self._recorded is None else self._recorded.of(len(self._fed)).run(step, inputs)
+        if self._recorded is None:
+            return step(*inputs)
+        return self._recorded.of(len(self._fed)).run(step, inputs, span)
 
     def _by_row(self, logits: Tensor) -> Tensor:
         """Logits of the rows fed, `[m, count, V]`, among zeros for those left out, `[B, count, V]`."""

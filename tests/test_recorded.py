@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from types import MethodType
 
 import pytest
 import torch
 from families import FAMILIES, pair, prompts
 from models import llama, noisy
+from transformers.models.llama import modeling_llama
 
 import hf_specdec
 from hf_specdec import recorded
@@ -95,7 +97,22 @@ def test_hooks_and_replaced_methods_are_called_in_every_pass(replays: list[int])
     assert not recordable(target) and len(replays) == seen
 
 
-def test_a_model_that_asks_for_values_is_left_alone(replays: list[int]) -> None:
+def _by_index(found: torch.Tensor) -> torch.Tensor:
+    row, position = (found.sum(dim=-1) > 0).nonzero(as_tuple=True)
+    return found.index_put((row, position), -found[row, position])
+
+
+def _by_branch(found: torch.Tensor) -> torch.Tensor:
+    return torch.cat([-token if token.sum() > 0 else token for token in found.unbind(1)]).view_as(found)
+
+
+def _by_list(found: torch.Tensor) -> torch.Tensor:
+    signs = [[-1.0 if total > 0 else 1.0 for total in row] for row in found.sum(dim=-1).tolist()]
+    return found * torch.tensor(signs, dtype=found.dtype).unsqueeze(2)
+
+
+@pytest.mark.parametrize("route", [_by_index, _by_branch, _by_list])
+def test_a_model_that_asks_for_values_is_left_alone(route: Callable, replays: list[int]) -> None:
     """Its way depends on the text: what one pass has recorded would be wrong in another."""
 
     class Routing(torch.nn.Module):
@@ -104,13 +121,12 @@ def test_a_model_that_asks_for_values_is_left_alone(replays: list[int]) -> None:
             self.mlp = mlp
 
         def forward(self, states: torch.Tensor) -> torch.Tensor:
-            found = self.mlp(states)
-            row, position = (found.sum(dim=-1) > 0).nonzero(as_tuple=True)
-            return found.index_put((row, position), -found[row, position])
+            return route(self.mlp(states))
 
+    Routing.__module__ = "transformers.of_a_test"  # others are left alone unseen
     target = llama()
     draft = noisy(target)
-    target.model.layers[0].mlp = Routing(target.model.layers[0].mlp)
+    target.model.layers[0].mlp = Routing(target.model.layers[0].mlp).eval()
     rows = {"input_ids": torch.arange(2, 11).unsqueeze(0), "max_new_tokens": 40, "do_sample": False}
     assert recordable(target)
     plain = target.generate(**rows)
@@ -130,9 +146,57 @@ def test_a_step_that_python_changes_is_never_replayed() -> None:
         return x + count[0]
 
     passes = Recorded()
-    found = [passes.run(step, [torch.zeros(2)])[0].item() for _ in range(60)]
+    found = [passes.run(step, [torch.zeros(2)], 1)[0].item() for _ in range(60)]
     assert found == sorted(set(found)), "each call gives another number"
     assert len(passes._recordings) == MOST
+
+
+@pytest.mark.parametrize("change", ["attribute", "activation", "class method", "function", "buffer", "dropout"])
+def test_changes_between_calls_are_seen(change: str, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what is no weight: a recording holds for the code and the attributes that it was made with."""
+    target, draft = pair("llama")
+    for _ in range(2):
+        _speculate(target, draft)
+    seen, layer = len(replays), target.model.layers[0]
+    if change == "attribute":
+        layer.self_attn.scaling *= 3
+    elif change == "activation":
+        layer.mlp.act_fn = torch.nn.Tanh().eval()
+    elif change == "class method":
+        monkeypatch.setattr(type(layer.mlp), "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    elif change == "function":
+        monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -x)
+    elif change == "buffer":
+        target.register_buffer("of_the_user_s", torch.zeros(3))
+    else:
+        layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj, torch.nn.Dropout(1.0)).train()
+    for _ in range(2):
+        out = _speculate(target, draft)
+        assert torch.equal(out.sequences, target.generate(**prompts(1), **SETTINGS).sequences)
+    assert (len(replays) > seen) == (change != "dropout"), "and it is recorded anew where it can be"
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_length_are_left_alone(kind: str) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
+    assert not recordable(llama(rope_parameters=scaling))
+
+
+def test_a_choice_by_the_length_of_the_text_is_found_out(replays: list[int]) -> None:
+    """Shapes prove themselves anew where the text has doubled."""
+    passes = Recorded()
+
+    def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + (1 if mask.shape[0] > 100 else 0)
+
+    def at(span: int) -> float:
+        return passes.run(step, [torch.zeros(1), torch.zeros(span)], span)[0].item()
+
+    assert [at(span) for span in range(40, 60)] == [0.0] * 20
+    assert replays
+    assert [at(span) for span in range(130, 150)] == [1.0] * 20
 
 
 def test_recordings_keep_no_model_alive(replays: list[int]) -> None:
