@@ -94,7 +94,7 @@ def test_hooks_and_replaced_methods_are_called_in_every_pass(replays: list[int])
     mlp.forward = MethodType(lambda self, x: (calls.append("forward"), forward(x))[1], mlp)
     rounds = len(_speculate(target, draft).speculation.rounds)
     assert calls.count("forward") == rounds
-    assert not recordable(target) and len(replays) == seen
+    assert not recordable(target) and len(replays) > seen  # the draft's go on being recorded
 
 
 def _by_index(found: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def test_changes_between_calls_are_seen(change: str, replays: list[int], monkeyp
     for _ in range(2):
         out = _speculate(target, draft)
         assert torch.equal(out.sequences, target.generate(**prompts(1), **SETTINGS).sequences)
-    assert (len(replays) > seen) == (change != "dropout"), "and it is recorded anew where it can be"
+    assert len(replays) > seen and recordable(target) == (change != "dropout")
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
