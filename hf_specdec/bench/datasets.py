@@ -110,7 +110,7 @@ def _embedded(split: str, limit: int) -> Iterator[Raw]:
 
 
 def _spec_bench(path: Path) -> Iterator[Raw]:
-    for number, item in json_lines(path):
+    for number, item in json_lines(path, "--dataset_path"):
         category, turns = item.get("category"), item.get("turns")
         # A text would pass for a list of its letters.
         turns = turns if isinstance(turns, list) else []
@@ -129,7 +129,7 @@ def _columns(settings: Settings) -> Iterator[Raw]:
         raise BenchError(f"--prompt_column: not given; name the column of {settings.dataset!r} that holds the prompts")
     name = settings.dataset
     rows: Iterable[tuple[int, Mapping[str, Any]]]
-    rows = json_lines(Path(name)) if name.endswith(_JSON_LINES) else enumerate(_load(settings), start=1)
+    rows = json_lines(Path(name), "--dataset") if name.endswith(_JSON_LINES) else enumerate(_load(settings), start=1)
     for number, row in rows:
         text = _cell(row, settings.prompt_column, "--prompt_column", number)
         if not isinstance(text, str) or not text.strip():
@@ -169,8 +169,11 @@ def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
         ) from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def json_lines(path: Path, argument: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The objects of a JSON lines file with the numbers of their lines, from 1; blank lines are skipped.
+
+    Args:
+        argument: the one that named the file, for errors.
 
     Raises:
         BenchError: the file can't be read, or a line is no JSON object.
@@ -179,7 +182,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise BenchError(
-            f"--dataset: {str(path)!r} can't be read ({error.strerror}); give a file that exists and is readable"
+            f"{argument}: {str(path)!r} can't be read ({error.strerror}); give a file that exists and is readable"
         ) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
