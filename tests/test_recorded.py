@@ -11,10 +11,12 @@ import pytest
 import torch
 from families import FAMILIES, pair, prompts
 from models import llama, noisy
+from torch.overrides import BaseTorchFunctionMode
 from transformers.models.llama import modeling_llama
 
 import hf_specdec
 from hf_specdec import recorded
+from hf_specdec.model_state import state_of
 from hf_specdec.recorded import MOST, Recorded, recordable
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -176,6 +178,18 @@ def test_changes_between_calls_are_seen(change: str, replays: list[int], monkeyp
     assert len(replays) > seen and recordable(target) == (change != "dropout")
 
 
+def test_a_module_never_inherits_what_a_dead_one_was() -> None:
+    """Modules that take turns take each other's addresses, too."""
+    target, _ = pair("llama")
+    mlp, states, addresses = target.model.layers[0].mlp, [], set()
+    for activation in (torch.nn.SiLU, torch.nn.ReLU, torch.nn.Tanh) * 4:
+        mlp.act_fn = None
+        mlp.act_fn = activation()
+        addresses.add(id(mlp.act_fn))
+        states.append(state_of(target))
+    assert len(addresses) < len(states) == len(set(states))
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_length_are_left_alone(kind: str) -> None:
     scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
@@ -211,10 +225,12 @@ def test_recordings_keep_no_model_alive(replays: list[int]) -> None:
     assert not any(weight() is not None for weight in gone)
 
 
-def test_a_model_in_training_and_one_under_autocast_are_left_alone() -> None:
+def test_a_model_in_training_under_autocast_or_a_function_mode_is_left_alone() -> None:
     target, _ = pair("llama")
     assert recordable(target)
     assert not recordable(target.train())
     target.eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not recordable(target)
+    with BaseTorchFunctionMode():
         assert not recordable(target)
