@@ -21,11 +21,10 @@ from hf_specdec.draft_length import StopRule
 from hf_specdec.drafting import Drafter, ModelDrafter, NoDrafter
 from hf_specdec.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter, LookupDrafter
 from hf_specdec.processors import HostProcessors
-from hf_specdec.recorded import recordable
 from hf_specdec.runner import context_length
 from hf_specdec.runners import runner_for
 from hf_specdec.static_cache import CacheSize
-from hf_specdec.static_runner import keeps_rows, static_cache
+from hf_specdec.static_runner import serves_one_row, static_cache
 from hf_specdec.strategies import TABLE, stop_rule
 from hf_specdec.transcript import Transcript
 
@@ -109,7 +108,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         return _across_tokenizers(config, call, rule)
     kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor)
     size = call.static_size
-    if size is None and kwargs.get("past_key_values") is not None and recordable(draft) and keeps_rows(draft, kwargs):
+    if size is None and kwargs.get("past_key_values") is not None and serves_one_row(draft, kwargs):
         # The target's cache is of another kind, or on another device; the draft's passes are worth recording still.
         size = CacheSize(call.transcript.ids.shape[1], grows=True)
     if size is not None:

@@ -27,11 +27,10 @@ from hf_specdec.fast_decoding import accelerated
 from hf_specdec.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.prepared_engines import fast_capacity
 from hf_specdec.processors import HostProcessors
-from hf_specdec.recorded import recordable
 from hf_specdec.runner import ModelRunner, context_length, pass_mode
 from hf_specdec.runners import runner_for
 from hf_specdec.static_cache import CacheSize
-from hf_specdec.static_runner import StaticRunner, keeps_rows, static_cache
+from hf_specdec.static_runner import StaticRunner, keeps_rows, serves_one_row, static_cache
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.strategies import TABLE
 from hf_specdec.transcript import Transcript
@@ -245,8 +244,8 @@ def _static_size(
     if is_static_by_request(cache) or (config.compile and is_unused_default(cache)):
         prepared = config.compile or captured.captures(transcript.ids.device)
         return CacheSize(fast_capacity(tokens) if prepared else tokens)
-    serves = transcript.batch_size > 1 or recordable(model)
-    if serves and is_unused_default(cache) and keeps_rows(model, model_kwargs):
+    serves = keeps_rows if transcript.batch_size > 1 else serves_one_row
+    if is_unused_default(cache) and serves(model, model_kwargs):
         return CacheSize(tokens, grows=True)
     return None
 

@@ -69,8 +69,8 @@ class RowsLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def reserve(self, span: int) -> None:
-        """Take the memory for so many slots, where it was not taken at once."""
-        if self.is_initialized and self.grows and (more := self._needed(span) - self.keys.shape[2]) > 0:
+        """Take the memory for so many slots."""
+        if self.is_initialized and (more := self._needed(span) - self.keys.shape[2]) > 0:
             self.keys, self.values = (torch.nn.functional.pad(old, (0, 0, 0, more)) for old in (self.keys, self.values))
 
     def _needed(self, span: int) -> int:
@@ -125,7 +125,7 @@ class RowsCache(Cache):
 
     def reserve(self, span: int) -> None:
         """Take the memory for so many slots, where it was not taken at once."""
-        for layer in self.layers:
+        for layer in self.layers if self.grows else ():
             layer.reserve(span)
 
     def tensors(self) -> list[Tensor]:

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
 from hf_specdec.cache import new_cache
 from hf_specdec.masks import WIDEST, CausalMasks, SlotMasks, attention_mask, attention_windows, takes_ready_masks
-from hf_specdec.recorded import recorded_passes
+from hf_specdec.recorded import RecordedPasses, recordable, recorded_passes
 from hf_specdec.runner import extend_count, extend_mask, pass_mode, prompt_positions
 from hf_specdec.static_cache import CacheSize, RowsCache
 
@@ -38,6 +38,11 @@ def keeps_rows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
         and KNOWN_KWARGS.issuperset(key for key, value in model_kwargs.items() if value is not None)
         and (positions is None or positions.dim() == 2)
     )
+
+
+def serves_one_row(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a `RowsCache` pays for a single row as well: where passes from it are recorded."""
+    return keeps_rows(model, model_kwargs) and recordable(model)
 
 
 def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: CacheSize, argument: str) -> Cache:
@@ -92,7 +97,7 @@ class StaticRunner:
         self._tables: dict[str, CausalMasks | SlotMasks] = {}
         self._mode = pass_mode(model)
         self._recorded = recorded_passes(model)
-        self._weights = [*model.parameters(), *model.buffers()]
+        self._weights = [] if self._recorded is None else [*model.parameters(), *model.buffers()]
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
@@ -105,11 +110,11 @@ class StaticRunner:
         slots = self._slots(read, width)
         with self._mode():
             self.cache.reserve(span)
-            if self.passes and width <= WIDEST:
-                logits = self._narrow_pass(tokens, slots, span)
+            if self._recorded is not None and self.passes and width <= WIDEST:
+                logits = self._recorded_pass(self._recorded, tokens, slots, span)
             else:
                 kept = count if self.keeps_logits else None
-                masks = self._wide_masks(slots, span)
+                masks = self._masks_of(slots, span)
                 logits = masked_pass(
                     self.model, self.cache, tokens, slots, self.positions, masks, span=span, count=kept
                 )
@@ -124,18 +129,16 @@ class StaticRunner:
             return self._all_slots[:, read[0] : read[0] + width]
         return self._all_slots[:, :width] + torch.tensor(read, device=self._all_slots.device).unsqueeze(1)
 
-    def _narrow_pass(self, tokens: Tensor, slots: Tensor, span: int) -> Tensor:
-        """A pass over few tokens, recorded where it can be; all of their logits, so that one recording serves all."""
-        masks = self._masks(slots, span)
+    def _recorded_pass(self, recorded: RecordedPasses, tokens: Tensor, slots: Tensor, span: int) -> Tensor:
+        """A pass over few tokens, recorded sooner or later; all of their logits, so that one recording serves all."""
+        masks = self._ready_masks(slots, span)
 
         def step(tokens: Tensor, slots: Tensor, positions: Tensor, *rest: Tensor) -> Tensor:
             given, looked_at = _by_kind(dict(zip(masks, rest, strict=False))), rest[0].shape[-1]
             return masked_pass(self.model, self.cache, tokens, slots, positions, given, span=looked_at, count=None)
 
         inputs = [tokens, slots, self.positions, *masks.values(), *self.cache.tensors(), *self._weights]
-        if self._recorded is None:
-            return step(*inputs)
-        return self._recorded.of(len(self._fed)).run(step, inputs, span)
+        return recorded.of(len(self._fed)).run(step, inputs, span)
 
     def _by_row(self, logits: Tensor) -> Tensor:
         """Logits of the rows fed, `[m, count, V]`, among zeros for those left out, `[B, count, V]`."""
@@ -143,13 +146,13 @@ class StaticRunner:
             return logits
         return logits.new_zeros(len(self.read), *logits.shape[1:]).index_copy_(0, self._fed_rows, logits)
 
-    def _wide_masks(self, slots: Tensor, span: int) -> Masks:
+    def _masks_of(self, slots: Tensor, span: int) -> Masks:
         """The masks of a pass; the first one, over all pairs of the prompt's tokens, is left to the model to make."""
         if not self.passes:
             return self.visible[:, :span].long() if self._padded else None
-        return _by_kind(self._masks(slots, span))
+        return _by_kind(self._ready_masks(slots, span))
 
-    def _masks(self, slots: Tensor, span: int) -> dict[str, Tensor]:
+    def _ready_masks(self, slots: Tensor, span: int) -> dict[str, Tensor]:
         """Ready masks by the kind of layers."""
         if not self._tables:
             kind_of_table = CausalMasks if self._one_row else SlotMasks

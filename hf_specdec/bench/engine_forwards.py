@@ -17,10 +17,9 @@ from hf_specdec.bench.measure import synchronize
 from hf_specdec.bench.raw_forwards import build_step, text_behind
 from hf_specdec.bench.settings import Settings
 from hf_specdec.prepared_engines import kept_engines
-from hf_specdec.recorded import recordable
 from hf_specdec.runner import pass_mode
 from hf_specdec.static_cache import RowsCache
-from hf_specdec.static_runner import StaticRunner, keeps_rows, static_pass
+from hf_specdec.static_runner import StaticRunner, keeps_rows, serves_one_row, static_pass
 
 Times = dict[str, dict[str, list[float]]]
 Place = tuple[str, int, int]  # engine, batch size, prompt length
@@ -70,10 +69,10 @@ def prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
             with torch.no_grad():
                 for _ in range(_PREPARED_SAMPLES):
                     (drafts, _), seconds = timed(pair, engine.steps[drafting].run_draft)
-                    if lookahead and not longer:
-                        times["draft"].setdefault(str(lookahead), []).append(seconds / lookahead)
                     if longer:
-                        (drafts, _) = steps.run_draft()
+                        drafts, _ = steps.run_draft()  # blanks, as wide as these steps judge
+                    elif lookahead:
+                        times["draft"].setdefault(str(lookahead), []).append(seconds / lookahead)
                     _, seconds = timed(pair, partial(steps.run_verify, drafts))
                     times["target"].setdefault(str(lookahead + 1), []).append(seconds)
     return times if times["target"] else None
@@ -185,7 +184,7 @@ def recorded_step(pair: LoadedPair, model: Any, rows: Sequence[Sequence[int]], b
 
 def records(pair: LoadedPair) -> bool:
     """Whether passes of both models are recorded by default."""
-    return all(recordable(model) and keeps_rows(model, {}) for model in pair.models)
+    return all(serves_one_row(model, {}) for model in pair.models)
 
 
 # How bare passes run on each engine.
