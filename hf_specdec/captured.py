@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import torch
+
+from hf_specdec.compiled import Compiled
 
 Step = Callable[..., Any]
 
@@ -21,7 +22,7 @@ def captures(device: torch.device) -> bool:
 def prepared(step: Step, device: torch.device, *, compile: bool) -> Step:
     """A step as it will run: compiled if asked for, captured on CUDA."""
     if compile:
-        step = _compiled(step, device)
+        step = Compiled(step, device)
     return Captured(step, device) if device.type == "cuda" else step
 
 
@@ -52,33 +53,6 @@ class Laps:
             return [end - start for start, end in pairwise(self._times)]
         self._events[-1].synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]
-
-
-def _compiled(step: Step, device: torch.device) -> Step:
-    """`torch.compile` for fixed shapes, without guards: whoever keeps the step checks what it depends on.
-
-    Guards on every weight of a model cost as much as a small draft's pass, each round. Where compiling fails, for
-    instance without a C++ compiler, the step runs as it is, and a warning says so.
-    """
-    options = {"guard_filter_fn": lambda guards: [False] * len(guards), "cpp_wrapper": device.type == "cpu"}
-    ready: list[Step] = []
-
-    def run(*args: Any) -> Any:
-        if ready:
-            return ready[0](*args)
-        try:
-            # Each step counts its graphs by itself; torch's stubs don't know the argument yet.
-            compiled = torch.compile(step, fullgraph=True, dynamic=False, options=options, isolate_recompiles=True)  # type: ignore[call-overload]
-            result = compiled(*args)
-        except (RuntimeError, TypeError) as error:
-            reason = f"compile=True: decoding goes on uncompiled, since torch.compile failed: {error}"
-            warnings.warn(reason, stacklevel=2)
-            ready.append(step)
-            return step(*args)
-        ready.append(compiled)
-        return result
-
-    return run
 
 
 class Captured:
