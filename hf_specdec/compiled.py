@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Compiled:
     Guards on every weight of a model cost as much as a small draft's pass, each round, and fetching the weights from
     the model's modules a tenth of the target's. So neither is done twice: the first call notes what the graph was
     given and which of it were the call's arguments. Whoever keeps the step checks what it depends on, and calls it
-    with arguments of one structure and shape.
+    with arguments of one structure and shape, all of them tensors of their own.
 
     Args:
         step: reads and writes the tensors of its closure, which have to stay the same objects, and its arguments.
@@ -60,10 +60,10 @@ class Compiled:
         # Importing it takes seconds.
         from torch._inductor.compile_fx import compile_fx
 
-        inductor = compile_fx(graph, inputs, config_patches=self._options)
+        inductor = cast(Graph, compile_fx(graph, inputs, config_patches=self._options))
 
         def noting(*given: Any) -> Sequence[Any]:
-            returned: Sequence[Any] = inductor(*given)
+            returned = inductor(*given)
             self._graph, self._given, self._returned = inductor, list(given), list(returned)
             return returned
 

@@ -45,10 +45,13 @@ def state_of(model: PreTrainedModel) -> Hashable:
 
 
 def weights_of(model: PreTrainedModel) -> Hashable:
-    """A model's very weights: which tensors they are, and where they stand."""
+    """A model's very weights and buffers: which tensors they are, and where they stand."""
     # Those of a tensor class of their own (quantized ones) may have no address to ask for.
+    plain = (torch.nn.Parameter, torch.Tensor)
     return tuple(
-        (_serial(p), p.data_ptr() if type(p) is torch.nn.Parameter else 0, p.dtype) for p in model.parameters()
+        (_serial(t), t.data_ptr() if type(t) in plain else 0, t.dtype)
+        for tensors in (model.parameters(), model.buffers())
+        for t in tensors
     )
 
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 # For inductor: what is read more than once is computed once. Each token of a layer's input is a reader.
 OPTIONS = {"realize_reads_threshold": 0}
 WIDEST = 10  # tokens of a pass, all rows' together; behind that the code grows faster than the gain
+BETWEEN = 8  # attentions of one query from one that is called to the next: loops without a call between are one piece
 DTYPES = (torch.float32, torch.float64)  # narrower ones have instructions of their own, which loops don't use
 
 
@@ -33,7 +34,15 @@ def as_loops(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class NarrowLoops(TorchFunctionMode):
-    """Writes `linear` and `scaled_dot_product_attention` as sums of products, where they are over few tokens."""
+    """Writes `linear` and `scaled_dot_product_attention` as sums of products, where they are over few tokens.
+
+    Equal pieces of code are compiled once, but all between two calls is one piece, of many layers at worst. So every
+    `BETWEEN`th attention of one query remains a call; those of several queries end in one anyway.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attentions = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -43,7 +52,9 @@ class NarrowLoops(TorchFunctionMode):
         if func is functional.linear and _is_narrow_linear(*args, **options):
             return linear(*args, **options)
         if func is functional.scaled_dot_product_attention and _is_narrow_attention(*args, **options):
-            return attention(*args, **options)
+            self.attentions += args[0].shape[2] == 1
+            if self.attentions % BETWEEN or args[0].shape[2] > 1:
+                return attention(*args, **options)
         return func(*args, **options)
 
 
@@ -72,10 +83,7 @@ def attention(
         key, value = (_shared(states, groups) for states in (key, value))
     query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = torch.stack([(query[:, :, at, None] * key).sum(dim=-1) for at in range(query.shape[2])], dim=2)
-    if attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    else:
-        scores = scores + attn_mask
+    scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     return scores.softmax(dim=-1) @ value
 
 
