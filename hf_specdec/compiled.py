@@ -64,7 +64,8 @@ class Compiled:
 
         def noting(*given: Any) -> Sequence[Any]:
             returned = inductor(*given)
-            self._graph, self._given, self._returned = inductor, list(given), list(returned)
+            if self._run is None:
+                self._graph, self._given, self._returned = inductor, list(given), list(returned)
             return returned
 
         return noting
