@@ -80,7 +80,7 @@ def attention(
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
-        key, value = (_shared(states, groups) for states in (key, value))
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = torch.stack([(query[:, :, at, None] * key).sum(dim=-1) for at in range(query.shape[2])], dim=2)
     scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
@@ -104,10 +104,3 @@ def _is_narrow_attention(
 ) -> bool:
     known = attn_mask is not None and not is_causal and dropout_p == 0.0 and query.dim() == 4
     return known and len(query) * query.shape[2] <= WIDEST and query.dtype in DTYPES
-
-
-def _shared(states: Tensor, groups: int) -> Tensor:
-    """`[B, H_kv, K, D]` to `[B, H_kv * groups, K, D]`, each head as often as queries share it."""
-    batch_size, heads, length, width = states.shape
-    spread = states.unsqueeze(2).expand(-1, -1, groups, -1, -1)
-    return spread.reshape(batch_size, heads * groups, length, width)
