@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from hf_specdec.compiled import Compiled
-
-Step = Callable[..., Any]
+from hf_specdec.compiled import Compiled, Step
 
 
 def captures(device: torch.device) -> bool:

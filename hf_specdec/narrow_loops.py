@@ -1,4 +1,4 @@
-"""What a compiled step on a CPU makes of linear layers and attention: loops over few tokens, where nothing is called.
+"""What a compiled step on a CPU makes of linear layers and attention: loops over few tokens, hardly a library's call.
 
 Matrix libraries are made for wide products: for the few tokens of a round they take several times what reading the
 weights takes. Written as sums of products, `torch.compile` turns them into loops that read each weight once for all
