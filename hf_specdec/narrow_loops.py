@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# For inductor: what is read more than once is computed once. Each token of a layer's input is a reader.
-OPTIONS = {"realize_reads_threshold": 0}
+# For inductor: what is read more than once is computed once (each token of a layer's input is a reader), and a product
+# is added in the same instruction.
+OPTIONS = {"realize_reads_threshold": 0, "cpp.enable_floating_point_contract_flag": "fast"}
 WIDEST = 10  # tokens of a pass, all rows' together; behind that the code grows faster than the gain
-BETWEEN = 8  # attentions of one query from one that is called to the next: loops without a call between are one piece
 DTYPES = (torch.float32, torch.float64)  # narrower ones have instructions of their own, which loops don't use
 
 
@@ -34,15 +34,7 @@ def as_loops(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class NarrowLoops(TorchFunctionMode):
-    """Writes `linear` and `scaled_dot_product_attention` as sums of products, where they are over few tokens.
-
-    Equal pieces of code are compiled once, but all between two calls is one piece, of many layers at worst. So every
-    `BETWEEN`th attention of one query remains a call; those of several queries end in one anyway.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attentions = 0
+    """Writes `linear` and `scaled_dot_product_attention` as sums of products, where they are over few tokens."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -52,9 +44,7 @@ class NarrowLoops(TorchFunctionMode):
         if func is functional.linear and _is_narrow_linear(*args, **options):
             return linear(*args, **options)
         if func is functional.scaled_dot_product_attention and _is_narrow_attention(*args, **options):
-            self.attentions += args[0].shape[2] == 1
-            if self.attentions % BETWEEN or args[0].shape[2] > 1:
-                return attention(*args, **options)
+            return attention(*args, **options)
         return func(*args, **options)
 
 
@@ -81,10 +71,24 @@ def attention(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    tokens = range(query.shape[2])
     query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = torch.stack([(query[:, :, at, None] * key).sum(dim=-1) for at in range(query.shape[2])], dim=2)
+    scores = torch.stack([(query[:, :, at, None] * key).sum(dim=-1) for at in tokens], dim=2)
     scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return scores.softmax(dim=-1) @ value
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    total = _piece_ends(weights.sum(dim=-1))
+    mixed = [(weights[:, :, at, :, None] * value).sum(dim=-2) / total[:, :, at, None] for at in tokens]
+    # In the order in which models read it.
+    return torch.stack(mixed, dim=1).transpose(1, 2)
+
+
+def _piece_ends(states: Tensor) -> Tensor:
+    """The same states, by a call that loops can't be merged across.
+
+    All between two calls is one piece of code, and equal pieces are compiled, and kept in the processor's cache, once.
+    So every layer has a call, of the least that takes one: a cumulative sum of one summand.
+    """
+    return states.unsqueeze(0).cumsum(dim=0).squeeze(0)
 
 
 def _is_narrow_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

@@ -53,8 +53,9 @@ def test_narrow_attention_is_that_of_torch(heads: int, kind: str) -> None:
     if kind == "bool":
         mask = mask > -0.5
     options = {"attn_mask": mask, "scale": 0.3, "enable_gqa": heads < 4}
-    with NarrowLoops():
+    with NarrowLoops(), Products() as left:
         found = scaled_dot_product_attention(query, key, value, **options)
+    assert not left.count
     torch.testing.assert_close(found, scaled_dot_product_attention(query, key, value, **options), rtol=0, atol=1e-12)
 
 
