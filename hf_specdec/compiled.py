@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from hf_specdec.loop_pieces import pieces_as_pointers
 from hf_specdec.narrow_loops import OPTIONS, as_loops
 
 Step = Callable[..., Any]
-Graph = Callable[..., Sequence[Any]]
+Graph = Callable[[list[Any]], Sequence[Any]]  # empties the list that it is given
 
 
 class Compiled:
@@ -32,9 +34,9 @@ class Compiled:
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._plain = step
-        loops = device.type == "cpu"
-        self._step = as_loops(step) if loops else step
-        self._options = {"cpp_wrapper": True, **OPTIONS} if loops else {}
+        self._loops = device.type == "cpu"
+        self._step = as_loops(step) if self._loops else step
+        self._options = {"cpp_wrapper": True, **OPTIONS} if self._loops else {}
         self._run: Step | None = None
         self._graph: Graph | None = None
         self._given: list[Any] = []
@@ -55,17 +57,29 @@ class Compiled:
         self._run = self._direct(args, result) or compiled
         return result
 
-    def _backend(self, graph: GraphModule, inputs: list[Tensor]) -> Graph:
+    def _backend(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """Inductor; what its code is given and returns is noted."""
         # Importing it takes seconds.
-        from torch._inductor.compile_fx import compile_fx
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        inductor = cast(Graph, compile_fx(graph, inputs, config_patches=self._options))
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            code: Any = compile_fx_inner(*args, **kwargs)
+            code.current_callable = self._noting(code.current_callable)
+            return code
 
-        def noting(*given: Any) -> Sequence[Any]:
-            returned = inductor(*given)
+        # That cache would give back code that has not come by here; inductor's own keeps what takes long.
+        with config.patch(enable_autograd_cache=False), pieces_as_pointers() if self._loops else nullcontext():
+            return cast(Callable[..., Any], compile_fx(graph, inputs, inner, config_patches=self._options))
+
+    def _noting(self, graph: Graph) -> Graph:
+        """The same code, which at its first call notes what it is given and returns."""
+
+        def noting(given: list[Any]) -> Sequence[Any]:
+            inputs = list(given)
+            returned = graph(given)
             if self._run is None:
-                self._graph, self._given, self._returned = inductor, list(given), list(returned)
+                self._graph, self._given, self._returned = graph, inputs, list(returned)
             return returned
 
         return noting
@@ -91,7 +105,7 @@ class Compiled:
             leaves, inputs = pytree.tree_leaves(args), list(given)
             for place, at in arguments:
                 inputs[place] = leaves[at]
-            outputs = graph(*inputs)
+            outputs = graph(inputs)
             return pytree.tree_unflatten([None if place is None else outputs[place] for place in places], structure)
 
         return run

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# For inductor: what is read more than once is computed once (each token of a layer's input is a reader), and a product
-# is added in the same instruction.
-OPTIONS = {"realize_reads_threshold": 0, "cpp.enable_floating_point_contract_flag": "fast"}
+# For inductor: what is read more than once is computed once (each token of a layer's input is a reader), a product is
+# added in the same instruction, and shapes, which never change, are not compared in every pass.
+OPTIONS = {"realize_reads_threshold": 0, "cpp.enable_floating_point_contract_flag": "fast", "size_asserts": False}
 WIDEST = 10  # tokens of a pass, all rows' together; behind that the code grows faster than the gain
 DTYPES = (torch.float32, torch.float64)  # narrower ones have instructions of their own, which loops don't use
 
