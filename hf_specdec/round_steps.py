@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, TopKLogitsWarper
 
 from hf_specdec import sampling
 from hf_specdec.draft_length import StopRule
@@ -20,6 +20,7 @@ from hf_specdec.masks import attention_windows
 from hf_specdec.processors import Relaxation
 from hf_specdec.static_cache import RowsCache
 from hf_specdec.static_runner import static_pass
+from hf_specdec.top_k import keep_top_k
 from hf_specdec.verification import Rule
 
 
@@ -156,7 +157,8 @@ def verify_step(
 
 def _process(processors: Sequence[LogitsProcessor], tokens: Tensor, scores: Tensor) -> Tensor:
     for processor in processors:
-        scores = processor(tokens, scores)
+        by_blocks = type(processor) is TopKLogitsWarper and scores.device.type == "cpu"
+        scores = keep_top_k(processor, scores) if by_blocks else processor(tokens, scores)
     return scores
 
 
