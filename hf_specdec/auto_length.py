@@ -32,7 +32,7 @@ class Experience:
 
     Args:
         copies: drafts are copies and cost no steps.
-        steady: passes always run in the same way.
+        prepared: rounds are prepared ones, see `Times`.
 
     Attributes:
         times: estimates of what passes take.
@@ -44,8 +44,8 @@ class Experience:
         prepared: what prepared rounds have taught, whose passes take other times; None before the first.
     """
 
-    def __init__(self, *, copies: bool = False, steady: bool = False) -> None:
-        self.times = Times(copies=copies, steady=steady)
+    def __init__(self, *, copies: bool = False, prepared: bool = False) -> None:
+        self.times = Times(copies=copies, prepared=prepared)
         self.accepted = Positions(PRIOR_ACCEPTANCE)
         self.drafted = Positions(1.0)
         self.steps = Positions(1.0)
@@ -96,7 +96,7 @@ class AutoLength(StopRule):
             ready: lengths whose rounds are prepared by now; looked at in every round.
         """
         self.lengths, self.ready = LADDER, ready
-        prepared = self.known.prepared or Experience(steady=True)
+        prepared = self.known.prepared or Experience(prepared=True)
         self.known.prepared = prepared
         self.known = prepared
         best = self._best(self._rates())
@@ -149,8 +149,14 @@ class AutoLength(StopRule):
         self.limit = best
 
     def _best(self, rates: Sequence[float]) -> int:
-        """The length of the highest rate, 0 where it gains too little; `rates` are those of 0 to `MAX_DRAFT` drafts."""
-        best = max(self.lengths, key=lambda n: rates[n] if n in self.ready else rates[n] / NEWCOMER)
+        """The length of the highest rate, 0 where it gains too little; `rates` are those of 0 to `MAX_DRAFT` drafts.
+
+        One that is not ready is the next behind the longest that is, at most.
+        """
+        # What a much longer one takes than those that were timed is anyone's guess.
+        longest = max((at for at, n in enumerate(self.lengths) if n in self.ready), default=0)
+        known = self.lengths[: longest + 2]
+        best = max(known, key=lambda n: rates[n] if n in self.ready else rates[n] / NEWCOMER)
         return best if rates[best] >= MARGIN * rates[0] else 0
 
     def _rates(self) -> list[float]:
@@ -162,7 +168,7 @@ class AutoLength(StopRule):
             known.accepted.reach(), known.drafted.reach(), known.steps.reach(), strict=True
         ):
             tokens, drafts, steps = tokens + accepted, drafts + drafted, steps + stepped
-            rates.append(tokens / (steps * known.times.step() + known.times.target(1 + drafts)))
+            rates.append(tokens / (known.times.drafting(steps) + known.times.target(1 + drafts)))
         return rates
 
     def _probe(self) -> int:
@@ -180,5 +186,5 @@ class AutoLength(StopRule):
     def _loss(self, length: int) -> float:
         """Seconds lost by a round of so many drafts, none of them accepted."""
         times = self.known.times
-        drafting = length * times.step() + times.catch_up(self._unread)
+        drafting = times.drafting(length) + times.catch_up(self._unread)
         return drafting + times.target(1 + length) - times.target(1)

@@ -71,11 +71,13 @@ class Times:
 
     Args:
         copies: drafts are copies and cost no steps.
-        steady: passes always run in the same way.
+        prepared: passes are prepared ones: they always run in the same way, and a draft's first, which reads two tokens
+            and begins a call, takes about as long as two others.
     """
 
-    def __init__(self, *, copies: bool = False, steady: bool = False) -> None:
-        self._half_life = math.inf if steady else HALF_LIFE
+    def __init__(self, *, copies: bool = False, prepared: bool = False) -> None:
+        self._half_life = math.inf if prepared else HALF_LIFE
+        self._beginning = 1 if prepared else 0
         self._by_width: dict[int, deque[float]] = {}
         self._medians: dict[int, tuple[float, float]] = {}  # how much the times known count, and their median
         self._rounds = 0
@@ -115,7 +117,7 @@ class Times:
                 self._catch_ups.append(caught_up)
             elif unread:
                 caught_up = min(self.reading(unread), drafting / 2)
-            self._steps.append((drafting - caught_up) / finished.draft_steps)
+            self._steps.append((drafting - caught_up) / (finished.draft_steps + self._beginning))
 
     def target(self, width: float) -> float:
         """Seconds of a round's target pass over `width` tokens a row.
@@ -150,6 +152,10 @@ class Times:
     def step(self) -> float:
         """Seconds of a draft step."""
         return median_low(self._steps) if self._steps else self._ratio * self.target(1)
+
+    def drafting(self, steps: float) -> float:
+        """Seconds of a draft of so many steps."""
+        return (steps + self._beginning) * self.step() if steps else 0.0
 
     def reading(self, unread: float) -> float:
         """Seconds that a draft's pass takes longer for so many more tokens."""
