@@ -7,10 +7,12 @@ that its loops read of it is the pointer.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
+
+_writing = threading.RLock()  # one step's code at a time, so that all leave the method as they found it
 
 
 @contextmanager
@@ -21,12 +23,6 @@ def pieces_as_pointers() -> Iterator[None]:
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
     from torch._inductor.codegen.wrapper import DeferredLine
 
-    as_tensor = getattr(CppWrapperCpu, "codegen_deferred_allocation", None)
-    if as_tensor is None:
-        # Another version of torch: its code stays as it is.
-        yield
-        return
-
     def as_pointer(wrapper: Any, name: str, view: Any) -> None:
         if not _is_for_loops(name):
             as_tensor(wrapper, name, view)
@@ -36,8 +32,13 @@ def pieces_as_pointers() -> Iterator[None]:
         piece = "struct { void* start; void* data_ptr() const { return start; } void reset() {} }"
         wrapper.writeline(DeferredLine(name, f"{piece} {name}{{{start}}};"))
 
-    with patch.object(CppWrapperCpu, "codegen_deferred_allocation", as_pointer):
-        yield
+    with _writing:
+        as_tensor = CppWrapperCpu.codegen_deferred_allocation
+        CppWrapperCpu.codegen_deferred_allocation = as_pointer  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            CppWrapperCpu.codegen_deferred_allocation = as_tensor  # type: ignore[method-assign]
 
 
 def _is_for_loops(name: str) -> bool:
