@@ -34,7 +34,7 @@ def pieces_as_pointers() -> Iterator[None]:
 
     with _writing:
         as_tensor = CppWrapperCpu.codegen_deferred_allocation
-        CppWrapperCpu.codegen_deferred_allocation = as_pointer  # type: ignore[method-assign]
+        CppWrapperCpu.codegen_deferred_allocation = as_pointer  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
