@@ -23,13 +23,16 @@ def keep_top_k(processor: TopKLogitsWarper, scores: Tensor) -> Tensor:
 
 def kth_best(scores: Tensor, k: int) -> Tensor:
     """The k-th highest of each row of `[N, V]`, ties counted one by one; `[N, 1]`."""
+    block = 2 ** round(log2(scores.shape[-1] / k) / 2)  # about as many blocks as there are scores in k of them
+    candidates = scores if block < LEAST_BLOCK else _in_best_blocks(scores, k, block)
+    return candidates.topk(k, sorted=False).values.amin(dim=-1, keepdim=True)
+
+
+def _in_best_blocks(scores: Tensor, k: int, block: int) -> Tensor:
+    """The scores in the k blocks whose best is best, `[N, k * block]`."""
     rows, width = scores.shape
-    block = 2 ** round(log2(width / k) / 2)  # about as many blocks as there are scores in k of them
-    if block < LEAST_BLOCK:
-        return scores.topk(k, sorted=False).values.amin(dim=-1, keepdim=True)
     blocks = -(-width // block)
     # Those of a block stand a row apart, so that loops find many blocks' best at a time.
     padded = torch.nn.functional.pad(scores, (0, block * blocks - width), value=-torch.inf).view(rows, block, blocks)
     best = padded.amax(dim=1).topk(k, sorted=False).indices
-    candidates = padded.gather(2, best.unsqueeze(1).expand(-1, block, -1)).flatten(1)
-    return candidates.topk(k, sorted=False).values.amin(dim=-1, keepdim=True)
+    return padded.gather(2, best.unsqueeze(1).expand(-1, block, -1)).flatten(1)
