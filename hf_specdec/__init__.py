@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.generation import SpeculativeDecoding, last_speculation
 from hf_specdec.plugin import disable, enable
-from hf_specdec.stats import Round, SpeculationStats
+from hf_specdec.rules.statistics import Round, SpeculationStats
 
 if TYPE_CHECKING:
-    from hf_specdec.attention import to_better_transformer
+    from hf_specdec.models.better_transformer import to_better_transformer
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports Better Transformer on first use: it brings BLOOM's modelling code with it."""
     if name == "to_better_transformer":
-        from hf_specdec.attention import to_better_transformer
+        from hf_specdec.models.better_transformer import to_better_transformer
 
         return to_better_transformer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,13 +6,11 @@ import inspect
 from typing import Any
 
 from torch.nn import Module
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from hf_specdec.cache import check_rewindable, is_static_by_request
-from hf_specdec.cross_tokenizer import tokenizers_disagree
-from hf_specdec.processors import check_stateless
+from hf_specdec.host.processors import check_stateless
+from hf_specdec.models.cache_rollback import check_rewindable, is_static_by_request
 
-MAX_VOCABULARY_PADDING = 1024
 # Arguments that by themselves choose how transformers decodes.
 OTHER_MODES = {
     "assistant_early_exit": "drafts by the target's own first layers",
@@ -156,33 +154,3 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
             f"{named} keeps a recurrent state that can't be rolled back after a rejected draft: choose an "
             "attention-only model, or decode without speculation."
         )
-
-
-def needs_translation(
-    model: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    assistant_tokenizer: PreTrainedTokenizerBase | None,
-) -> bool:
-    """Whether drafts have to be carried from one vocabulary to the other.
-
-    Raises:
-        ValueError: the vocabularies differ by more than padding and a tokenizer is missing.
-    """
-    if tokenizers_disagree(tokenizer, assistant_tokenizer):
-        return True
-    sizes = vocabulary_size(model), vocabulary_size(draft)
-    if abs(sizes[0] - sizes[1]) <= MAX_VOCABULARY_PADDING:
-        return False
-    if tokenizer is None or assistant_tokenizer is None:
-        raise ValueError(
-            f"assistant_model={type(draft).__name__} has a vocabulary of {sizes[1]} tokens and the target one of "
-            f"{sizes[0]}, which is more than padding: choose a draft with the target's tokenizer, or pass both "
-            "tokenizer= and assistant_tokenizer=."
-        )
-    return False
-
-
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """V: the number of scores that the model gives each position."""
-    return model.config.get_text_config(decoder=True).vocab_size

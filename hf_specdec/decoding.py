@@ -9,14 +9,14 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hf_specdec import sampling
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
-from hf_specdec.drafting import Drafter, DraftProposal, tail
-from hf_specdec.processors import HostProcessors, Relaxation
-from hf_specdec.runners import Runner
-from hf_specdec.stats import Round, SpeculationStats, reached_overlap
-from hf_specdec.transcript import Transcript
-from hf_specdec.verification import Rule, Verification
+from hf_specdec.drafting.drafter import Drafter, DraftProposal, tail
+from hf_specdec.host.processors import HostProcessors, Relaxation
+from hf_specdec.host.transcript import Transcript
+from hf_specdec.models.runner_choice import Runner
+from hf_specdec.rules import sampling
+from hf_specdec.rules.statistics import Round, SpeculationStats, reached_overlap
+from hf_specdec.rules.verification import Rule, Verification
 
 
 @dataclass(frozen=True)

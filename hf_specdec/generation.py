@@ -17,24 +17,25 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_specdec import captured
-from hf_specdec.cache import is_static_by_request, is_unused_default, release
 from hf_specdec.checks import check_call, check_is_model, check_kinds, check_model
 from hf_specdec.config import SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
-from hf_specdec.drafters import DraftCall, make_drafter
-from hf_specdec.fast_decoding import accelerated
-from hf_specdec.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
-from hf_specdec.prepared_engines import fast_capacity
-from hf_specdec.processors import HostProcessors
-from hf_specdec.runner import ModelRunner, context_length, pass_mode
-from hf_specdec.runners import runner_for
-from hf_specdec.static_cache import CacheSize
-from hf_specdec.static_runner import StaticRunner, keeps_rows, serves_one_row, static_cache
-from hf_specdec.stats import SpeculationStats
+from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
+from hf_specdec.host.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
+from hf_specdec.host.processors import HostProcessors
+from hf_specdec.host.transcript import Transcript
+from hf_specdec.models.cache_rollback import is_static_by_request, is_unused_default, release
+from hf_specdec.models.dynamic_runner import ModelRunner
+from hf_specdec.models.runner_choice import runner_for
+from hf_specdec.models.static_cache import CacheSize
+from hf_specdec.models.static_runner import StaticRunner, keeps_rows, serves_one_row, static_cache
+from hf_specdec.models.traits import context_length, pass_mode
+from hf_specdec.prepared import captured
+from hf_specdec.prepared.decoder import with_prepared_rounds
+from hf_specdec.prepared.engines import prepared_capacity
+from hf_specdec.rules.statistics import SpeculationStats
+from hf_specdec.rules.verification import SAMPLING_RULES, greedy
 from hf_specdec.strategies import TABLE
-from hf_specdec.transcript import Transcript
-from hf_specdec.verification import SAMPLING_RULES, greedy
 
 _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
 
@@ -220,7 +221,7 @@ def _run(
 ) -> Cache | None:
     """Decode; returns the cache that goes to the caller, made his own, None where none does."""
     target = decoder.target
-    with accelerated(decoder, transcript, compile=compile) as running:
+    with with_prepared_rounds(decoder, transcript, compile=compile) as running:
         try:
             running.decode(transcript, stats)
         finally:
@@ -243,7 +244,7 @@ def _static_size(
     cache, tokens = model_kwargs.get("past_key_values"), transcript.ids.shape[1]
     if is_static_by_request(cache) or (config.compile and is_unused_default(cache)):
         prepared = config.compile or captured.captures(transcript.ids.device)
-        return CacheSize(fast_capacity(tokens) if prepared else tokens)
+        return CacheSize(prepared_capacity(tokens) if prepared else tokens)
     serves = keeps_rows if transcript.batch_size > 1 else serves_one_row
     if is_unused_default(cache) and serves(model, model_kwargs):
         return CacheSize(tokens, grows=True)

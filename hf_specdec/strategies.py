@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_specdec.auto_length import AutoLength, Experience
 from hf_specdec.config import SpeculationConfig
-from hf_specdec.draft_length import EntropyStop, Fallback, FirstOf, StopRule
-from hf_specdec.processors import BildRollback
+from hf_specdec.host.processors import BildRollback
+from hf_specdec.lengths.auto_length import AutoLength, Experience
+from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 
 
 @dataclass(frozen=True)

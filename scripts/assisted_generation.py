@@ -275,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     import transformers
 
     from hf_specdec.bench.settings import BenchError, Settings
-    from hf_specdec.bench.tasks import run_task
+    from hf_specdec.bench.tasks.task_table import run_task
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -1,1 +1,1 @@
-"""Measuring decoding methods side by side: data, methods, metrics, measuring and reports, each on its own."""
+"""The instrument behind `assisted_generation.py`: measures decoding methods side by side; decodes nothing itself."""

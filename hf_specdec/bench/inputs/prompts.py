@@ -1,0 +1,197 @@
+"""Prompts: of an exact number of tokens for the benchmark, or as the user wrote them for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from hf_specdec import embedded
+from hf_specdec.bench.inputs.questions import Question
+from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.settings import BenchError
+from hf_specdec.models import traits
+
+# Stands for the filler while a chat template is rendered around it; cut out again before tokenising.
+_MARKER = "\u2042filler\u2042"
+# Asks for an answer that is long enough to be timed.
+_CHAT_TASK = "\n\nTell in your own words, at length, what the text above says."
+_ENCODER_TASK = "summarize: "
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: `token_ids` are the model's main input (an encoder's, where there is one)."""
+
+    index: int
+    label: str
+    token_ids: tuple[int, ...]
+
+
+def benchmark_prompts(
+    pair: LoadedPair, lengths: Sequence[int], per_length: int, new_tokens: int, *, spare: int = 0
+) -> list[Prompt]:
+    """`per_length` prompts of exactly each of `lengths` tokens, the same ones at every length.
+
+    The embedded pairs get held-out examples of all subtasks in turn, those first whose reference answer has at least
+    `new_tokens` tokens, so that decoding is not over before it can be timed. Other models get text of the same
+    corpus, cut by their own tokenizer, inside their chat template where they have one. The context has to hold
+    `spare` tokens more. Raises `BenchError` for a length that can't be had.
+    """
+    room = context_length(pair)
+    for length in lengths:
+        if room is not None and spare + length + (0 if pair.encoder_decoder else new_tokens) > room:
+            raise BenchError(
+                f"--prompt_lengths: {length} tokens and --max_new_tokens {new_tokens} don't fit into the "
+                f"context of {room} tokens; give shorter prompts or fewer new tokens"
+            )
+    labelled: list[tuple[str, list[int]]] = []
+    if pair.target_name in embedded.names():
+        examples = _long_answers(pair, per_length, new_tokens)
+        labelled = [(ex.subtask, _embedded_prompt(pair, ex, length)) for length in lengths for ex in examples]
+    else:
+        numbers = range(per_length)
+        labelled = [("corpus text", _filled_prompt(pair, length, n)) for length in lengths for n in numbers]
+    return [Prompt(index, label, tuple(token_ids)) for index, (label, token_ids) in enumerate(labelled)]
+
+
+def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> tuple[list[Prompt], list[str]]:
+    """The user's prompts, or without any one held-out example of each subtask; and notes on what was cut.
+
+    A prompt that does not fit into the context together with `new_tokens` is cut on the left.
+    """
+    if texts:
+        tokenised = [("--prompt", _user_prompt(pair, text)) for text in texts]
+    else:
+        examples = [embedded.examples(subtask, split="heldout", n=1)[0] for subtask in embedded.SUBTASKS]
+        tokenised = [(example.subtask, _built_in_prompt(pair, example)) for example in examples]
+    room = _room(pair, new_tokens)
+    prompts, notes = [], []
+    for index, (label, token_ids) in enumerate(tokenised):
+        if room is not None and len(token_ids) > room:
+            notes.append(f"prompt {index + 1} has {len(token_ids)} tokens: cut on the left to the {room} that fit")
+            token_ids = token_ids[-room:]
+        prompts.append(Prompt(index, label, tuple(token_ids)))
+    return prompts, notes
+
+
+def question_prompt(
+    pair: LoadedPair, question: Question, answers: Sequence[str], new_tokens: int
+) -> tuple[Prompt, int]:
+    """The prompt of a question after the given answers to the turns before it; and how many tokens were cut.
+
+    What does not fit into the context together with `new_tokens` is cut on the left, behind a `<bos>`.
+    """
+    token_ids = _dialogue(pair, question.turns, answers)
+    room = _room(pair, new_tokens)
+    cut = 0 if room is None else max(0, len(token_ids) - room)
+    if cut:
+        keep_first = token_ids[0] == pair.tokenizer.bos_token_id and room is not None and room > 1
+        token_ids = [*token_ids[:1], *token_ids[cut + 1 :]] if keep_first else token_ids[cut:]
+    return Prompt(question.index, question.subtask, tuple(token_ids)), cut
+
+
+def _room(pair: LoadedPair, new_tokens: int) -> int | None:
+    """Tokens that a prompt may have; None without a limit. Raises `BenchError` if none are left."""
+    room = context_length(pair)
+    if room is None or pair.encoder_decoder:
+        return room
+    if room <= new_tokens:
+        raise BenchError(
+            f"--max_new_tokens: {new_tokens} leaves no room for a prompt in a context of {room} tokens; ask for fewer"
+        )
+    return room - new_tokens
+
+
+def context_length(pair: LoadedPair) -> int | None:
+    """The most tokens that every model of the pair has positions for; None where positions are relative."""
+    lengths = [traits.context_length(model) for model in pair.models]
+    known = [length for length in lengths if length is not None]
+    return min(known) if known else None
+
+
+def _long_answers(pair: LoadedPair, count: int, new_tokens: int) -> list[embedded.Example]:
+    """Held-out examples from all subtasks in turn; those whose answers are long enough first."""
+    columns = [embedded.examples(subtask, split="heldout", n=8 * count) for subtask in embedded.SUBTASKS]
+    in_turn = [example for row in zip_longest(*columns) for example in row if example is not None]
+
+    def answer_tokens(example: embedded.Example) -> int:
+        return len(pair.tokenizer(example.references[0], add_special_tokens=False).input_ids)
+
+    # A stable sort: all keep their turn.
+    return sorted(in_turn, key=lambda example: answer_tokens(example) < new_tokens)[:count]
+
+
+def _embedded_prompt(pair: LoadedPair, example: embedded.Example, length: int) -> list[int]:
+    try:
+        token_ids = embedded.prompt_ids(pair.tokenizer, example, length, encoder=pair.encoder_decoder)
+    except ValueError as error:
+        raise BenchError(f"--prompt_lengths: {length} can't be had ({error}); give a longer length") from error
+    return list(token_ids)
+
+
+def _filled_prompt(pair: LoadedPair, length: int, offset: int) -> list[int]:
+    """Exactly `length` tokens: corpus text inside the model's frame (special tokens, template, task)."""
+    head, tail = _frame(pair)
+    filler: list[int] = []
+    room = length - len(head) - len(tail)
+    if room < 1:
+        raise BenchError(
+            f"--prompt_lengths: {length} leaves no room for text beside the model's template of "
+            f"{len(head) + len(tail)} tokens; give a longer length"
+        )
+    number = offset * 100
+    while len(filler) < room:
+        subtask = embedded.SUBTASKS[number % len(embedded.SUBTASKS)]
+        example = embedded.examples(subtask, split="heldout", n=1, seed=number)[0]
+        text = " ".join([*example.turns, *example.references]) + "\n"
+        filler += pair.tokenizer(text, add_special_tokens=False).input_ids
+        number += 1
+    return head + filler[:room] + tail
+
+
+def _frame(pair: LoadedPair) -> tuple[list[int], list[int]]:
+    """The tokens before and after the filler."""
+    tokenizer = pair.tokenizer
+    if getattr(tokenizer, "chat_template", None):
+        chat = [{"role": "user", "content": _MARKER + _CHAT_TASK}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        before, after = text.split(_MARKER)
+        return (
+            tokenizer(before, add_special_tokens=False).input_ids,
+            tokenizer(after, add_special_tokens=False).input_ids,
+        )
+    word = tokenizer("a", add_special_tokens=False).input_ids
+    framed = tokenizer("a").input_ids
+    start = next((i for i in range(len(framed)) if framed[i : i + len(word)] == word), 0)
+    task = tokenizer(_ENCODER_TASK, add_special_tokens=False).input_ids if pair.encoder_decoder else []
+    return framed[:start] + task, framed[start + len(word) :]
+
+
+def _user_prompt(pair: LoadedPair, text: str) -> list[int]:
+    return _dialogue(pair, (text,), ())
+
+
+def _dialogue(pair: LoadedPair, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+    """All turns but the last have their answers; in the embedded pairs' format, a chat template, or as plain text."""
+    tokenizer = pair.tokenizer
+    if pair.target_name in embedded.names():
+        example = embedded.Example(subtask="multi-turn", turns=tuple(turns), references=("",) * len(turns))
+        last = len(turns) - 1
+        return list(
+            embedded.prompt_ids(tokenizer, example, encoder=pair.encoder_decoder, turn=last, previous_answers=answers)
+        )
+    if getattr(tokenizer, "chat_template", None):
+        chat = [{"role": "user", "content": turns[0]}]
+        for answer, turn in zip(answers, turns[1:], strict=True):
+            chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+    text = turns[0] + "".join(f"\n{answer}\n{turn}" for answer, turn in zip(answers, turns[1:], strict=True))
+    return list(tokenizer(text).input_ids)
+
+
+def _built_in_prompt(pair: LoadedPair, example: embedded.Example) -> list[int]:
+    if pair.target_name in embedded.names():
+        return list(embedded.prompt_ids(pair.tokenizer, example, encoder=pair.encoder_decoder))
+    return _user_prompt(pair, example.turns[0])

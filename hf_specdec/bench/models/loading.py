@@ -1,0 +1,217 @@
+"""Loads a target, its draft and their tokenizers; what is missing is said in one line, before heavy work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hf_specdec import embedded
+from hf_specdec.bench.models import synthetic
+from hf_specdec.bench.models.known_pairs import default_draft, full_name
+from hf_specdec.bench.models.precision import check_loaded, load_kwargs
+from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.models.better_transformer import attention_of, better_transformer_refusal, to_better_transformer
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """A target with its tokenizer, and with assistance its draft; names are the full ones.
+
+    `synthetic` is the sentence that reports have to carry where weights are random, None otherwise.
+    """
+
+    target_name: str
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft_name: str | None = None
+    draft: PreTrainedModel | None = None
+    draft_tokenizer: PreTrainedTokenizerBase | None = None
+    synthetic: str | None = None
+
+    @property
+    def encoder_decoder(self) -> bool:
+        return bool(self.target.config.is_encoder_decoder)
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
+    def describe(self) -> dict[str, Any]:
+        """What the report says about the models, JSON-serialisable."""
+        described = {"target": _describe(self.target_name, self.target)}
+        if self.synthetic is not None:
+            described["target"]["synthetic"] = self.synthetic
+        if self.draft is not None and self.draft_name is not None:
+            described["draft"] = _describe(self.draft_name, self.draft)
+        return described
+
+
+def load_pair(settings: Settings) -> LoadedPair:
+    """Loads what `settings` name; raises `BenchError` where a model, a device or a draft can't be had.
+
+    Both configurations are read before any weights are, so that a wrong draft name costs no time.
+    """
+    device = _device("--device", settings.device)
+    draft_device = _device("--draft_device", settings.draft_device, default=device)
+    target_name = full_name(settings.model_name)
+    if synthetic.is_synthetic(target_name):
+        return _synthetic_pair(settings, device, draft_device)
+    draft_name = _draft_name(settings) if settings.assisted_generation else None
+
+    place: dict[str, Any] = {"device_map": settings.device_map, "offload_folder": settings.offload_folder}
+    kwargs = load_kwargs(settings.precision, dtype=settings.dtype, **place)
+    config = _read("--model_name", target_name, AutoConfig)
+    if draft_name is not None:
+        draft_config = _read("--assistant_model", draft_name, AutoConfig)
+        if draft_config.is_encoder_decoder != config.is_encoder_decoder:
+            raise BenchError(
+                f"--assistant_model: of {draft_name!r} and the target {target_name!r} only one is an "
+                "encoder-decoder model; give a draft of the target's kind"
+            )
+    tokenizer = _read("--model_name", target_name, AutoTokenizer)
+    target = _load_model("--model_name", target_name, config, device, kwargs)
+    check_loaded(target, settings.precision, settings.device_map)
+    pair = LoadedPair(target_name, target, tokenizer)
+    if draft_name is not None:
+        pair = _with_draft(pair, draft_name, settings, draft_device)
+    if settings.better_transformer:
+        better_transformer(pair)
+    return pair
+
+
+def load_pairs(settings: Settings, drafts: Sequence[str]) -> list[LoadedPair]:
+    """One target with each of several drafts, all in memory at once; raises `BenchError` as `load_pair`."""
+    for name in drafts:
+        _read("--draft_models", full_name(name), AutoConfig)
+    first = load_pair(replace(settings, assistant_model=drafts[0]))
+    pairs = [first]
+    for name in drafts[1:]:
+        device = _device("--draft_device", settings.draft_device, default=first.target.device)
+        pairs.append(_with_draft(first, full_name(name), settings, device))
+        if settings.better_transformer:
+            better_transformer(pairs[-1])
+    return pairs
+
+
+def better_transformer(pair: LoadedPair) -> None:
+    """Both models to SDPA attention; raises `BenchError` for a model that can't have it."""
+    for model in pair.models:
+        if refusal := better_transformer_refusal(model):
+            raise BenchError(f"--better_transformer: {refusal}")
+        to_better_transformer(model)
+
+
+def _with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.device) -> LoadedPair:
+    kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
+    draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs)
+    check_loaded(draft, settings.draft_precision, argument="--draft_precision")
+    draft_tokenizer = _read("--assistant_model", name, AutoTokenizer)
+    return replace(pair, draft_name=name, draft=draft, draft_tokenizer=draft_tokenizer)
+
+
+def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torch.device) -> LoadedPair:
+    spec = synthetic.parse(settings.model_name)
+    for argument in ("assistant_model", "precision", "draft_precision", "device_map"):
+        if (value := getattr(settings, argument)) is not None:
+            raise BenchError(f"--{argument}: {value!r} can't be had with a synthetic target; leave it out")
+    dtypes = [
+        synthetic.default_dtype(place) if name == "auto" else getattr(torch, name)
+        for place, name in ((device, settings.dtype), (draft_device, _draft_dtype(settings)))
+    ]
+    target, draft, sentence = synthetic.build(spec, device, dtypes[0], draft_device, dtypes[1], settings.seed)
+    # Its ids are valid in every shape; what they stand for does not matter here.
+    tokenizer = _read("--model_name", "target", AutoTokenizer)
+    pair = LoadedPair(settings.model_name, target, tokenizer, synthetic=sentence)
+    if settings.assisted_generation:
+        name = f"{settings.model_name} (first {spec.layers} layers)"
+        pair = replace(pair, draft_name=name, draft=draft, draft_tokenizer=tokenizer)
+    if settings.better_transformer:
+        better_transformer(pair)
+    return pair
+
+
+def _draft_dtype(settings: Settings) -> str:
+    return settings.draft_dtype if settings.draft_dtype != "auto" else settings.dtype
+
+
+def _draft_name(settings: Settings) -> str:
+    name = settings.assistant_model or default_draft(settings.model_name)
+    if name is None:
+        raise BenchError(
+            f"--assistant_model: not given, and no draft is known for the target {settings.model_name!r}; "
+            "name one with --assistant_model"
+        )
+    return full_name(name)
+
+
+def _device(argument: str, name: str | None, default: torch.device | None = None) -> torch.device:
+    if name is None:
+        fallback = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default if default is not None else fallback
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise BenchError(
+            f"{argument}: {name!r} can't be used here ({_first_line(error)}); "
+            "give a device that this machine has, such as cpu"
+        ) from error
+    return device
+
+
+def _read(argument: str, name: str, source: Any) -> Any:
+    """A configuration or tokenizer; `source` is the Auto class that reads it."""
+    location = embedded.model_path(name) if name in embedded.names() else name
+    try:
+        return source.from_pretrained(location)
+    # Libraries raise many kinds here (missing files, unknown architectures, damaged JSON); all mean one
+    # thing.
+    except Exception as error:
+        raise _unreachable(argument, name, error) from error
+
+
+def _load_model(argument: str, name: str, config: Any, device: torch.device, kwargs: dict[str, Any]) -> PreTrainedModel:
+    location = embedded.model_path(name) if name in embedded.names() else name
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        model = auto.from_pretrained(location, **kwargs)
+    except Exception as error:
+        raise _unreachable(argument, name, error) from error
+    # What accelerate has spread over devices must stay where it is.
+    return model.eval() if "device_map" in kwargs else model.to(device).eval()
+
+
+def _unreachable(argument: str, name: str, error: Exception) -> BenchError:
+    return BenchError(
+        f"{argument}: {name!r} can't be loaded ({_first_line(error)}); give a local folder, a name that the "
+        "hub has and this machine can reach, or one of the embedded models: " + ", ".join(embedded.names())
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _describe(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    dtype = str(model.dtype).removeprefix("torch.")
+    weights = getattr(getattr(model.config, "quantization_config", None), "weights", None)
+    return {
+        "name": name,
+        "class": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "dtype": dtype if weights is None else f"{weights} weights, {dtype}",
+        "device": str(model.device),
+        "attention": attention_of(model),
+    }

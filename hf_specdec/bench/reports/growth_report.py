@@ -1,0 +1,74 @@
+"""The results of `growth` as tables: pure functions from the dict that the JSON holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_specdec.bench.reports.benchmark_report import heading
+from hf_specdec.bench.reports.markdown import capital, table
+
+Result = Mapping[str, Any]
+
+# Of the calls; until then every prompt length was met, and allocators have what they keep.
+_SETTLED = 0.25
+_TOLERANCE = 0.01
+_MIB = 2**20
+
+LEGEND = (
+    f"Samples taken while one process calls generate() again and again, on prompts of all lengths in turn. Growth is "
+    f"counted from the first sample after {_SETTLED:.0%} of the calls to the last. Asked for: no new graph, and "
+    f"memory within {_TOLERANCE:.0%}."
+)
+
+
+def render(result: Result) -> str:
+    """The whole report."""
+    parts = [heading(result), LEGEND, growth_table(result)]
+    for method in result["methods"]:
+        parts.append(f"## {capital(method['title'])}\n\n{sample_table(result, method['name'])}")
+    parts += [f"- {note}" for note in result["notes"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def growth_table(result: Result) -> str:
+    """One row a method: what grew once things had settled."""
+    rows = []
+    for method in result["methods"]:
+        first, last = settled_and_last(result, method["name"])
+        held = last["graphs"] <= first["graphs"]
+        for key in ("resident_bytes", "device_bytes"):
+            held = held and last[key] <= (1 + _TOLERANCE) * first[key]
+        rows.append(
+            [
+                capital(method["title"]),
+                f"{first['calls']} to {last['calls']}",
+                f"{(last['resident_bytes'] - first['resident_bytes']) / _MIB:+.1f}",
+                f"{(last['device_bytes'] - first['device_bytes']) / _MIB:+.1f}",
+                f"{last['graphs'] - first['graphs']:+d}",
+                "yes" if held else "no",
+            ]
+        )
+    return table(["Method", "Calls", "Resident (MiB)", "GPU (MiB)", "Compiled graphs", "Held"], rows)
+
+
+def sample_table(result: Result, method: str) -> str:
+    """All samples of a method."""
+    rows = [
+        [
+            str(item["calls"]),
+            f"{item['resident_bytes'] / _MIB:.1f}",
+            f"{item['device_bytes'] / _MIB:.1f}",
+            str(item["graphs"]),
+        ]
+        for item in result["samples"]
+        if item["method"] == method
+    ]
+    return table(["Calls", "Resident (MiB)", "GPU (MiB)", "Compiled graphs"], rows)
+
+
+def settled_and_last(result: Result, method: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The samples between which growth is counted."""
+    mine = [item for item in result["samples"] if item["method"] == method]
+    settled = next(item for item in mine if item["calls"] >= _SETTLED * mine[-1]["calls"])
+    return settled, mine[-1]

@@ -1,0 +1,1 @@
+"""The methods that are compared, and one timed call of each; computes no figures."""

@@ -1,0 +1,97 @@
+"""What the draft model is fed: the target's inputs, as far as it takes them, on its own device."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from hf_specdec.models.cache_rollback import new_cache
+
+NOT_SHARED = ("past_key_values", "encoder_outputs", "logits_to_keep", "attention_mask", "decoder_attention_mask")
+
+
+def draft_inputs(
+    draft: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor: Tensor | None
+) -> dict[str, Any]:
+    """The draft's `model_kwargs`, its own empty cache included.
+
+    An encoder-decoder draft runs its own encoder here, over the inputs before `num_return_sequences` expanded
+    them; a decoder-only draft of an encoder-decoder target (Distil-Whisper's) reads the target's encoding.
+
+    Args:
+        draft: the draft model.
+        model_kwargs: what `generate` prepared for the target.
+        input_ids: `[B, P]`, the (decoder's) prompts.
+        inputs_tensor: `[B / n, ...]`, the encoder's inputs.
+
+    Raises:
+        ValueError: the draft's cache can't be rolled back.
+    """
+    accepted = inspect.signature(draft.forward).parameters
+    shared = {key: value for key, value in model_kwargs.items() if key in accepted and key not in NOT_SHARED}
+    kwargs = {key: _to_draft(value, draft) for key, value in shared.items()}
+    encoded = "encoder_outputs" in model_kwargs
+    if encoded:
+        own_encoder = draft.config.is_encoder_decoder
+        kwargs["encoder_outputs"] = (
+            _encode(draft, model_kwargs, input_ids, inputs_tensor)
+            if own_encoder
+            else _to_draft(model_kwargs["encoder_outputs"], draft)
+        )
+        masks = ["attention_mask", "decoder_attention_mask"] if own_encoder else []
+    else:
+        masks = ["attention_mask"]
+    for key in masks:
+        if model_kwargs.get(key) is not None:
+            kwargs[key] = model_kwargs[key].to(draft.device)
+    mask = kwargs.get("attention_mask")
+    if not encoded and mask is not None and mask.shape[1] > input_ids.shape[1]:
+        # A cache given to the target holds text that the draft has never read.
+        kwargs["attention_mask"] = mask[:, -input_ids.shape[1] :]
+        kwargs.pop("position_ids", None)
+    if kwargs.get("use_cache"):
+        kwargs["past_key_values"] = new_cache(draft, "assistant_model", cross_attention=encoded)
+    return kwargs
+
+
+def source_tokens(model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor: Tensor | None) -> Tensor | None:
+    """`[B, S]`: the encoder's input ids, a row for each row of `input_ids`; None where there are no such tokens."""
+    if "encoder_outputs" not in model_kwargs or inputs_tensor is None or torch.is_floating_point(inputs_tensor):
+        return None
+    return inputs_tensor.repeat_interleave(len(input_ids) // len(inputs_tensor), 0)
+
+
+def _encode(
+    draft: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor: Tensor | None
+) -> ModelOutput:
+    """The draft's encoding of the unexpanded inputs, one row for each row of `input_ids`."""
+    # `generate` fills in ids of -100 where it was given encoder_outputs alone.
+    if inputs_tensor is None or bool((inputs_tensor == -100).all()):
+        raise ValueError(
+            "encoder_outputs without inputs: the draft has to run its own encoder, so pass input_ids (or "
+            "input_features) instead of encoder_outputs."
+        )
+    copies = len(input_ids) // len(inputs_tensor)
+    encoder = draft.get_encoder()
+    inputs = {draft.main_input_name: _to_draft(inputs_tensor, draft)}
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters:
+        inputs["attention_mask"] = mask[::copies].to(draft.device)
+    encoding = encoder(**inputs, return_dict=True)
+    return type(encoding)(
+        **{key: value.repeat_interleave(copies, 0) for key, value in encoding.items() if isinstance(value, Tensor)}
+    )
+
+
+def _to_draft(value: Any, draft: PreTrainedModel) -> Any:
+    """Tensors on the draft's device, floating-point ones in its dtype."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: _to_draft(field, draft) for key, field in value.items()})
+    if isinstance(value, Tensor):
+        return value.to(draft.device, draft.dtype if torch.is_floating_point(value) else value.dtype)
+    return value

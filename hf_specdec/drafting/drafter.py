@@ -1,0 +1,143 @@
+"""What every drafter shares: the proposal that it makes, and the adapter to transformers' own assisted loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.generation import CandidateGenerator
+
+from hf_specdec.host.processors import BildRollback
+from hf_specdec.lengths.stop_rules import StopRule
+from hf_specdec.rules.statistics import Round
+
+
+@dataclass(frozen=True)
+class DraftProposal:
+    """A round's drafts.
+
+    Args:
+        tokens: `[B, γ]` on the target's device; positions past a row's length are arbitrary valid tokens.
+        lengths: `B` numbers of drafted tokens.
+        probs: `[B, γ, V]`, the very distributions that the tokens were drawn from; None for point masses.
+        steps: forward passes that drafting took.
+    """
+
+    tokens: Tensor
+    lengths: tuple[int, ...]
+    probs: Tensor | None = None
+    steps: int = 0
+
+
+class Drafter(Protocol):
+    """What the loop asks of whoever drafts."""
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """Draft after each row's text.
+
+        Args:
+            ids: `[B, N]` left-aligned texts with space behind them, where the drafts are written too if there are
+                processors that read the text.
+            lengths: tokens of each row.
+            room: the most tokens that may be drafted for each row; 0 for rows that have ended.
+        """
+
+    def retain(self, rows: Sequence[int]) -> None:
+        """Nothing will be drafted any more for rows but these; asked before a round."""
+
+    def ahead(self) -> int:
+        """Draft on while the target verifies what was proposed last; nothing here may wait for the target's device.
+
+        Returns:
+            Forward passes made.
+        """
+
+    def observe(self, finished: Round) -> None:
+        """Learn from a finished round."""
+
+
+class RowDrafter(CandidateGenerator):
+    """What the drafters of this package share: a stop rule, and the adapter to transformers' own assisted loop.
+
+    Args:
+        rule: when drafting stops.
+        max_length: the most tokens that a row can reach, for `get_candidates`.
+        rollback: a processor that has to hold the proposal, for `get_candidates` in transformers' own loop.
+    """
+
+    def __init__(self, rule: StopRule, *, max_length: int = 0, rollback: BildRollback | None = None) -> None:
+        self.rule = rule
+        self.max_length = max_length
+        self.rollback = rollback
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """See `Drafter.propose`."""
+        raise NotImplementedError
+
+    def retain(self, rows: Sequence[int]) -> None:
+        """See `Drafter.retain`."""
+
+    def ahead(self) -> int:
+        """See `Drafter.ahead`: nothing."""
+        return 0
+
+    def observe(self, finished: Round) -> None:
+        """See `Drafter.observe`."""
+        self.rule.observe(finished)
+
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """`CandidateGenerator.get_candidates`, batch size 1: the text with its drafts, and their log-probabilities.
+
+        An empty draft and point masses come without log-probabilities, as transformers' rules expect.
+        """
+        length = input_ids.shape[1]
+        ids = torch.cat([input_ids, input_ids.new_zeros(1, self.rule.limit)], dim=1)
+        proposal = self.propose(ids, [length], [self.max_length - length - 1])
+        drafted = proposal.lengths[0]
+        write_drafts(ids, [length], proposal.tokens, proposal.lengths)
+        if self.rollback is not None:
+            self.rollback.hold(length, proposal.tokens[0, :drafted].tolist())
+        logits = proposal.probs[:, :drafted].log() if proposal.probs is not None and drafted else None
+        return ids[:, : length + drafted], logits
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """`CandidateGenerator.update_candidate_strategy`: feeds `observe`; times are not known there."""
+        drafted = scores.shape[1] - 1
+        overlap = (float(num_matches),)
+        self.observe(
+            Round((drafted,), (num_matches,), (num_matches + 1,), overlap, drafted, scores.shape[1], 0.0, 0.0, 0.0)
+        )
+
+
+class NoDrafter(RowDrafter):
+    """Proposes nothing: plain decoding in this loop, the baseline of its own engine."""
+
+    def __init__(self) -> None:
+        super().__init__(StopRule(0))
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """See `Drafter.propose`."""
+        return no_drafts(ids)
+
+
+def write_drafts(ids: Tensor, lengths: Sequence[int], tokens: Tensor, counts: Sequence[int]) -> None:
+    """Write the first `counts` of the drafts `[B, γ]` behind the texts in `ids` `[B, N]`; a row without keeps its."""
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if count:
+            ids[row, length : length + count] = tokens[row, :count]
+
+
+def no_drafts(ids: Tensor) -> DraftProposal:
+    """A proposal of no tokens for the rows of `ids`."""
+    return DraftProposal(ids.new_zeros(len(ids), 0), (0,) * len(ids))
+
+
+def tail(ids: Tensor, lengths: Sequence[int], count: int) -> Tensor:
+    """`[B, count]`: the last `count` tokens of left-aligned texts of these lengths."""
+    if min(lengths) == max(lengths):
+        return ids[:, lengths[0] - count : lengths[0]]
+    first = torch.tensor([n - count for n in lengths], device=ids.device).unsqueeze(1)
+    return ids.gather(1, first + torch.arange(count, device=ids.device))

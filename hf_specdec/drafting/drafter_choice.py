@@ -1,0 +1,162 @@
+"""From a call's settings to its drafter."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
+from hf_specdec.drafting.ahead_payoff import ahead_payoff
+from hf_specdec.drafting.draft_inputs import draft_inputs, source_tokens
+from hf_specdec.drafting.drafter import Drafter, NoDrafter
+from hf_specdec.drafting.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter, LookupDrafter
+from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.drafting.other_device import OtherDeviceDrafter, drafts_ahead, is_on_other_device
+from hf_specdec.drafting.other_tokenizer import cross_tokenizer_drafter, needs_translation
+from hf_specdec.host.processors import HostProcessors
+from hf_specdec.host.transcript import Transcript
+from hf_specdec.lengths.auto_length import Experience, experience
+from hf_specdec.lengths.stop_rules import StopRule
+from hf_specdec.models.runner_choice import runner_for
+from hf_specdec.models.static_cache import CacheSize
+from hf_specdec.models.static_runner import serves_one_row, static_cache
+from hf_specdec.models.traits import context_length, vocabulary_size
+from hf_specdec.strategies import TABLE, stop_rule
+
+
+@dataclass(frozen=True)
+class DraftCall:
+    """What drafters are made from.
+
+    Args:
+        model, draft: the target, and the draft model where there is one.
+        tokenizers: the target's and the draft's, as far as they were given.
+        transcript: the rows' texts.
+        processors: the host's.
+        generation_config, model_kwargs: as `generate` prepared them for the target.
+        inputs_tensor: `[B / num_return_sequences, ...]`, the inputs that `generate` was given.
+        static_size: of static caches, where they are wanted.
+    """
+
+    model: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizers: tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]
+    transcript: Transcript
+    processors: HostProcessors
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    inputs_tensor: Tensor | None
+    static_size: CacheSize | None = None
+
+    @property
+    def models(self) -> tuple[PreTrainedModel, ...]:
+        """The target, and the draft where there is one."""
+        return (self.model,) if self.draft is None else (self.model, self.draft)
+
+
+def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
+    """The drafter of a call; `config` is resolved.
+
+    Raises:
+        ValueError: tokenizers differ, and the drafter or the strategy can't work across tokenizers.
+    """
+    rule = stop_rule(config, _experience(config, call))
+    makers = {
+        "model": lambda: _model(config, call, rule),
+        "lookup": lambda: _lookup(call, rule, LOOKUP_SIZES),
+        "hybrid": lambda: HybridDrafter(_lookup(call, rule, HYBRID_SIZES), _model(config, call, rule)),
+        "none": NoDrafter,
+    }
+    return makers[config.drafter]()
+
+
+def _experience(config: SpeculationConfig, call: DraftCall) -> Experience | None:
+    """What earlier calls of these models with these settings and as many rows have taught."""
+    if config.num_assistant_tokens != "auto":
+        return None
+    return experience(call.model, _situation(config, call), copies=config.drafter == "lookup")
+
+
+def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
+    """What tells calls apart whose rounds have nothing to teach each other."""
+    draft = weakref.ref(call.draft) if config.drafts_by_model and call.draft is not None else None
+    places = tuple((str(model.device), model.dtype) for model in call.models)
+    sampled = call.generation_config.do_sample and call.generation_config.temperature
+    return (config, draft, places, sampled, call.transcript.batch_size)
+
+
+def _lookup(call: DraftCall, rule: StopRule, sizes: tuple[int, ...]) -> LookupDrafter:
+    return LookupDrafter(
+        rule,
+        vocabulary=vocabulary_size(call.model),
+        processors=call.processors,
+        sources=source_tokens(call.model_kwargs, call.transcript.sequences, call.inputs_tensor),
+        eos_tokens=call.transcript.eos_tokens,
+        sizes=sizes,
+    )
+
+
+def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:
+    draft, input_ids = call.draft, call.transcript.sequences
+    assert draft is not None, "checked where the call was set up"
+    if needs_translation(call.model, draft, *call.tokenizers):
+        return _across_tokenizers(config, call, rule)
+    kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor)
+    size = call.static_size
+    if size is None and kwargs.get("past_key_values") is not None and serves_one_row(draft, kwargs):
+        # The target's cache is of another kind, or on another device; the draft's passes are worth recording still.
+        size = CacheSize(call.transcript.ids.shape[1], grows=True)
+    if size is not None:
+        kwargs["past_key_values"] = static_cache(draft, kwargs, size, "assistant_model")
+    do_sample = bool(call.generation_config.do_sample)
+    runner = runner_for(draft, kwargs, input_ids.to(draft.device), call.transcript.ids.shape[1])
+    settings: dict[str, Any] = {
+        "vocabulary": vocabulary_size(call.model),
+        "draft_vocabulary": vocabulary_size(draft),
+        "do_sample": do_sample,
+        "keep_probs": do_sample and not TABLE[config.strategy].drafts_are_points,
+        "eos_tokens": call.transcript.eos_tokens,
+        "max_positions": context_length(draft),
+    }
+    if not is_on_other_device(draft.device, input_ids.device, call.processors):
+        return ModelDrafter(runner, call.processors, rule, **settings)
+    # A lookahead that adapts to times would take what is drafted ahead for free.
+    steady = config.drafter == "model" and config.num_assistant_tokens != "auto"
+    ahead = steady and drafts_ahead(draft.device, input_ids.device, call.transcript.batch_size)
+    pays = ahead_payoff(call.model, _situation(config, call)) if ahead else None
+    return OtherDeviceDrafter(runner, call.processors, rule, device=draft.device, pays=pays, **settings)
+
+
+def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:
+    tokenizer, assistant_tokenizer = call.tokenizers
+    assert call.draft is not None and tokenizer is not None and assistant_tokenizer is not None
+    if config.drafter == "hybrid":
+        raise ValueError(
+            "drafter='hybrid' with an assistant_tokenizer that differs: transformers' generators for two tokenizers "
+            "draft in every round, so choose drafter='lookup' or drafter='model'."
+        )
+    if rule.reads_probabilities:
+        raise ValueError(
+            f"generation_strategy={config.strategy!r}, entropy_threshold={config.entropy_threshold!r} with an "
+            "assistant_tokenizer that differs: BiLD's fallback and the entropy stop read the draft's distributions "
+            "token by token, so choose a draft with the target's tokenizer, or generation_strategy='speculative' "
+            "without entropy_threshold."
+        )
+    return cross_tokenizer_drafter(
+        call.draft,
+        tokenizer,
+        assistant_tokenizer,
+        call.transcript.sequences,
+        call.generation_config,
+        call.model_kwargs,
+        call.inputs_tensor,
+        vocabulary=vocabulary_size(call.model),
+        # transformers' generators draft in every round, by a length that stays.
+        lookahead=DEFAULT_ASSISTANT_TOKENS if config.num_assistant_tokens == "auto" else rule.limit,
+        eos_tokens=call.transcript.eos_tokens,
+    )

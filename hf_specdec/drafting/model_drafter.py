@@ -1,0 +1,194 @@
+"""Who drafts: candidate generators that work in our loop, batched, and in transformers' own at batch size 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_specdec.drafting.drafter import DraftProposal, RowDrafter, no_drafts, tail
+from hf_specdec.host.processors import BildRollback, HostProcessors
+from hf_specdec.lengths.stop_rules import StopRule
+from hf_specdec.models.runner_choice import Runner
+from hf_specdec.rules import sampling
+
+
+class ModelDrafter(RowDrafter):
+    """Drafts with a small model, one forward pass a token, its cache kept from round to round.
+
+    Args:
+        runner: feeds the draft model.
+        processors: the host's; the draft's distributions go through them too.
+        rule: when drafting stops.
+        vocabulary: V, the target's.
+        draft_vocabulary: the draft's; target tokens beyond it are shown to the draft as its last token.
+        do_sample: draw drafts from the draft's processed distribution instead of taking its argmax.
+        keep_probs: hand out the distributions; without them drafts count as point masses.
+        eos_tokens: nothing is drafted after one of these.
+        max_length, rollback: see `RowDrafter`.
+        max_positions: the draft's own context; nothing is drafted beyond it. None where it has no bound.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        processors: HostProcessors,
+        rule: StopRule,
+        *,
+        vocabulary: int,
+        draft_vocabulary: int | None = None,
+        do_sample: bool = False,
+        keep_probs: bool = False,
+        eos_tokens: frozenset[int] = frozenset(),
+        max_length: int = 0,
+        max_positions: int | None = None,
+        rollback: BildRollback | None = None,
+    ) -> None:
+        super().__init__(rule, max_length=max_length, rollback=rollback)
+        self.runner = runner
+        self.processors = processors
+        self.vocabulary = vocabulary
+        self.draft_vocabulary = vocabulary if draft_vocabulary is None else draft_vocabulary
+        self.do_sample = do_sample
+        self.keep_probs = keep_probs
+        self.eos_tokens = eos_tokens
+        self.max_positions = max_positions
+        self._read = list(runner.read)
+        self._rows: Sequence[int] = range(len(self._read))
+        self._fed: Sequence[int] = self._rows
+
+    def retain(self, rows: Sequence[int]) -> None:
+        """See `Drafter.retain`."""
+        self._rows, self._fed = rows, self.runner.retain(rows)
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """See `Drafter.propose`."""
+        # Tokens read of the text as it stands; a round without drafts does not touch the runner and its cache.
+        self._read = [min(read, n - 1) for read, n in zip(self._read, lengths, strict=True)]
+        limit = self._limit(lengths, room)
+        if limit <= 0:
+            return no_drafts(ids)
+        tokens, starts, room = self._unread(ids, lengths, room)
+        proposal = self._draft(ids, tokens, starts, room, limit)
+        # What a row read beyond its text counts only where it may become its text.
+        rows = zip(self.runner.read, lengths, room, strict=True)
+        self._read = [read if space > 0 else min(read, n) for read, n, space in rows]
+        return proposal
+
+    def _limit(self, lengths: Sequence[int], room: Sequence[int]) -> int:
+        """The most tokens to draft for any row; none below 1. Arguments as `propose`."""
+        limit = min(self.rule.limit, max(room))
+        if self.max_positions is None:
+            return limit
+        return min(limit, self.max_positions - max(lengths[row] for row in self._fed) + 1)
+
+    def _draft(
+        self, ids: Tensor, tokens: Tensor, lengths: Sequence[int], room: Sequence[int], limit: int
+    ) -> DraftProposal:
+        """Draft up to `limit` tokens, at least 1, after reading `tokens` `[B, k]`; the rest as `propose`."""
+        drafted = [0] * len(lengths)
+        # Rows that have ended are fed too where the runner can't leave them out, and their text is final: their
+        # drafts go to the buffer's end.
+        places = [n if space > 0 else ids.shape[1] - limit for n, space in zip(lengths, room, strict=True)]
+        open_rows = [row for row, space in enumerate(room) if space > 0]
+        choices: list[Tensor] = []
+        kept_probs: list[Tensor] = []
+        uniforms = sampling.uniforms(limit, len(ids), device=ids.device).unbind() if self.do_sample else None
+        for step in range(limit):
+            if self.draft_vocabulary < self.vocabulary:
+                tokens = tokens.clamp(max=self.draft_vocabulary - 1)
+            logits = self.runner.forward(tokens, 1)[:, -1]
+            probs, choice = self._choose(
+                ids, [n + step for n in lengths], logits, open_rows, uniforms[step] if uniforms else None
+            )
+            stopped, last = self._stops(probs)
+            ends = choice.tolist()
+            choices.append(choice)
+            if not self.processors.prefix_free:
+                write_column(ids, [place + step for place in places], choice)
+            if self.keep_probs:
+                kept_probs.append(probs)
+            open_rows = [row for row in open_rows if row not in stopped]
+            for row in open_rows:
+                drafted[row] += 1
+            open_rows = [
+                row
+                for row in open_rows
+                if row not in last and ends[row] not in self.eos_tokens and drafted[row] < room[row]
+            ]
+            if not open_rows:
+                break
+            tokens = choice.unsqueeze(1)
+        longest = max(drafted)
+        return DraftProposal(
+            torch.stack(choices[:longest], dim=1) if longest else ids[:, :0],
+            tuple(drafted),
+            torch.stack(kept_probs[:longest], dim=1) if self.keep_probs and longest else None,
+            steps=step + 1,
+        )
+
+    def _stops(self, probs: Tensor) -> tuple[set[int], set[int]]:
+        """The rows that the rule stops before the token of this distribution, and those that it stops behind it."""
+        if not self.rule.reads_probabilities:
+            return set(), set()
+        answers = self.rule.before_append(probs), self.rule.after_append(probs)
+        before, after = (() if rows is None else rows.tolist() for rows in answers)
+        return {row for row, stops in enumerate(before) if stops}, {row for row, stops in enumerate(after) if stops}
+
+    def _unread(
+        self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]
+    ) -> tuple[Tensor, Sequence[int], Sequence[int]]:
+        """What the draft has not read yet, `[B, k]`, as many tokens for every row; rejected drafts are forgotten.
+
+        Where rounds passed without drafts, k can exceed a short row's text. Such a row reads on into its spare
+        space and sits this round out.
+
+        Returns:
+            The tokens, and with them the lengths and the room of the rows.
+        """
+        unread = max(lengths[row] - self._read[row] for row in self._rows)
+        room = [space if n >= unread else 0 for n, space in zip(lengths, room, strict=True)]
+        lengths = [max(n, unread) for n in lengths]
+        self.runner.rewind([n - unread for n in lengths])
+        return tail(ids, lengths, unread), lengths, room
+
+    def _choose(
+        self, ids: Tensor, lengths: Sequence[int], logits: Tensor, open_rows: Sequence[int], uniforms: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The next token's distribution `[B, V]` (or its logits where nobody asks for more) and the token `[B]`.
+
+        It is drawn by `uniforms` `[B]`, or the most probable one where there are none.
+        """
+        needs_probs = self.do_sample or self.keep_probs or self.rule.reads_probabilities
+        if not needs_probs and not self.processors:
+            return logits, logits[:, : self.vocabulary].argmax(dim=-1).to(ids.device)
+        prefix_free = self.processors.prefix_free
+        scores = align_vocabulary(logits, self.vocabulary).to(ids.device, torch.float32, copy=not prefix_free)
+        if prefix_free:
+            scores = self.processors.at_once(ids, scores)
+        else:
+            counts = [int(row in open_rows) for row in range(len(lengths))]
+            scores = self.processors(ids, lengths, counts, scores.unsqueeze(1)).squeeze(1)
+        if not needs_probs:
+            return scores, scores.argmax(dim=-1)
+        probs = sampling.probabilities(scores)
+        return probs, probs.argmax(dim=-1) if uniforms is None else sampling.draw(probs, uniforms)
+
+
+def align_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits `[..., V']` over the target's vocabulary: padding is cut, what is missing has probability 0."""
+    missing = vocabulary - logits.shape[-1]
+    if missing == 0:
+        return logits
+    if missing < 0:
+        return logits[..., :vocabulary]
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+
+
+def write_column(ids: Tensor, positions: Sequence[int], tokens: Tensor) -> None:
+    """Write one token `[B]` into each row at its own position."""
+    if min(positions) == max(positions):
+        ids[:, positions[0]] = tokens
+    else:
+        ids.scatter_(1, torch.tensor(positions, device=ids.device).unsqueeze(1), tokens.unsqueeze(1))

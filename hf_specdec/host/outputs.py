@@ -1,0 +1,33 @@
+"""What `generate` returns with `return_dict_in_generate=True`: its own outputs, and the call's statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from hf_specdec.rules.statistics import SpeculationStats
+
+
+class _Speculated:
+    """The statistics as `output.speculation` and `output["speculation"]`.
+
+    They are no item beside the tensors: who goes through these (Whisper's own `generate` row by row) expects
+    nothing else.
+    """
+
+    speculation: SpeculationStats | None = None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.speculation if key == "speculation" else super().__getitem__(key)  # type: ignore[misc]
+
+
+@dataclass
+class SpeculativeDecoderOnlyOutput(_Speculated, GenerateDecoderOnlyOutput):
+    """transformers' output of a decoder-only model, with `speculation`."""
+
+
+@dataclass
+class SpeculativeEncoderDecoderOutput(_Speculated, GenerateEncoderDecoderOutput):
+    """transformers' output of an encoder-decoder model, with `speculation`."""

@@ -1,0 +1,304 @@
+"""One model's forward passes over a batch whose rows have read different numbers of tokens.
+
+A runner appends tokens, returns logits, and rewinds. It hides how transformers' models are fed: attention
+masks, positions, caches or the lack of one. The loop and the drafters see rows and counts only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from hf_specdec.models import cache_rollback
+from hf_specdec.models.masks import WIDEST, CausalMasks, sees_all_before
+from hf_specdec.models.traits import pass_mode
+
+# What a later pass of a text model may be given beyond masks, positions and tokens.
+LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
+PER_TOKEN_KWARGS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+class ModelRunner:
+    """Feeds one model, all rows in one pass.
+
+    Rows are right-aligned on the slot axis: the last token read of every row sits in the last slot, and a row
+    that has read `lag` tokens fewer than the longest has its first `lag` slots masked.
+
+    Args:
+        model: any decoder-only or encoder-decoder model of transformers.
+        model_kwargs: what `generate` prepared for the model: masks, positions, encoder outputs, cache.
+        input_ids: `[B, P]` prompts; only their shape and device count here.
+        capacity: the most tokens that a row can reach, drafts included.
+        hidden: tokens that precede `input_ids` in a given cache.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
+    ) -> None:
+        self.model = model
+        self.passes = 0
+        self.kwargs = dict(model_kwargs)
+        parameters = inspect.signature(model.forward).parameters
+        self.cache = self.kwargs.pop("past_key_values", None)
+        if "past_key_values" not in parameters:
+            self.cache = None  # `generate` makes one for every model
+        self.kwargs.pop("logits_to_keep", None)
+        self.hidden = hidden
+        batch_size, prompt_length = input_ids.shape
+        read = 0
+        if self.cache is not None:
+            self._recording = cache_rollback.start_recording(self.cache)
+            read = max(min(self.cache.get_seq_length() - hidden, prompt_length - 1), 0)
+        self.read = [read] * batch_size
+        self._width = read + hidden
+        self._history = input_ids[:, :0]
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._mode = pass_mode(model)
+        prefix = "decoder_" if model.config.is_encoder_decoder else ""
+        self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
+        self._ids_key = f"{prefix}input_ids"
+        self._takes_mask = self._mask_key in parameters
+        total = capacity + hidden
+        self._mask = extend_mask(self.kwargs.pop(self._mask_key, None), total)
+        if self._mask is None and batch_size > 1 and self._takes_mask:
+            self._ones = input_ids.new_ones(batch_size, total)
+        positions = self.kwargs.pop(self._position_key, None)
+        if positions is None and self._position_key in parameters:
+            positions = prompt_positions(self._mask, prompt_length + hidden, input_ids.device)
+        self._positions = extend_count(positions, total)
+        self._per_token = {
+            key: _extend_last(self.kwargs.pop(key), total)
+            for key in PER_TOKEN_KWARGS
+            if self.kwargs.get(key) is not None
+        }
+        self._prepared = (
+            type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+            and LASTING_KWARGS.issuperset(self.kwargs)
+            and input_ids.device == model.device
+        )
+        self._causal = None
+        if self._prepared and self.cache is not None and self._mask is None and sees_all_before(model):
+            self._causal = CausalMasks(total, None, model.dtype, model.device)
+
+    def forward(self, tokens: Tensor, count: int) -> Tensor:
+        """Append `tokens` `[B, k]` to the rows, in one pass.
+
+        Returns:
+            Logits `[B, count, V]` of the last `count` appended positions, in the model's dtype.
+        """
+        tokens = tokens.to(self._history.device)
+        appended = tokens.shape[1]
+        lags = [self._width - self.hidden - n for n in self.read]
+        first_slot = self._width
+        if self.cache is None:
+            tokens = self._history = torch.cat([self._history, tokens], dim=1)
+            first_slot = 0
+        last_slot = self._width + appended
+        inputs = self._inputs(tokens, self._slot_kwargs(lags, first_slot, last_slot))
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = count
+        with self._mode():
+            outputs = self.model(**inputs, return_dict=True)
+        self.passes += 1
+        self._width = last_slot
+        self.read = [n + appended for n in self.read]
+        logits: Tensor = outputs.logits
+        return logits if logits.shape[1] == count else logits[:, -count:]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Forget what each row has read beyond its entry of `lengths`."""
+        kept = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
+        cuts = [n - k for n, k in zip(self.read, kept, strict=True)]
+        self.read = kept
+        if min(cuts) == max(cuts):
+            self._forget_last(cuts[0])
+            return
+        new_width = max(kept) + self.hidden
+        shifts = [new_width - (self._width - cut) for cut in cuts]
+        if self.cache is None:
+            self._history = cache_rollback.shift_rows(self._history, shifts, new_width)
+        else:
+            cache_rollback.realign(self.cache, self._width, shifts, new_width)
+        self._width = new_width
+
+    def retain(self, rows: Sequence[int]) -> Sequence[int]:
+        """Only these rows count from now on, fewer and fewer: of the others any logits are returned.
+
+        Returns:
+            The rows that passes will feed: here all, where they can be left out only these.
+        """
+        return range(len(self.read))
+
+    def end(self, length: int) -> None:
+        """Leave the cache as plain `generate` would after `length` tokens, whatever ended the call.
+
+        It is emptied where a pass broke off beyond repair, or a sliding window no longer holds what it would see:
+        going on from it is right then, too, and reads the text again.
+        """
+        if self.cache is None:
+            return
+        cache_rollback.forget_broken_pass(self.cache, self._width)
+        if cache_rollback.can_forget(self.cache, self._width, max(max(self.read) - length, 0)):
+            self.rewind([length] * len(self.read))
+        else:
+            cache_rollback.forget_all(self.cache)
+        cache_rollback.stop_recording(self._recording)
+
+    def _inputs(self, tokens: Tensor, slot_kwargs: dict[str, Tensor]) -> dict[str, Any]:
+        """The arguments of a pass, by the model's own preparation.
+
+        Where that is transformers' general one and has nothing left to decide, it is spared: it costs a tenth of
+        a small draft's pass.
+        """
+        if self.passes and self._prepared:
+            return {self._ids_key: tokens, "past_key_values": self.cache, **slot_kwargs, **self.kwargs}
+        return self.model.prepare_inputs_for_generation(
+            tokens,
+            past_key_values=self.cache,
+            is_first_iteration=self.passes == 0,
+            **slot_kwargs,
+            **self.kwargs,
+        )
+
+    def _forget_last(self, count: int) -> None:
+        if self.cache is None:
+            self._history = self._history[:, : self._width - count]
+        elif self._width:
+            cache_rollback.forget_last(self.cache, count)
+        self._width -= count
+
+    def _slot_kwargs(self, lags: list[int], first_slot: int, last_slot: int) -> dict[str, Tensor]:
+        """Mask, positions and token types of the slots from `first_slot` (masks: from 0) to `last_slot`."""
+        ragged = any(lags)
+        kwargs = {}
+        mask = self._mask
+        if ragged and mask is None and self._takes_mask:
+            mask = self._ones
+        width = last_slot - first_slot
+        if mask is None and self._causal is not None and self.passes and 1 < width <= WIDEST:
+            # Not a single token's, nor the prompt's: for them attention does without a mask.
+            kwargs[self._mask_key] = self._causal.of_last(width, last_slot)
+        elif mask is not None:
+            kwargs[self._mask_key] = _rows_at(mask, lags, 0, last_slot, before=0) if ragged else mask[:, :last_slot]
+        tables = dict(self._per_token)
+        if self._positions is not None:
+            tables[self._position_key] = self._positions
+        for key, table in tables.items():
+            kwargs[key] = _rows_at(table, lags, first_slot, last_slot) if ragged else table[..., first_slot:last_slot]
+        return kwargs
+
+
+class RowByRowRunner:
+    """Feeds one model a row at a time, for decoders that give all rows of a pass the same positions.
+
+    BART, Pegasus and Marian are such: their position of a token is its slot. Same methods as `ModelRunner`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
+    ) -> None:
+        given = model_kwargs.get("past_key_values")
+        if given is not None and given.get_seq_length() > 0:
+            raise ValueError(
+                f"past_key_values={type(given).__name__} with text in it, for {len(input_ids)} rows of "
+                f"{type(model).__name__}: its rows run one by one, so pass one row a call or leave the cache out."
+            )
+        cross_attention = "encoder_outputs" in model_kwargs
+        self.cache = None
+        self.rows = []
+        for row in range(len(input_ids)):
+            kwargs = {key: _row(value, row, len(input_ids)) for key, value in model_kwargs.items()}
+            kwargs["past_key_values"] = (
+                cache_rollback.new_cache(model, "model", cross_attention=cross_attention) if given is not None else None
+            )
+            self.rows.append(ModelRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden))
+        self._fed: Sequence[int] = range(len(self.rows))
+
+    @property
+    def read(self) -> list[int]:
+        """Tokens that each row has read."""
+        return [runner.read[0] for runner in self.rows]
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, over all rows."""
+        return sum(runner.passes for runner in self.rows)
+
+    def forward(self, tokens: Tensor, count: int) -> Tensor:
+        """As `ModelRunner.forward`."""
+        logits = {row: self.rows[row].forward(tokens[row : row + 1], count) for row in self._fed}
+        nothing = torch.zeros_like(next(iter(logits.values())))
+        return torch.cat([logits.get(row, nothing) for row in range(len(self.rows))])
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """As `ModelRunner.rewind`."""
+        for runner, length in zip(self.rows, lengths, strict=True):
+            runner.rewind([length])
+
+    def retain(self, rows: Sequence[int]) -> Sequence[int]:
+        """As `ModelRunner.retain`."""
+        self._fed = rows
+        return rows
+
+    def end(self, length: int) -> None:
+        """As `ModelRunner.end`."""
+        for runner in self.rows:
+            runner.end(length)
+
+
+def extend_mask(mask: Tensor | None, total: int) -> Tensor | None:
+    """A prompt's mask `[B, P]` with ones up to `total` columns; None where nothing is masked."""
+    if mask is None or bool((mask == 1).all()):
+        return None
+    return torch.cat([mask, mask.new_ones(mask.shape[0], max(total - mask.shape[1], 0))], dim=1)
+
+
+def prompt_positions(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Positions `[B or 1, length]` counted as `GenerationMixin._prepare_position_ids_for_generation` does."""
+    if mask is None:
+        return torch.arange(length, device=device).unsqueeze(0)
+    mask = mask[:, :length]
+    return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+
+def extend_count(positions: Tensor | None, total: int) -> Tensor | None:
+    """Prompt positions `[..., P]` counted on up to `total` columns."""
+    if positions is None:
+        return None
+    more = max(total - positions.shape[-1], 0)
+    return torch.cat([positions, positions[..., -1:] + 1 + torch.arange(more, device=positions.device)], dim=-1)
+
+
+def _extend_last(values: Tensor, total: int) -> Tensor:
+    """Per-token values `[..., P]` repeated up to `total` columns, as `_update_model_kwargs_for_generation` does."""
+    more = max(total - values.shape[-1], 0)
+    return torch.cat([values, values[..., -1:].expand(*values.shape[:-1], more)], dim=-1)
+
+
+def _rows_at(table: Tensor, lags: list[int], first: int, last: int, before: int | None = None) -> Tensor:
+    """Columns of `table` `[..., B or 1, N]` that stand in slots `first` to `last` of rows that lag.
+
+    Slots before a row's first token take its first column, or the value `before` if given.
+    """
+    lag = torch.tensor(lags, device=table.device).unsqueeze(1)
+    columns = torch.arange(first, last, device=table.device) - lag
+    shape = (*table.shape[:-2], len(lags))
+    taken = table.expand(*shape, -1).gather(-1, columns.clamp(min=0).expand(*shape, -1))
+    return taken if before is None else taken.masked_fill(columns < 0, before)
+
+
+def _row(value: Any, row: int, batch_size: int) -> Any:
+    """One row of whatever a model is given: tensors along their batch axis, outputs field by field."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: _row(field, row, batch_size) for key, field in value.items()})
+    if isinstance(value, tuple):
+        return tuple(_row(item, row, batch_size) for item in value)
+    if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch_size:
+        return value[row : row + 1]
+    return value

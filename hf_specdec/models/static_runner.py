@@ -1,0 +1,265 @@
+"""One model's passes over rows of uneven length, in a static cache: rolling back moves nothing.
+
+The same interface as `runner.ModelRunner`. Masks are built from slots, padding and windows, positions are looked up
+by slot, so that a ragged batch costs what an even one costs. Rows that have ended are left out of passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+
+from hf_specdec.models.cache_rollback import new_cache
+from hf_specdec.models.dynamic_runner import extend_count, extend_mask, prompt_positions
+from hf_specdec.models.masks import WIDEST, CausalMasks, SlotMasks, attention_mask, attention_windows, takes_ready_masks
+from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
+from hf_specdec.models.static_cache import CacheSize, RowsCache
+from hf_specdec.models.traits import pass_mode
+
+Masks = Tensor | dict[str, Tensor] | None
+
+KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"})
+
+
+def keeps_rows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a model can be fed from a `RowsCache`.
+
+    It has to take ready masks and positions for every row, and to stand on one device.
+    """
+    positions = model_kwargs.get("position_ids")
+    return (
+        takes_ready_masks(model)
+        and type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+        and len({weight.device for weight in model.parameters()}) == 1
+        and KNOWN_KWARGS.issuperset(key for key, value in model_kwargs.items() if value is not None)
+        and (positions is None or positions.dim() == 2)
+    )
+
+
+def serves_one_row(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a `RowsCache` pays for a single row as well: where passes from it are recorded."""
+    return keeps_rows(model, model_kwargs) and recordable(model)
+
+
+def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: CacheSize, argument: str) -> Cache:
+    """An unused cache for a call that wants a static one: a `RowsCache` where the model can be fed from it.
+
+    Raises:
+        ValueError: neither that nor transformers' dynamic cache can be rolled back.
+    """
+    if keeps_rows(model, model_kwargs):
+        return RowsCache(model.config, size.capacity, grows=size.grows)
+    return new_cache(model, argument, cross_attention="encoder_outputs" in model_kwargs)
+
+
+class StaticRunner:
+    """Feeds one decoder-only model from a `RowsCache`; the methods are those of `ModelRunner`.
+
+    Args:
+        model: one that `keeps_rows`.
+        model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as `past_key_values`.
+        input_ids: `[B, P]` prompts; only their shape and device count here.
+
+    The rows that are fed stand in the first places of the cache, so that a pass looks at them without copying. One
+    that is left out gives its place to one from behind; what it has read stays, for whoever is handed the cache.
+
+    Attributes:
+        visible: `[m, capacity]` bool, slots that hold no padding, of the m rows that are fed; by place.
+        positions: `[m, capacity]`, the position of a token in each slot, likewise.
+        windows: see `attention_windows`.
+        keeps_logits: whether the model can be asked for the last logits only.
+    """
+
+    def __init__(self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor) -> None:
+        self.model = model
+        self.passes = 0
+        self.cache: RowsCache = model_kwargs["past_key_values"]
+        batch_size, prompt_length = input_ids.shape
+        self.read = [0] * batch_size
+        self._fed, self._left_out = list(range(batch_size)), list[int]()  # rows by their places in the cache
+        capacity = self.cache.capacity
+        mask = extend_mask(model_kwargs.get("attention_mask"), capacity)
+        self._padded = mask is not None
+        positions = model_kwargs.get("position_ids")
+        if positions is None:
+            positions = prompt_positions(mask, prompt_length, input_ids.device)
+        positions = extend_count(positions, capacity)
+        assert positions is not None
+        self.positions = positions.expand(batch_size, -1)
+        self.visible = input_ids.new_ones(batch_size, capacity).bool() if mask is None else mask.bool()
+        self.windows = attention_windows(model.config)
+        self._all_slots = torch.arange(capacity, device=input_ids.device).unsqueeze(0)
+        self._one_row = batch_size == 1 and mask is None
+        self._tables: dict[str, CausalMasks | SlotMasks] = {}
+        self._mode = pass_mode(model)
+        self._recorded = recorded_passes(model)
+        self._weights = [] if self._recorded is None else [*model.parameters(), *model.buffers()]
+        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(self, tokens: Tensor, count: int) -> Tensor:
+        """As `ModelRunner.forward`."""
+        tokens = tokens.to(self.positions.device)
+        if self._left_out:
+            tokens = tokens.index_select(0, self._fed_rows)
+        width, read = tokens.shape[1], [self.read[row] for row in self._fed]
+        span = max(read) + width
+        slots = self._slots(read, width)
+        with self._mode():
+            self.cache.reserve(span)
+            if self._recorded is not None and self.passes and width <= WIDEST:
+                logits = self._recorded_pass(self._recorded, tokens, slots, span)
+            else:
+                kept = count if self.keeps_logits else None
+                masks = self._masks_of(slots, span)
+                logits = masked_pass(
+                    self.model, self.cache, tokens, slots, self.positions, masks, span=span, count=kept
+                )
+        self.passes += 1
+        for row in self._fed:
+            self.read[row] += width
+        return self._by_row(logits if logits.shape[1] == count else logits[:, -count:])
+
+    def _slots(self, read: Sequence[int], width: int) -> Tensor:
+        """`[m, width]`: the slots behind what rows have read."""
+        if len(read) == 1:
+            return self._all_slots[:, read[0] : read[0] + width]
+        return self._all_slots[:, :width] + torch.tensor(read, device=self._all_slots.device).unsqueeze(1)
+
+    def _recorded_pass(self, recorded: RecordedPasses, tokens: Tensor, slots: Tensor, span: int) -> Tensor:
+        """A pass over few tokens, recorded sooner or later; all of their logits, so that one recording serves all."""
+        masks = self._ready_masks(slots, span)
+
+        def step(tokens: Tensor, slots: Tensor, positions: Tensor, *rest: Tensor) -> Tensor:
+            given, looked_at = _by_kind(dict(zip(masks, rest, strict=False))), rest[0].shape[-1]
+            return masked_pass(self.model, self.cache, tokens, slots, positions, given, span=looked_at, count=None)
+
+        inputs = [tokens, slots, self.positions, *masks.values(), *self.cache.tensors(), *self._weights]
+        return recorded.of(len(self._fed)).run(step, inputs, span)
+
+    def _by_row(self, logits: Tensor) -> Tensor:
+        """Logits of the rows fed, `[m, count, V]`, among zeros for those left out, `[B, count, V]`."""
+        if not self._left_out:
+            return logits
+        return logits.new_zeros(len(self.read), *logits.shape[1:]).index_copy_(0, self._fed_rows, logits)
+
+    def _masks_of(self, slots: Tensor, span: int) -> Masks:
+        """The masks of a pass; the first one, over all pairs of the prompt's tokens, is left to the model to make."""
+        if not self.passes:
+            return self.visible[:, :span].long() if self._padded else None
+        return _by_kind(self._ready_masks(slots, span))
+
+    def _ready_masks(self, slots: Tensor, span: int) -> dict[str, Tensor]:
+        """Ready masks by the kind of layers."""
+        if not self._tables:
+            kind_of_table = CausalMasks if self._one_row else SlotMasks
+            made_for = self.model.dtype, slots.device
+            self._tables = {
+                kind: kind_of_table(self.cache.capacity, window, *made_for) for kind, window in self.windows.items()
+            }
+        return {kind: self._mask(table, slots, span) for kind, table in self._tables.items()}
+
+    def _mask(self, table: CausalMasks | SlotMasks, slots: Tensor, span: int) -> Tensor:
+        if isinstance(table, CausalMasks):
+            return table.of_last(slots.shape[1], span)
+        return table.of(slots, span, self.visible[:, :span] if self._padded else None)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """As `ModelRunner.rewind`; no data is touched."""
+        self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
+
+    def retain(self, rows: Sequence[int]) -> Sequence[int]:
+        """As `ModelRunner.retain`: the others are left out of passes."""
+        count = len(rows)
+        if count == len(self._fed):
+            return rows
+        places = list(range(len(self._fed)))
+        freed = [place for place in places[:count] if self._fed[place] not in rows]
+        behind = [place for place in places[count:] if self._fed[place] in rows]
+        with self._mode():
+            self.cache.swap(freed, behind, max(self.read))
+        for place, other in zip(freed, behind, strict=True):
+            places[place], places[other] = other, place
+        moved = [self._fed[place] for place in places]
+        self._fed, self._left_out = moved[:count], moved[count:] + self._left_out
+        self._fed_rows = torch.tensor(self._fed, device=self.positions.device)  # here, where no pass is waited for
+        kept = places[:count]
+        self.positions, self.visible = self.positions[kept], self.visible[kept]
+        return rows
+
+    def end(self, length: int) -> None:
+        """As `ModelRunner.end`."""
+        self.rewind([length] * len(self.read))
+
+    def as_dynamic(self, length: int) -> DynamicCache:
+        """The cache as plain `generate` would leave it after `length` tokens of every row."""
+        rows = self._fed + self._left_out
+        places = sorted(range(len(rows)), key=rows.__getitem__)
+        return self.cache.as_dynamic(self.model.config, length, places)
+
+
+def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:
+    """Ready masks as a model takes them: one, or one for each kind of its layers; see `attention_mask`."""
+    return _by_kind({kind: attention_mask(slots, visible, window, dtype) for kind, window in windows.items()})
+
+
+def _by_kind(masks: dict[str, Tensor]) -> Masks:
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def static_pass(
+    model: PreTrainedModel,
+    cache: RowsCache,
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    visible: Tensor,
+    windows: dict[str, int | None],
+    *,
+    span: int,
+    count: int | None,
+) -> Tensor:
+    """One forward pass that writes into given slots; a plain function of tensors, to be captured or compiled.
+
+    Args:
+        tokens, slots: `[B, k]`.
+        positions, visible: `[B, capacity]`, by slot.
+        windows: see `attention_windows`.
+        span: slots that attention looks at.
+        count: positions to give logits for; None for all.
+
+    Returns:
+        Logits `[B, count, V]`.
+    """
+    masks = slot_masks(slots, visible[:, :span], windows, model.dtype)
+    return masked_pass(model, cache, tokens, slots, positions, masks, span=span, count=count)
+
+
+def masked_pass(
+    model: PreTrainedModel,
+    cache: RowsCache,
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    masks: Masks,
+    *,
+    span: int,
+    count: int | None,
+) -> Tensor:
+    """`static_pass` with masks at hand: ready ones, or in a first pass what `generate` was given."""
+    cache.slots.next_pass(slots, span)
+    kept = {} if count is None else {"logits_to_keep": count}
+    logits: Tensor = model(
+        input_ids=tokens,
+        attention_mask=masks,
+        position_ids=positions.gather(1, slots),
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        **kept,
+    ).logits
+    return logits

@@ -1,0 +1,212 @@
+"""Rounds without Python in them: two prepared steps over static buffers, and one copy to the host.
+
+The loop is `decoding.Decoder`'s; only how a round runs is another. What the steps can't do (processors that read the
+text, recorded scores, other drafters, a cache of the caller's own) keeps the general round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as host
+
+from hf_specdec.decoding import Decoder
+from hf_specdec.drafting.drafter import NoDrafter, RowDrafter, tail
+from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.host.processors import PREFIX_FREE, BildRollback
+from hf_specdec.host.transcript import Transcript
+from hf_specdec.lengths.auto_length import LADDER, AutoLength
+from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
+from hf_specdec.models.fingerprint import has_fixed_rope, state_of, weights_of
+from hf_specdec.models.static_runner import StaticRunner
+from hf_specdec.models.traits import context_length
+from hf_specdec.prepared import captured
+from hf_specdec.prepared.engine_keys import parts_of, plan_key
+from hf_specdec.prepared.engines import Engine, Engines, ordinary_tensors
+from hf_specdec.prepared.steps import Plan
+from hf_specdec.rules.statistics import Round, reached_overlap
+
+# They read scores alone and are told apart by their numbers; the one left out holds a list of tokens.
+PROCESSORS = tuple(kind for kind in PREFIX_FREE if kind is not host.SuppressTokensLogitsProcessor)
+
+# They stop by a round's own draft probabilities, or at a limit that is known before the round.
+KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop)
+
+
+@dataclass(frozen=True)
+class PreparedDecoder(Decoder):
+    """`Decoder` with an engine's rounds.
+
+    The runners of target and drafter only read the prompt, and that of the drafter what rounds without drafts left
+    aside, eagerly.
+    """
+
+    engine: Engine
+
+    def _round(self, transcript: Transcript) -> Round:
+        engine, first = self.engine, transcript.lengths[0] == transcript.prompt_length
+        if first:
+            engine.tails = transcript.sequences[:, -2:].tolist()
+        lookahead = self._lookahead(transcript)
+        before, room = list(transcript.lengths), tuple(max(space - 1, 0) for space in transcript.room)
+        limits = [min(space, lookahead) for space in room]
+        if not all(n in engine.steps for n in engine.lengths(lookahead)):
+            # Before the clock starts: what it takes is no part of a round.
+            engine.load(engine.tails, before, limits)
+            engine.prepare(lookahead)
+        began, laps = perf_counter(), captured.LapTimer(transcript.ids.device)
+        caught_up = lookahead > 0 and self._catch_up(transcript)
+        laps.mark()
+        with ordinary_tensors():
+            drafts, lookahead = engine.run_draft(before, limits, lookahead)
+        laps.mark()
+        if first and transcript.prompt_length > 1:
+            self.target.forward(transcript.sequences[:, :-1], 1)
+        with ordinary_tensors():
+            result = engine.steps[lookahead].run_verify(drafts).tolist()
+        reading, drafting = laps.seconds()
+        checked = perf_counter()
+        decided = lookahead + 3
+        rows = [[int(n) for n in row[:decided]] for row in result]
+        new_tokens = [[*row[: row[-2]], row[-1]] for row in rows]
+        kept = transcript.append(new_tokens)
+        engine.tails = [(t + new[:n])[-2:] for t, new, n in zip(engine.tails, new_tokens, kept, strict=True)]
+        if lookahead:
+            self._note_drafted(before, transcript.lengths, lookahead)
+        return Round(
+            drafted=tuple(row[-3] for row in rows),
+            accepted=tuple(row[-2] for row in rows),
+            new_tokens=kept,
+            overlap=tuple(
+                reached_overlap(row[decided:], accepted, drafted)
+                for row, (*_, drafted, accepted, _) in zip(result, rows, strict=True)
+            ),
+            draft_steps=lookahead,
+            width=lookahead + (transcript.prompt_length if first else 1),
+            draft_seconds=reading + drafting,
+            verify_seconds=checked - began - reading - drafting,
+            seconds=perf_counter() - began,
+            catch_up_seconds=reading if caught_up else 0.0,
+            room=room,
+        )
+
+    def _lookahead(self, transcript: Transcript) -> int:
+        """The rule's length; a shorter one that is ready where texts end before."""
+        assert isinstance(self.drafter, RowDrafter)
+        limit = min(rule.limit for rule in parts_of(self.drafter.rule))
+        needed = min(limit, max(transcript.room) - 1)
+        return min((n for n in self.engine.steps if needed <= n <= limit), default=limit)
+
+    def _catch_up(self, transcript: Transcript) -> bool:
+        """Let the draft read all but each row's last two tokens, which are its step's; whether any were unread.
+
+        They are the prompt's, and those of rounds without drafts. All rows read as many, and end with their text.
+        Where that is too short for it they read on into slots that later passes write anew.
+        """
+        runner, lengths = self._draft_runner, transcript.lengths
+        unread = max(n - 2 - read for n, read in zip(lengths, runner.read, strict=True))
+        if unread <= 0:
+            return False
+        ends = [max(n - 2, unread) for n in lengths]
+        runner.rewind([end - unread for end in ends])
+        runner.forward(tail(transcript.ids, ends, unread).clamp(max=self.engine.plan.draft_vocabulary - 1), 1)
+        return True
+
+    def _note_drafted(self, before: Sequence[int], after: Sequence[int], lookahead: int) -> None:
+        """What the draft's step has read: a row's text before it, and its own tokens but the last, if they stand."""
+        rows = zip(before, after, strict=True)
+        self._draft_runner.read = [min(old + lookahead - 1, new - 1) for old, new in rows]
+
+    @property
+    def _draft_runner(self) -> StaticRunner:
+        assert isinstance(self.drafter, ModelDrafter) and isinstance(self.drafter.runner, StaticRunner)
+        return self.drafter.runner
+
+
+@contextmanager
+def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) -> Iterator[Decoder]:
+    """The decoder with prepared rounds where they can be had (see `plan_for`), or as it is.
+
+    Args:
+        compile: compile the steps; on CUDA they are captured in any case.
+    """
+    plan = plan_for(decoder, transcript)
+    if plan is None or not (compile or captured.captures(transcript.ids.device)):
+        yield decoder
+        return
+    target = decoder.target
+    drafter = decoder.drafter if isinstance(decoder.drafter, ModelDrafter) else None
+    draft = None if drafter is None else drafter.runner
+    assert isinstance(target, StaticRunner) and (draft is None or isinstance(draft, StaticRunner))
+    engines: Engines = target.model.__dict__.setdefault("_speculation_engines", Engines())
+    models = [runner.model for runner in (target, draft) if runner is not None]
+    states = tuple((state_of(model), weights_of(model)) for model in models)
+    key = (compile, len(target.read), target.cache.capacity, plan_key(plan), states)
+    with ordinary_tensors():
+        engine = engines.take(key) or Engine(plan, target, draft, compile)
+        engine.adopt(target, draft)
+    for rule in () if drafter is None else parts_of(drafter.rule):
+        if isinstance(rule, AutoLength):
+            rule.use_prepared(engine.steps)
+    fields = {name: getattr(decoder, name) for name in Decoder.__dataclass_fields__} | {"mode": torch.no_grad}
+    try:
+        yield PreparedDecoder(**fields, engine=engine)
+    finally:
+        engines.put(key, engine)
+
+
+def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
+    """How an engine would run this call; None where it can't, and the general round has to."""
+    target, drafter = decoder.target, decoder.drafter
+    processors = decoder.processors.processors
+    if (
+        not isinstance(target, StaticRunner)
+        or target.cache.grows
+        or transcript.records
+        or not all(type(processor) in PROCESSORS for processor in processors)
+        or not (decoder.relaxation is None or type(decoder.relaxation) is BildRollback)
+        or not has_fixed_rope(target.model)
+        or not _within(context_length(target.model), transcript)
+    ):
+        return None
+    common: dict[str, Any] = {
+        "do_sample": decoder.do_sample,
+        "processors": tuple(processors),
+        "relaxation": decoder.relaxation,
+        "rule": decoder.rule,
+        "eos_tokens": tuple(sorted(transcript.eos_tokens)),
+    }
+    if type(drafter) is NoDrafter:
+        return Plan(0, 0, 0, keep_probs=False, stop=StopRule(0), **common)
+    if (
+        type(drafter) is not ModelDrafter
+        or not isinstance(drafter.runner, StaticRunner)
+        or not all(type(rule) in KNOWN_RULES for rule in parts_of(drafter.rule))
+        or drafter.runner.positions.device != transcript.ids.device
+        or not _within(drafter.max_positions, transcript)
+        or transcript.prompt_length < 2
+        or not has_fixed_rope(drafter.runner.model)
+    ):
+        return None
+    parts = parts_of(drafter.rule)
+    adapts = any(isinstance(rule, AutoLength) for rule in parts)
+    # Lengths are chosen outside of the steps.
+    stops = [rule for rule in parts if rule.reads_probabilities]
+    return Plan(
+        LADDER[-1] if adapts else drafter.rule.limit,
+        drafter.vocabulary,
+        drafter.draft_vocabulary,
+        keep_probs=drafter.keep_probs,
+        stop=FirstOf(*stops) if stops else StopRule(0),
+        **common,
+    )
+
+
+def _within(bound: int | None, transcript: Transcript) -> bool:
+    """Whether all of a call's texts end within a model's positions: prepared rounds cut what goes beyond."""
+    return bound is None or transcript.max_length <= bound

@@ -1,0 +1,1 @@
+"""Acceptance rules, probabilities, draws and statistics: pure functions, without forward passes or caches."""

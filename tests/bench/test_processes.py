@@ -1,0 +1,75 @@
+"""Several processes (torchrun) measure together what one measures alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny_pair import save_pair
+
+from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.tasks import task_table
+from hf_specdec.bench.tasks.subtasks import run_subtasks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def outcome(path: Path) -> dict[str, Any]:
+    """What may not depend on who measured it: tokens, acceptance and prompts."""
+    result = json.loads(path.read_text())
+    runs = {
+        f"{run['repeat']}/{run['prompt']}/{run['method']}": (
+            run["tokens"],
+            run["text"],
+            [[item[key] for key in ("drafted", "accepted", "overlap")] for item in run["rounds"] or ()],
+        )
+        for run in result["runs"]
+    }
+    return json.loads(json.dumps({"runs": runs} | {key: result[key] for key in ("prompts", "quality", "methods")}))
+
+
+def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
+    target, draft = save_pair(tmp_path)
+    settings = Settings(
+        task="subtasks", model_name=str(target), assistant_model=str(draft), assisted_generation=True, limit=1,
+        max_new_tokens=6, do_sample=True, seed=3, output_dir=tmp_path / "one",
+    )  # fmt: skip
+    run_subtasks(settings, Processes())
+    line = ["scripts/assisted_generation.py", "--task", "subtasks", "--model_name", str(target), "--device", "cpu"]
+    line += ["--assistant_model", str(draft), "--limit", "1", "--max_new_tokens", "6", "--do_sample", "--seed", "3"]
+    line += ["--repeats", "1", "--output_dir", str(tmp_path / "two")]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *line],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Overall Result: AS: ") == 4, "only one process speaks"
+    name = "subtasks-sampling.json"
+    assert outcome(tmp_path / "two" / name) == outcome(tmp_path / "one" / name)
+    assert json.loads((tmp_path / "two" / name).read_text())["processes"] == 2
+    assert "in each of 2 processes" in (tmp_path / "two" / name).with_suffix(".md").read_text()
+    assert "in each of" not in (tmp_path / "one" / name).with_suffix(".md").read_text()
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [name, "subtasks-sampling.md"]
+
+
+def test_shares_are_disjoint_and_complete() -> None:
+    shares = [Processes(rank, 3).share(range(10)) for rank in range(3)]
+    assert sorted(number for share in shares for number in share) == list(range(10))
+    assert Processes().share("ab") == ["a", "b"] and Processes().gather([1]) == [1]
+
+
+def test_tasks_that_time_one_process_alone_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_table, "processes", lambda cpu: Processes(1, 2))
+    with pytest.raises(BenchError, match="--task: 'benchmark' times one process alone, and was started with 2"):
+        task_table.run_task(Settings())

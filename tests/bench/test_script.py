@@ -1,0 +1,313 @@
+"""The script as users call it: arguments, errors in one line, files, and where it can be called from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helpers.script import load_script
+from helpers.tiny_pair import save_pair
+
+from hf_specdec.bench.inputs import questions
+from hf_specdec.bench.settings import BenchError, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    target, draft = save_pair(tmp_path_factory.mktemp("models"))
+    return ["--model_name", str(target), "--assistant_model", str(draft), "--max_new_tokens", "6"]
+
+
+def parse(script: ModuleType, line: str) -> dict[str, Any]:
+    return vars(script.build_parser().parse_args(line.split()))
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The error, which has to be a single line on stderr with nothing on stdout."""
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith("\n") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("alias", "name", "value"),
+    [
+        ("--target_model_name x", "model_name", "x"),
+        ("--approx_model_name y", "assistant_model", "y"),
+        ("--gamma 3", "num_assistant_tokens", [3]),
+        ("--n_lookahead 3 5", "num_assistant_tokens", [3, 5]),
+        ("--fallback_thres 0", "fallback_threshold", [0.0]),
+        ("--rollback_thres 0", "rollback_threshold", [0.0]),
+        ("--max_tokens 9", "max_new_tokens", 9),
+        ("--prompt_lengths 8 9", "prompt_lengths", [8, 9]),
+        ("--prompt a --prompt b", "prompts", ["a", "b"]),
+    ],
+)
+def test_aliases(script: ModuleType, alias: str, name: str, value: object) -> None:
+    assert parse(script, alias)[name] == value
+
+
+def test_defaults_are_the_published_ones(script: ModuleType) -> None:
+    options = script.complete(script.build_parser(), parse(script, ""))
+    assert (options["task"], options["model_name"]) == ("benchmark", "target")
+    assert (options["prompt_lengths"], options["max_new_tokens"]) == ((256, 512), 30)
+    settings = Settings(**options)
+    assert (settings.fallback_threshold, settings.rollback_threshold, settings.repeats) == (0.6, 3.0, 3)
+    assert options["output_dir"] == Path("results")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--task nonsense", ["--task", "'nonsense'", "'benchmark'"]),
+        ("--gamma 0", ["--num_assistant_tokens", "'0'", "at least 1"]),
+        ("--fallback_thres 1.5", ["--fallback_threshold", "'1.5'", "from 0 to 1"]),
+        ("--rollback_threshold nan", ["--rollback_threshold", "'nan'", "at least 0"]),
+        ("--temperature -1", ["--temperature", "'-1'", "at least 0"]),
+        ("--generation_strategy beam", ["--generation_strategy", "'beam'", "'bild'"]),
+        ("--dtype int3", ["--dtype", "'int3'", "'float32'"]),
+        ("--max_tokens many", ["--max_new_tokens", "'many'", "whole number"]),
+        ("--prompt_lengths", ["--prompt_lengths", "at least one"]),
+        ("--bogus 1", ["--bogus"]),
+    ],
+)
+def test_bad_arguments(script: ModuleType, line: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        script.main(line.split())
+    assert end.value.code == 2
+    error = one_line(capsys)
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--model_name", "no/such-folder/at-all"], ["--model_name", "'no/such-folder/at-all'", "local folder"]),
+        (["--assistant_model", "no/such/draft"], ["--assistant_model", "'no/such/draft'", "local folder"]),
+        (["--device", "cuda:77"], ["--device", "'cuda:77'", "cpu"]),
+        (["--draft_device", "toaster"], ["--draft_device", "'toaster'", "cpu"]),
+        (["--prompt_lengths", "500"], ["--prompt_lengths", "500", "200", "shorter"]),
+        (["--task", "decode", "--prompt", " "], ["--prompt", "' '", "give some text"]),
+        (["--task", "decode", "--max_new_tokens", "500"], ["--max_new_tokens", "500", "200", "fewer"]),
+    ],
+)
+def test_what_the_user_can_put_right(
+    script: ModuleType,
+    models: list[str],
+    tmp_path: Path,
+    extra: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = script.main([*models, "--assisted_generation", "--output_dir", str(tmp_path), *extra])
+    error = one_line(capsys)
+    assert status == 1 and all(word in error for word in words), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_dir_that_cannot_be_written_to(
+    script: ModuleType, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    line = [*models, "--assisted_generation", "--output_dir", str(tmp_path / "file" / "below")]
+    assert script.main(line) == 1
+    error = one_line(capsys)
+    assert "--output_dir" in error and "give a folder" in error
+
+
+def test_a_target_without_a_known_draft(
+    script: ModuleType, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.rename(models[1], renamed := Path(models[1]).with_name("nobody-knows"))
+    try:
+        status = script.main(["--model_name", str(renamed), "--assisted_generation", "--output_dir", str(tmp_path)])
+    finally:
+        os.rename(renamed, models[1])
+    assert status == 1 and "--assistant_model: not given" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--gamma 2 3", ["--num_assistant_tokens", "2 values", "--task sweep or engines"]),
+        ("--task subtasks --rollback_thres 1 2", ["--rollback_threshold", "--task sweep"]),
+        ("--draft_models a b", ["--draft_models", "--task sweep"]),
+        ("--prompt_template nothing", ["--prompt_template", "'nothing'", "{prompt}"]),
+        ("--task sweep --fallback_thres 0.5 2", ["--fallback_threshold", "'2'", "from 0 to 1"]),
+    ],
+)
+def test_grids_and_templates_are_checked(
+    script: ModuleType, line: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.main(line.split())
+    error = one_line(capsys)
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (None, "can't be read (No such file or directory)"),
+        ("", "has no question in it"),
+        ('{"q": "one"}\nnot JSON\n', "line 2 of"),
+        ('{"q": "one"}\n{"x": "two"}\n', "--prompt_column: 'q' is not in row 2"),
+        ('{"q": 7}\n', "line 1 of"),
+    ],
+)
+def test_data_sets_that_cannot_be_used(
+    script: ModuleType,
+    models: list[str],
+    tmp_path: Path,
+    lines: str | None,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "questions.jsonl"
+    if lines is not None:
+        path.write_text(lines)
+    task = ["--task", "subtasks", "--dataset", str(path), "--prompt_column", "q"]
+    assert script.main([*models, *task, "--output_dir", str(tmp_path / "out")]) == 1
+    assert words in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ({"category": "qa", "turns": "one text"}, "a list of turns"),
+        ({"category": "qa", "turns": 5}, "a list of turns"),
+        ({"category": "qa", "turns": ["a"], "reference": "one text"}, "its reference is no list"),
+        ({"category": "qa", "turns": ["a"], "reference": 5}, "its reference is no list"),
+    ],
+)
+def test_spec_bench_lines_of_another_shape(tmp_path: Path, item: dict[str, Any], words: str) -> None:
+    path = tmp_path / "question.jsonl"
+    path.write_text(json.dumps({"category": "qa", "turns": ["a"]}) + "\n" + json.dumps(item) + "\n")
+    with pytest.raises(BenchError, match=f"line 2 of .*{words}"):
+        questions.dialogues(Settings(task="subtasks", dataset="spec_bench", dataset_path=path))
+
+
+def test_a_path_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"--dataset_path: .* is only read by --dataset spec_bench"):
+        questions.dialogues(Settings(task="subtasks", dataset_path=tmp_path / "question.jsonl"))
+    for option in ("prompt_column", "reference_column"):
+        with pytest.raises(BenchError, match=f"--{option}: 'text' can't be had from embedded"):
+            questions.dialogues(Settings(task="subtasks", **{option: "text"}))
+
+
+def test_a_file_has_no_split(tmp_path: Path) -> None:
+    path = tmp_path / "questions.csv"
+    path.write_text("q\none\n")
+    asked = {"task": "subtasks", "dataset": str(path), "prompt_column": "q"}
+    assert questions.split_of(Settings(**asked)) is None and len(questions.dialogues(Settings(**asked))) == 1
+    with pytest.raises(BenchError, match="--split: 'train' can't be had from a file"):
+        questions.dialogues(Settings(**asked, split="train"))
+    named = {name: questions.split_of(Settings(dataset=name)) for name in ("embedded", "spec_bench", "owner/name")}
+    assert named == {"embedded": "heldout", "spec_bench": None, "owner/name": "test"}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "No columns"),
+        (b"q\none\ntwo,three\n", "line 3"),
+        (b"q\n\xff\xfe\n", "can't decode"),
+    ],
+)
+def test_tables_that_cannot_be_read_are_said_with_their_cause(
+    tmp_path: Path, content: bytes, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "questions.csv"
+    path.write_bytes(content)
+    with pytest.raises(BenchError, match=words) as refused:
+        questions.dialogues(Settings(task="subtasks", dataset=str(path), prompt_column="q"))
+    assert "--split" not in str(refused.value) and capsys.readouterr().err == ""
+
+
+def test_spec_bench_categories(tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    rows = [
+        {"category": "coding", "turns": ["a", "b"], "reference": ["", "r2"]},
+        {"category": "rag", "turns": ["c"], "reference": [["x", "y"]]},
+        {"category": "qa", "turns": ["d"]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    settings = Settings(task="subtasks", dataset="spec_bench", dataset_path=path)
+    (first, second), (rag,), (qa,) = questions.dialogues(settings)
+    assert (first.subtask, second.subtask, rag.subtask, qa.subtask) == ("multi-turn", "multi-turn", "rag", "qa")
+    assert second.turns == ("a", "b") and second.earlier == (0,) and second.references == ("r2",)
+    assert first.references == () and rag.references == ("x", "y") and qa.references == ()
+    assert [first.index, second.index, rag.index, qa.index] == [0, 1, 2, 3]
+
+
+def test_temperature_zero_is_greedy(
+    script: ModuleType, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--do_sample", "--temperature", "0", "--task", "decode", "--prompt", "Hello there"]
+    assert script.main([*models, "--output_dir", str(tmp_path), *line]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "decode-plain-greedy.json",
+        "decode-plain-greedy.md",
+    ]
+    result = json.loads((tmp_path / "decode-plain-greedy.json").read_text())
+    assert result["sampling"] is False and result["arguments"]["temperature"] == 0
+    assert "- greedy, at most 6 new tokens" in capsys.readouterr().out
+
+
+def test_decode_streams_text_and_prints_the_table(
+    script: ModuleType, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--task", "decode", "--assisted_generation", "--generation_strategy", "bild", "--fallback_thres", "0.1"]
+    assert script.main([*models, "--output_dir", str(tmp_path), *line, "--prompt", "One", "--prompt", "Two"]) == 0
+    out = capsys.readouterr().out
+    texts, table = out.split("# Decode")
+    assert texts.count("--- ") == 2 and "BiLD (fallback 0.1, rollback 3)" in table
+    assert "Tokens/Round" in table
+
+
+@pytest.mark.parametrize("folder", [".", "scripts"])
+def test_main_job_from_the_root_and_from_scripts(models: list[str], tmp_path: Path, folder: str) -> None:
+    before = sorted(path for path in (ROOT / folder).glob("*") if path.name != "__pycache__")
+    script = "assisted_generation.py" if folder == "scripts" else "scripts/assisted_generation.py"
+    short = ["--prompt_lengths", "20", "--repeats", "1", "--output_dir", str(tmp_path)]
+    sampling = ["--do_sample"] if folder == "scripts" else []
+    done = subprocess.run(
+        [sys.executable, script, *models, "--task", "benchmark", "--assisted_generation", *short, *sampling],
+        cwd=ROOT / folder,
+        capture_output=True,
+        text=True,
+        # One thread: on a busy machine several wait for each other for seconds.
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Time/Token (ms)" in done.stdout and "Acceptance" in done.stdout
+    assert "over plain decoding" in done.stdout and "over transformers' assisted generation" in done.stdout
+    assert "benchmark" in done.stderr and "Traceback" not in done.stderr
+    how = "sampling" if sampling else "greedy"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"benchmark-speculative-{how}.json",
+        f"benchmark-speculative-{how}.md",
+    ]
+    assert (tmp_path / f"benchmark-speculative-{how}.md").read_text() == done.stdout
+    assert sorted(path for path in (ROOT / folder).glob("*") if path.name != "__pycache__") == before
+
+
+def test_a_default_run_leaves_git_clean() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    for place in ("results/x.json", "results/x.md", "scripts/results/x.png"):
+        assert subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", place], check=False).returncode == 0

@@ -1,0 +1,152 @@
+"""Precision and place through the script: each combination against plain decoding with the same target's weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers.integrations.accelerate as placement
+from helpers.script import load_script
+from helpers.tiny_pair import save_pair
+
+from hf_specdec.bench.figures.quality import divergence, next_logits
+from hf_specdec.bench.figures.speed import first_divergence
+from hf_specdec.bench.inputs.prompts import benchmark_prompts
+from hf_specdec.bench.models.loading import load_pair
+from hf_specdec.bench.models.precision import quantized_layers, resolution
+from hf_specdec.bench.settings import Settings
+
+COMBINATIONS = [
+    "--dtype float32",
+    "--dtype bfloat16",
+    "--dtype float16",
+    "--dtype float32 --draft_dtype bfloat16",
+    "--dtype bfloat16 --draft_dtype float32",
+    "--dtype float32 --precision int8",
+    "--dtype float32 --precision int4",
+    "--dtype bfloat16 --precision int8 --draft_precision int4",
+    "--dtype float32 --draft_precision int4",
+    "--dtype float32 --precision int4 --draft_precision int8 --draft_dtype bfloat16",
+    "--dtype float32 --draft_device cpu",
+    "--dtype float32 --device_map auto",
+    "--dtype bfloat16 --device_map sequential --draft_dtype float32",
+    "--dtype float32 --device_map auto --precision int8",
+]
+
+FOR_T5 = [
+    "--dtype bfloat16 --draft_dtype float32",
+    "--dtype float32 --precision int8 --draft_precision int4",
+    "--dtype float32 --device_map auto",
+]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The arguments that name a decoder-only pair and a T5 pair."""
+    found = {}
+    for kind in ("llama", "t5"):
+        target, draft = save_pair(tmp_path_factory.mktemp(kind), encoder_decoder=kind == "t5")
+        found[kind] = ["--model_name", str(target), "--assistant_model", str(draft)]
+    return found
+
+
+def measured(script: ModuleType, words: list[str], folder: Path) -> dict[str, Any]:
+    """The JSON of a short benchmark with these arguments."""
+    short = ["--prompt_lengths", "20", "--max_new_tokens", "12", "--repeats", "1", "--gamma", "3"]
+    assert script.main([*words, *short, "--assisted_generation", "--output_dir", str(folder)]) == 0
+    return json.loads((folder / "benchmark-speculative-greedy.json").read_text())
+
+
+def outputs(result: dict[str, Any], method: str) -> list[list[int]]:
+    return [run["tokens"] for run in result["runs"] if run["method"] == method]
+
+
+# T5 takes more time, and the loop that differs is the same for all of them.
+@pytest.mark.parametrize(
+    ("kind", "line"), [("llama", line) for line in COMBINATIONS] + [("t5", line) for line in FOR_T5]
+)
+def test_outputs_are_plain_decoding_s_or_part_at_a_near_tie(
+    script: ModuleType, models: dict[str, list[str]], tmp_path: Path, kind: str, line: str
+) -> None:
+    words = [*models[kind], *line.split()]
+    result = measured(script, words, tmp_path)
+    asked = dict(zip(line.split()[::2], line.split()[1::2], strict=True))
+    described = result["models"]
+    for role, prefix in (("target", "--"), ("draft", "--draft_")):
+        dtype = asked.get(f"{prefix}dtype", asked["--dtype"])
+        weights = asked.get(f"{prefix}precision")
+        assert described[role]["dtype"] == (dtype if weights is None else f"{weights} weights, {dtype}")
+        assert described[role]["device"] == "cpu"
+    pairs = list(zip(outputs(result, "speculative"), outputs(result, "plain"), strict=True))
+    assert len(pairs) == 5
+    if any(ours != plain for ours, plain in pairs):
+        check_margins(parsed(script, words), pairs)
+
+
+def parsed(script: ModuleType, words: list[str]) -> Settings:
+    parser = script.build_parser()
+    return Settings(**script.complete(parser, vars(parser.parse_args([*words, "--assisted_generation"]))))
+
+
+def check_margins(settings: Settings, pairs: list[tuple[list[int], list[int]]]) -> None:
+    """Where outputs part, the target's best two logits are closer than its arithmetic resolves."""
+    pair = load_pair(settings)
+    prompts = benchmark_prompts(pair, (20,), 5, 12)
+    for prompt, (ours, plain) in zip(prompts, pairs, strict=True):
+        inputs = {"input_ids": torch.tensor([prompt.token_ids])}
+        found = divergence(pair.target, inputs, ours, plain)
+        if found is not None:
+            bound = resolution(pair.target, next_logits(pair.target, inputs, plain[: found.position]))
+            assert max(found.margin, found.gap or 0.0) <= bound
+
+
+def test_weights_that_fit_nowhere_lie_on_disk(
+    script: ModuleType, models: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = measured(script, [*models["llama"], "--dtype", "float32"], tmp_path / "in memory")
+    # Room for the embeddings and a layer.
+    monkeypatch.setattr(placement, "accelerate_max_memory", lambda most=None: {"cpu": 130_000})
+    words = [*models["llama"], "--dtype", "float32", "--device_map", "auto"]
+    words += ["--offload_folder", str(tmp_path / "offloaded")]
+    spread = measured(script, words, tmp_path / "spread")
+    target = load_pair(parsed(script, words)).target
+    assert {parameter.device.type for parameter in target.parameters()} == {"cpu", "meta"}, "the rest is on disk"
+    assert outputs(spread, "speculative") == outputs(spread, "plain") == outputs(plain, "plain")
+
+
+def test_a_target_without_any_room_is_refused_in_one_line(
+    script: ModuleType,
+    models: dict[str, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(placement, "accelerate_max_memory", lambda most=None: {"cpu": 1_000})
+    words = [*models["llama"], "--assisted_generation", "--device_map", "auto"]
+    words += ["--offload_folder", str(tmp_path / "offloaded"), "--output_dir", str(tmp_path / "out")]
+    assert script.main(words) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "--device_map: 'auto' offloads even the first layer" in err
+
+
+def test_quantized_outputs_are_not_those_of_the_weights_they_came_from(
+    script: ModuleType, models: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """Negative control: the same-precision plain run is the one to compare with."""
+    exact = measured(script, [*models["llama"], "--dtype", "float32"], tmp_path / "exact")
+    coarse = measured(script, [*models["llama"], "--dtype", "float32", "--precision", "int4"], tmp_path / "coarse")
+    both = zip(outputs(exact, "plain"), outputs(coarse, "plain"), strict=True)
+    assert any(first_divergence(one, other) is not None for one, other in both)
+    settings = {"model_name": models["llama"][1], "dtype": "float32"}
+    assert quantized_layers(load_pair(Settings(**settings, precision="int4")).target) > 0
+    assert quantized_layers(load_pair(Settings(**settings)).target) == 0

@@ -1,0 +1,291 @@
+"""The embedded corpus and models: splits, prompt lengths, sizes, the report's claims, a resumable trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rouge_score import rouge_scorer
+from transformers import AutoTokenizer
+
+from hf_specdec import embedded
+from hf_specdec.embedded import report
+from hf_specdec.embedded.architectures import SHAPES, Shape, build, is_encoder_decoder, parameter_counts
+from hf_specdec.embedded.evaluate import Agreement, agreements, answer_examples, greedy, rouge_l, score, simulate_rounds
+from hf_specdec.embedded.training import Recipe, grow, train
+
+DECODERS = [name for name in embedded.names() if not is_encoder_decoder(name)]
+MICRO = Shape(hidden=32, inner=32, layers=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(embedded.model_path("target"))
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: report.load(name) for name in embedded.names()}
+
+
+@pytest.fixture(scope="module")
+def claims():
+    return json.loads(report.REPORT_JSON.read_text())
+
+
+# The corpus
+
+
+def test_the_eight_subtasks_have_references_and_a_metric():
+    assert set(embedded.SUBTASKS) == {
+        "multi-turn", "translation", "summarization", "qa", "math_reasoning", "rag", "law analytics",
+        "grammar correction",
+    }  # fmt: skip
+    assert set(embedded.METRIC) == set(embedded.SUBTASKS)
+    for subtask in embedded.SUBTASKS:
+        for example in embedded.examples(subtask, n=5):
+            assert example.subtask == subtask
+            assert len(example.turns) == len(example.references) == (2 if subtask == "multi-turn" else 1)
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                example.turns = ()
+
+
+def test_examples_are_determined_by_their_seed_in_every_process():
+    code = "from hf_specdec import embedded; print(embedded.examples('rag', n=3, seed=7))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert other.strip() == str(embedded.examples("rag", n=3, seed=7))
+    assert embedded.examples("rag", n=3, seed=7) != embedded.examples("rag", n=3, seed=8)
+    assert embedded.examples("rag", n=3, seed=7) == embedded.examples("rag", n=5, seed=7)[:3]
+
+
+@pytest.mark.parametrize("subtask", embedded.SUBTASKS)
+def test_no_prompt_is_in_both_splits(subtask):
+    trained = [x for seed in range(3) for x in embedded.examples(subtask, "train", 300, seed)]
+    held_out = embedded.examples(subtask, "heldout", 100)
+    assert not {x.turns[0] for x in trained} & {x.turns[0] for x in held_out}
+    assert {embedded.split_of(x) for x in trained} == {"train"}
+    assert {embedded.split_of(x) for x in held_out} == {"heldout"}
+    assert len({x.turns[0] for x in held_out}) == 100
+
+
+def test_what_is_unknown_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"'nope'.*draft-small"):
+        embedded.model_path("nope")
+    with pytest.raises(ValueError, match=r"'poetry'.*law analytics"):
+        embedded.examples("poetry")
+    with pytest.raises(ValueError, match=r"'test'.*heldout"):
+        embedded.examples("qa", "test")
+    with pytest.raises(ValueError, match="turn=1 needs 1"):
+        embedded.render_prompt(embedded.examples("multi-turn", n=1)[0], turn=1)
+
+
+def test_importing_the_corpus_loads_neither_torch_nor_transformers():
+    # hf_specdec itself needs both, so the room is loaded as if it stood alone.
+    code = (
+        "import sys, types; package = types.ModuleType('hf_specdec'); package.__path__ = ['hf_specdec'];"
+        "sys.modules['hf_specdec'] = package; import hf_specdec.embedded;"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("length", [256, 512, 40])
+@pytest.mark.parametrize("encoder", [False, True])
+def test_prompts_have_exactly_the_wanted_length(tokenizer, length, encoder):
+    for subtask in embedded.SUBTASKS:
+        example = embedded.examples(subtask, n=1)[0]
+        ids = embedded.prompt_ids(tokenizer, example, length, encoder=encoder)
+        plain = embedded.prompt_ids(tokenizer, example, encoder=encoder)
+        assert len(ids) == length
+        assert ids.count(tokenizer.bos_token_id) == 1
+        assert ids[0] == tokenizer.bos_token_id
+        kept = min(length, len(plain)) - 1
+        assert ids[-kept:] == plain[-kept:]
+        assert ids == embedded.prompt_ids(tokenizer, example, length, encoder=encoder)
+
+
+def test_rendered_text_tokenizes_to_the_prompt_and_matches_the_chat_template(tokenizer):
+    example = embedded.examples("multi-turn", n=1)[0]
+    text = embedded.render_prompt(example, 1, example.references)
+    ids = tokenizer(text)["input_ids"]
+    assert ids == embedded.prompt_ids(tokenizer, example, turn=1, previous_answers=example.references)
+    messages = [
+        {"role": "user", "content": example.turns[0]},
+        {"role": "assistant", "content": example.references[0]},
+        {"role": "user", "content": example.turns[1]},
+    ]
+    templated = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert templated["input_ids"] == ids
+    assert tokenizer.decode(ids) == tokenizer.bos_token + text
+
+
+# The models
+
+
+def test_models_are_small_enough_and_drafts_much_smaller(models):
+    sizes = [path.stat().st_size for path in embedded.MODELS_DIR.rglob("*.safetensors")]
+    assert len(sizes) == 6
+    assert sum(sizes) <= 24e6
+    layers = {name: parameter_counts(model)["layers"] for name, model in models.items()}
+    assert layers["target"] >= 8 * layers["draft"]
+    assert layers["t5-target"] >= 8 * layers["t5-draft"]
+    assert layers["draft-small"] < layers["draft"] < layers["draft-large"] < layers["target"]
+
+
+def test_models_share_the_tokenizer_and_its_special_ids(models, tokenizer):
+    for name, model in models.items():
+        other = AutoTokenizer.from_pretrained(embedded.model_path(name))
+        assert other.get_vocab() == tokenizer.get_vocab()
+        assert other.padding_side == "left"
+        config = model.generation_config
+        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
+        assert (other.pad_token_id, other.bos_token_id, other.eos_token_id) == (0, 1, 2)
+
+
+def test_the_target_answers_held_out_questions_better_than_its_draft(models, tokenizer):
+    # Other examples than the report's, of the subtasks that the target has learnt.
+    chosen = [x for s in ("translation", "summarization") for x in embedded.examples(s, n=32, seed=1)]
+    means = []
+    for name in ("target", "draft"):
+        dialogues = answer_examples(models[name], tokenizer, chosen)
+        means.append(sum(score(x, d) for x, d in zip(chosen, dialogues, strict=True)) / len(chosen))
+    assert means[0] >= means[1] + 0.1
+    assert means[0] >= 0.4
+
+
+def test_the_target_loses_to_its_draft_nowhere_and_acceptance_is_that_of_a_real_pair(claims):
+    scores = claims["pairs"]["target"]["scores"]
+    assert all(scores["target"][s] >= scores["draft"][s] for s in embedded.SUBTASKS)
+    assert 0.6 <= report.total(claims["pairs"]["target"]["agreement"]["draft"]).acceptance <= 0.8
+
+
+# Evaluation
+
+
+def test_rouge_l_is_what_rouge_score_computes():
+    scorer = rouge_scorer.RougeScorer(["rougeL"])
+    for subtask in embedded.SUBTASKS:
+        left, right = (x.references[0] for x in embedded.examples(subtask, n=2))
+        assert rouge_l(left, right) == pytest.approx(scorer.score(right, left)["rougeL"].fmeasure)
+
+
+def test_rounds_are_counted_as_defined():
+    assert simulate_rounds([True] * 5) == Agreement(drafted=4, accepted=4, checked=4, rounds=1)
+    assert simulate_rounds([True] * 6) == Agreement(drafted=5, accepted=5, checked=5, rounds=2)
+    assert simulate_rounds([True, False, True, False]) == Agreement(drafted=6, accepted=2, checked=4, rounds=2)
+
+
+def test_acceptance_from_one_pass_equals_speculating_token_by_token(models, tokenizer):
+    prompts = [embedded.prompt_ids(tokenizer, embedded.examples(s, n=1)[0]) for s in ("rag", "grammar correction")]
+    answers = greedy(models["target"].double(), tokenizer, prompts)
+    found = agreements(models["draft"].double(), tokenizer, answers)
+    for name in ("target", "draft"):
+        models[name].float()
+    draft = models["draft"].double()
+    for answer, agreement in zip(answers, found, strict=True):
+        position, drafted, accepted = 0, 0, 0
+        while position < len(answer.tokens):
+            prefix = torch.tensor([answer.prompt + answer.tokens[:position]])
+            wanted = min(4, len(answer.tokens) - position)
+            out = draft.generate(prefix, max_new_tokens=wanted, min_new_tokens=wanted, do_sample=False,
+                                 eos_token_id=-1)[0, prefix.shape[1] :].tolist()  # fmt: skip
+            agreed = 0
+            while agreed < wanted and out[agreed] == answer.tokens[position + agreed]:
+                agreed += 1
+            drafted, accepted, position = drafted + wanted, accepted + agreed, position + agreed + 1
+        assert (drafted, accepted) == (agreement.drafted, agreement.accepted)
+    draft.float()
+
+
+# The report
+
+
+def test_the_report_is_rendered_from_its_data_and_describes_the_shipped_files(claims, models):
+    assert report.REPORT_MD.read_text() == report.render(claims)
+    for name, model in models.items():
+        facts = claims["models"][name]
+        assert facts["parameters"] == parameter_counts(model)
+        assert facts["safetensors_bytes"] == (embedded.model_path(name) / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(("target", "draft", "subtasks"), [("target", "draft", 6), ("t5-target", "t5-draft", 2)])
+def test_the_target_is_ahead_of_its_draft(claims, target, draft, subtasks):
+    """By ten points in so many subtasks or more, and never behind."""
+    scores = claims["pairs"][target]["scores"]
+    ahead = [scores[target][s] - scores[draft][s] for s in embedded.SUBTASKS]
+    assert sum(lead >= 0.10 for lead in ahead) >= subtasks
+    assert min(ahead) >= 0
+
+
+def test_t5_begins_by_looking_things_up() -> None:
+    """A decoded token's attention is at its twin in the source and beside it; that of random queries is anywhere."""
+    torch.manual_seed(0)
+    model = build(SHAPES["t5-draft"], seed=0)
+    model.set_attn_implementation("eager")
+    source = torch.stack([5 + torch.randperm(2000)[:60] for _ in range(16)])
+    cross = model.decoder.block[0].layer[1].EncDecAttention
+    shares = []
+    for query in (cross.q.weight.clone(), cross.q.weight[:, torch.randperm(cross.q.in_features)]):
+        cross.q.weight.data.copy_(query)
+        attention = model(input_ids=source, decoder_input_ids=source[:, 30:31], output_attentions=True)
+        shares.append(attention.cross_attentions[0][..., 29:32].sum(dim=-1).mean().item())
+    assert shares[0] > 2 * shares[1]
+    assert shares[1] == pytest.approx(3 / 60, rel=0.5)
+
+
+def test_reported_figures_come_out_again(claims, models, tokenizer):
+    chosen = embedded.examples("summarization", n=claims["pairs"]["target"]["examples_per_subtask"])
+    dialogues = answer_examples(models["target"], tokenizer, chosen)
+    mean = sum(score(x, d) for x, d in zip(chosen, dialogues, strict=True)) / len(chosen)
+    # Another machine may round a near-tie the other way, hence the tolerance.
+    assert mean == pytest.approx(claims["pairs"]["target"]["scores"]["target"]["summarization"], abs=0.05)
+    again = sum(agreements(models["draft"], tokenizer, [a for d in dialogues for a in d]), Agreement())
+    reported = Agreement(**claims["pairs"]["target"]["agreement"]["draft"]["summarization"])
+    assert again.acceptance == pytest.approx(reported.acceptance, abs=0.02)
+
+
+# The trainer
+
+
+@pytest.mark.parametrize("killed_in", ["micro-seedling", "micro"])
+@pytest.mark.parametrize("encoder_layers", [0, 1])
+def test_a_killed_training_resumes_to_the_same_weights(tokenizer, tmp_path, encoder_layers, killed_in):
+    shape = dataclasses.replace(MICRO, encoder_layers=encoder_layers)
+    seedling = Recipe(shape, steps=2, rows=1, warmup=2, checkpoint_every=1, decay=0.0)
+    recipe = Recipe(dataclasses.replace(shape, layers=2), steps=2, rows=1, warmup=2, seed=1, seedling=seedling)
+    whole, record = train("micro", recipe, tokenizer, tmp_path / "whole")
+    train("micro-seedling", seedling, tokenizer, tmp_path / "killed", stop_after=1)
+    if killed_in == "micro":
+        train("micro", recipe, tokenizer, tmp_path / "killed", stop_after=1)
+    resumed, its_record = train("micro", recipe, tokenizer, tmp_path / "killed")
+    assert its_record["steps"] == record["steps"] == 2
+    assert its_record["tokens"] == record["tokens"]
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("encoder_layers", [0, 1])
+def test_a_grown_model_computes_what_its_seedling_did(encoder_layers):
+    shallow = build(dataclasses.replace(MICRO, layers=2, encoder_layers=encoder_layers), seed=0).eval()
+    deep = build(dataclasses.replace(MICRO, layers=6, encoder_layers=2 * encoder_layers), seed=1).eval()
+    ids = torch.arange(10, 40).view(2, 15)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if encoder_layers else {})
+    wanted = shallow(**inputs).logits
+    assert not torch.allclose(deep(**inputs).logits, wanted, atol=1e-3)
+    grow(shallow, deep)
+    assert torch.allclose(deep(**inputs).logits, wanted, atol=1e-5)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tokenizer, tmp_path):
+    recipe = Recipe(MICRO, steps=1, rows=1)
+    train("micro", recipe, tokenizer, tmp_path)
+    with pytest.raises(ValueError, match="another recipe"):
+        train("micro", dataclasses.replace(recipe, seed=1), tokenizer, tmp_path)

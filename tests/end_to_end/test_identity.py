@@ -1,0 +1,115 @@
+"""Greedy speculation gives plain `generate`'s tokens: every family, strategy, batch, lookahead and cache."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers.families import EAGER, EOS, FAMILIES, pair, prompts
+
+import hf_specdec
+from hf_specdec.models.traits import takes_row_positions
+
+NEW_TOKENS = 16
+LOSSLESS = {
+    "speculative": {},
+    "bild": {"fallback_threshold": 0.2, "rollback_threshold": 0.0},
+}
+
+
+def _dtype(family: str, batch_size: int) -> torch.dtype:
+    return torch.float32 if family in EAGER and batch_size > 1 else torch.float64
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_plain_generate(family: str, batch_size: int) -> None:
+    target, draft = pair(family, dtype=_dtype(family, batch_size))
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    rates, texts = [], []
+    for seed in (10, 5):
+        inputs = prompts(batch_size, seed=seed)
+        plain = target.generate(**inputs, **settings)
+        texts.append(plain)
+        for combination in itertools.product(LOSSLESS.items(), (1, 4, 7), (True, False)):
+            (strategy, thresholds), lookahead, use_cache = combination
+            with hf_specdec.enable(target, assistant_model=draft, generation_strategy=strategy, **thresholds):
+                out = target.generate(
+                    **inputs,
+                    **settings,
+                    num_assistant_tokens=lookahead,
+                    use_cache=use_cache,
+                    return_dict_in_generate=True,
+                )
+            assert torch.equal(out.sequences, plain), combination
+            rates.append(out.speculation.acceptance_rate)
+    assert max(len(text[0].unique()) for text in texts) > 5, "a target that repeats itself proves little"
+    assert any(0 < rate < 1 for rate in rates if rate is not None), "acceptance is neither 0 nor 1"
+
+
+def test_a_relaxed_target_gives_other_tokens() -> None:
+    """Negative control: the comparison above can fail."""
+    target, draft = pair("llama")
+    inputs = prompts(4)
+    plain = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="bild", rollback_threshold=8.0):
+        relaxed = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, fallback_threshold=0.0)
+    assert relaxed.shape != plain.shape or not torch.equal(relaxed, plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "t5", "bart"])
+def test_a_row_of_a_batch_equals_its_single_run(family: str) -> None:
+    target, draft = pair(family)
+    inputs = prompts(4)
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "assistant_model": draft}
+    with hf_specdec.enable(target, generation_strategy="speculative"):
+        together = target.generate(**inputs, **settings)
+        for row in range(4):
+            alone = target.generate(**{key: value[row : row + 1] for key, value in inputs.items()}, **settings)
+            assert torch.equal(together[row, : alone.shape[1]], alone[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_target_pass_a_round_for_the_whole_batch(family: str) -> None:
+    target, draft = pair(family, dtype=_dtype(family, 4))
+    passes = []
+    target.register_forward_hook(lambda *_: passes.append(1))
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        out = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
+    rounds = out.speculation.rounds
+    row_by_row = not takes_row_positions(target)
+    assert len(passes) == (out.speculation.target_passes if row_by_row else len(rounds))
+    assert any(len(set(r.accepted)) > 1 for r in rounds), "rows accept different lengths"
+    assert (family == "bart") == row_by_row
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_as_its_own_draft_accepts_everything(family: str) -> None:
+    target, _ = pair(family, dtype=_dtype(family, 4))
+    with hf_specdec.enable(target, assistant_model=target, generation_strategy="speculative"):
+        out = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
+    assert out.speculation.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_num_return_sequences(family: str) -> None:
+    target, draft = pair(family)
+    inputs = prompts(2)
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    plain = target.generate(**inputs, **settings)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**inputs, **settings), plain)
+
+
+def test_the_cache_returned_is_the_one_plain_generate_returns() -> None:
+    target, draft = pair("llama")
+    inputs = prompts(1)
+    settings = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "eos_token_id": None}
+    plain = target.generate(**inputs, **settings)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        ours = target.generate(**inputs, **settings)
+    for mine, theirs in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys)
+        torch.testing.assert_close(mine.values, theirs.values)
+    assert ours.sequences[0, -1] != EOS

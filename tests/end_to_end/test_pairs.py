@@ -1,0 +1,231 @@
+"""Pairs that don't match in every respect, and calls that go on from earlier ones: plain `generate`'s tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import PAD, llama, noisy, prompts, resized, t5
+from helpers.word_tokenizer import word_tokenizer
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+import hf_specdec
+from hf_specdec import last_speculation
+
+NEW_TOKENS = 20
+SPECULATIVE = {"generation_strategy": "speculative", "num_assistant_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = llama()
+    return target, noisy(target)
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    with hf_specdec.enable():
+        yield
+
+
+def both(pair: tuple[PreTrainedModel, PreTrainedModel], **call: Any) -> tuple[Tensor, Tensor]:
+    """What plain and speculative `generate` answer to the same greedy call."""
+    call = {"do_sample": False, "max_new_tokens": NEW_TOKENS, **call}
+    return pair[0].generate(**call), pair[0].generate(**call, assistant_model=pair[1], **SPECULATIVE)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("sizes", [(72, 64), (64, 72), (72, 60)])
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.4}], ids=["bare", "processors"])
+def test_padded_vocabularies_of_other_sizes(pair, rows: int, sizes: tuple[int, int], settings: dict) -> None:
+    """Also where the target really uses tokens that the draft does not have."""
+    models = resized(pair[0], sizes[0]), resized(pair[1], sizes[1])
+    with torch.no_grad():
+        models[0].lm_head.weight[-4:] *= 1.5
+    expected, output = both(models, **prompts(rows), **settings, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected.sequences)
+    if rows == 4:
+        assert output.speculation.accepted > 0
+    if rows == 4 and sizes[0] > sizes[1]:
+        assert (output.sequences >= sizes[1]).any(), "the target has to use its own tokens for the test to bite"
+
+
+@pytest.mark.parametrize("sizes", [(72, 64), (64, 72)])
+def test_sampling_over_padded_vocabularies_stays_in_the_target_s(pair, sizes: tuple[int, int]) -> None:
+    models = resized(pair[0], sizes[0]), resized(pair[1], sizes[1])
+    torch.manual_seed(0)
+    output = models[0].generate(
+        **prompts(4), do_sample=True, max_new_tokens=40, assistant_model=models[1], **SPECULATIVE, top_k=0
+    )
+    assert int(output.max()) < sizes[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+def test_a_draft_in_another_dtype(pair, rows: int, dtype: torch.dtype, encoder_decoder: bool) -> None:
+    target, draft = (pair[0], deepcopy(pair[1])) if not encoder_decoder else (t5(), noisy(t5()))
+    expected, output = both((target, draft.to(dtype)), **prompts(rows))
+    assert torch.equal(output, expected)
+    stats = last_speculation(target)
+    assert stats is not None and stats.accepted > 0
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+def test_several_returned_sequences(pair, encoder_decoder: bool) -> None:
+    """Greedy copies are equal, so that each has to be plain's; sampled ones are as many."""
+    models = pair if not encoder_decoder else (t5(), noisy(t5()))
+    sampled = models[0].generate(
+        **prompts(2),
+        do_sample=True,
+        top_k=1,
+        num_return_sequences=3,
+        max_new_tokens=NEW_TOKENS,
+        assistant_model=models[1],
+        **SPECULATIVE,
+    )
+    expected, _ = both(models, **prompts(2))
+    assert torch.equal(sampled, expected.repeat_interleave(3, 0))
+
+
+class StopAt(StoppingCriteria):
+    """Stops all rows at a length that no round need end at."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("stop", [None, 12, 13, 14])
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_conversation_over_a_cache_of_the_user_s(pair, stop: int | None, as_dict: bool, window: int | None) -> None:
+    """The second turn reads the cache that the first one left, which holds all but the last token shown."""
+    target, draft = pair
+    if window is not None:
+        settings = {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"]}
+        target = _with_window(settings)
+        draft = noisy(target)
+    texts = []
+    for speculation in ({}, {"assistant_model": draft, **SPECULATIVE}):
+        cache = DynamicCache(config=target.config)
+        text = prompts(1)["input_ids"]
+        for turn in range(3):
+            criteria = StoppingCriteriaList([] if stop is None else [StopAt(stop + 10 * turn)])
+            output = target.generate(
+                text,
+                attention_mask=torch.ones_like(text),
+                past_key_values=cache,
+                do_sample=False,
+                max_new_tokens=9,
+                eos_token_id=None,
+                pad_token_id=PAD,
+                stopping_criteria=criteria,
+                return_dict_in_generate=as_dict,
+                **speculation,
+            )
+            text = output.sequences if as_dict else output
+            assert cache.get_seq_length() == text.shape[1] - 1
+            text = torch.cat([text, torch.tensor([[7, 8, 9 + turn]])], dim=1)
+        texts.append(text)
+    assert torch.equal(*texts)
+
+
+def _with_window(settings: dict[str, Any]) -> PreTrainedModel:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(4)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        initializer_range=0.2,
+        **settings,
+    )
+    return Qwen2ForCausalLM(config).to(torch.float64).eval()
+
+
+@pytest.fixture(scope="module")
+def strangers() -> dict[str, Any]:
+    """A draft whose tokenizer has the same words under other ids, and not all of them."""
+    target = llama()
+    draft = llama(seed=7, vocab_size=50)
+    with torch.no_grad():
+        ours, theirs = word_tokenizer().get_vocab(), word_tokenizer(50, order=-1).get_vocab()
+        shared = [word for word in theirs if word in ours]
+        mine, other = [ours[w] for w in shared], [theirs[w] for w in shared]
+        draft.load_state_dict({**noisy(target).state_dict(), **_rows_of(target, mine, other, len(theirs))})
+    return {
+        "target": target,
+        "draft": draft,
+        "tokenizers": {"tokenizer": word_tokenizer(), "assistant_tokenizer": word_tokenizer(50, order=-1)},
+    }
+
+
+def _rows_of(target: PreTrainedModel, mine: list[int], other: list[int], size: int) -> dict[str, Tensor]:
+    """The target's embeddings and head, reordered."""
+    tables = {}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        table = torch.zeros(size, target.config.hidden_size, dtype=torch.float64)
+        table[other] = target.state_dict()[name][mine]
+        tables[name] = table
+    return tables
+
+
+def _state(model: PreTrainedModel) -> tuple[Any, ...]:
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return weights, model.generation_config.to_dict(), model.get_output_embeddings(), model.get_input_embeddings()
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_different_tokenizers_leave_the_draft_as_it_was(strangers, sampling: bool) -> None:
+    """Greedy output is plain's; head, embeddings and `generation_config` of the draft stay the very same."""
+    target, draft = strangers["target"], strangers["draft"]
+    draft.generation_config.repetition_penalty = 1.1
+    before = _state(draft)
+    torch.manual_seed(0)
+    call = {
+        **prompts(1),
+        "do_sample": sampling,
+        "max_new_tokens": NEW_TOKENS,
+        "eos_token_id": None,
+        "pad_token_id": PAD,
+    }
+    output = target.generate(**call, assistant_model=draft, **SPECULATIVE, **strangers["tokenizers"])
+    after = _state(draft)
+    assert before[0].keys() == after[0].keys()
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    assert before[1] == after[1]
+    assert before[2] is after[2] and before[3] is after[3]
+    stats = last_speculation(target)
+    assert stats is not None and stats.accepted > 0
+    if not sampling:
+        assert torch.equal(output, target.generate(**call))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_ragged_row_equals_its_run_alone_with_the_same_padding(pair, rows: int) -> None:
+    inputs = prompts(rows)
+    together = pair[0].generate(
+        **inputs, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=pair[1], **SPECULATIVE
+    )
+    for row in range(rows):
+        alone = pair[0].generate(
+            **{key: value[row : row + 1] for key, value in inputs.items()},
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            assistant_model=pair[1],
+            **SPECULATIVE,
+        )
+        assert torch.equal(together[row, : alone.shape[1]], alone[0])
+        assert (together[row, alone.shape[1] :] == PAD).all()

@@ -1,0 +1,370 @@
+"""The seam: what `enable` changes, what it doesn't, and that undoing it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import EOS, PAD, Passes, llama, noisy, prompts
+from helpers.word_tokenizer import word_tokenizer
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+    pipeline,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+import hf_specdec
+from hf_specdec import SpeculationStats, SpeculativeDecoding, last_speculation
+from hf_specdec.config import FIELDS
+
+ORIGINAL = GenerationMixin.generate
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+SPECULATIVE = {"generation_strategy": "speculative"}
+
+
+@pytest.fixture
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = llama()
+    return target, noisy(target)
+
+
+@pytest.fixture(autouse=True)
+def no_trace() -> Iterator[None]:
+    assert GenerationMixin.generate is ORIGINAL
+    yield
+    for _ in range(5):
+        hf_specdec.disable()
+    assert GenerationMixin.generate is ORIGINAL
+
+
+def speculates(model: PreTrainedModel, **call: Any) -> SpeculationStats | None:
+    """The statistics of one call if it speculated."""
+    before = last_speculation(model)
+    model.generate(**prompts(1), **{**GREEDY, **call})
+    after = last_speculation(model)
+    return after if after is not before else None
+
+
+def test_nothing_is_patched_on_import() -> None:
+    code = (
+        "from transformers import GenerationMixin as G; before = dict(vars(G)); import hf_specdec; "
+        "assert dict(vars(G)) == before; hf_specdec.enable(); assert dict(vars(G)) != before; "
+        "hf_specdec.disable(); assert dict(vars(G)) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_disable_restores_the_very_original(pair) -> None:
+    target, draft = pair
+    attributes = set(vars(target))
+    hf_specdec.enable(target, assistant_model=draft, generation_strategy="bild")
+    assert GenerationMixin.generate is not ORIGINAL and speculates(target)
+    hf_specdec.disable(target)
+    assert GenerationMixin.generate is ORIGINAL
+    assert set(vars(target)) == attributes
+    with pytest.raises((ValueError, TypeError), match="generation_strategy"):
+        target.generate(**prompts(1), **GREEDY, **SPECULATIVE)
+
+
+def test_enables_nest_as_a_stack(pair) -> None:
+    target, draft = pair
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative", num_assistant_tokens=3):
+        with hf_specdec.enable(num_assistant_tokens=1), hf_specdec.enable(target, generation_strategy="bild"):
+            inner = speculates(target)
+        outer = speculates(target)
+    assert inner is not None and outer is not None
+    assert (inner.strategy, max(max(r.drafted) for r in inner.rounds)) == ("bild", 1) or inner.drafted == 0
+    assert (outer.strategy, max(max(r.drafted) for r in outer.rounds)) == ("speculative", 3)
+    assert GenerationMixin.generate is ORIGINAL
+
+
+def test_a_context_is_undone_by_an_exception_and_out_of_order(pair) -> None:
+    with pytest.raises(RuntimeError), hf_specdec.enable():
+        raise RuntimeError
+    assert GenerationMixin.generate is ORIGINAL
+    first, second = hf_specdec.enable(), hf_specdec.enable(pair[0])
+    with first:
+        pass
+    assert GenerationMixin.generate is not ORIGINAL
+    with second:
+        pass
+    assert GenerationMixin.generate is ORIGINAL
+    hf_specdec.disable()
+    assert GenerationMixin.generate is ORIGINAL
+
+
+def test_a_wrapper_of_somebody_else_survives(pair, monkeypatch) -> None:
+    """Another package that wraps `generate` after our import still gets its calls, during and after."""
+    calls = []
+
+    def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        calls.append("wrapped")
+        return ORIGINAL(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationMixin, "generate", wrapper)
+        with hf_specdec.enable():
+            assert speculates(pair[0], assistant_model=pair[1], **SPECULATIVE)
+        assert calls == ["wrapped"]
+        assert GenerationMixin.generate is wrapper
+    assert GenerationMixin.generate is ORIGINAL
+
+
+def test_a_wrapper_put_on_top_of_ours_survives(pair) -> None:
+    """It is not thrown away by `disable`, and a later `enable` does not run in circles with it."""
+    try:
+        with hf_specdec.enable():
+            beneath = GenerationMixin.generate
+            GenerationMixin.generate = lambda self, *args, **kwargs: beneath(self, *args, **kwargs)
+            on_top = GenerationMixin.generate
+        assert GenerationMixin.generate is on_top
+        assert speculates(pair[0]) is None
+        with hf_specdec.enable():
+            assert speculates(pair[0], assistant_model=pair[1], **SPECULATIVE)
+        assert GenerationMixin.generate is on_top
+    finally:
+        GenerationMixin.generate = ORIGINAL
+
+
+def test_enable_concerns_its_model_only_or_all(pair) -> None:
+    target, draft = pair
+    other = llama(seed=3)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert speculates(target) and not speculates(other)
+        with pytest.raises((ValueError, TypeError), match="generation_strategy"):
+            other.generate(**prompts(1), **GREEDY, **SPECULATIVE)
+    with hf_specdec.enable(assistant_model=draft, generation_strategy="speculative"):
+        assert speculates(target) and speculates(other)
+
+
+def test_an_enabled_model_can_be_freed() -> None:
+    """The handle holds it weakly, and a dead model's enable concerns nobody."""
+    import gc
+    from weakref import ref
+
+    target = llama()
+    seen = ref(target)
+    hf_specdec.enable(target, num_assistant_tokens=2)
+    del target
+    gc.collect()
+    assert seen() is None
+
+
+def test_save_pretrained_writes_the_same_files(pair, tmp_path: Path) -> None:
+    target, draft = pair
+    target.save_pretrained(tmp_path / "before")
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="bild", fallback_threshold=0.2):
+        speculates(target)
+        target.save_pretrained(tmp_path / "enabled")
+    before, enabled = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()} for folder in ("before", "enabled")
+    )
+    assert before == enabled
+
+
+def longest(stats: SpeculationStats | None) -> int:
+    assert stats is not None
+    return max(max(r.drafted) for r in stats.rounds)
+
+
+def test_precedence_is_call_then_generation_config_then_enable(pair) -> None:
+    target, draft = pair
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative", num_assistant_tokens=2):
+        assert longest(speculates(target)) == 2
+        target.generation_config.num_assistant_tokens = 3
+        assert longest(speculates(target)) == 3
+        passed = GenerationConfig(num_assistant_tokens=5, **GREEDY)
+        assert longest(speculates(target, generation_config=passed)) == 5
+        assert longest(speculates(target, generation_config=passed, num_assistant_tokens=1)) == 1
+        assert longest(speculates(target, num_assistant_tokens=1)) == 1
+        target.generation_config.generation_strategy = "bild"
+        by_config, by_call = speculates(target), speculates(target, **SPECULATIVE)
+        assert by_config is not None and by_config.strategy == "bild"
+        assert by_call is not None and by_call.strategy == "speculative"
+
+
+def test_zero_in_a_call_is_a_value(pair) -> None:
+    """Over a default of another value; the draft below never reaches 0.99."""
+    target, draft = pair
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="bild", fallback_threshold=0.99):
+        assert longest(speculates(target)) == 0
+        assert longest(speculates(target, fallback_threshold=0.0)) > 0
+
+
+def test_defaults_in_generation_config_survive_save_and_load(pair, tmp_path: Path) -> None:
+    target, draft = pair
+    settings = {"generation_strategy": "bild", "fallback_threshold": 0.0, "num_assistant_tokens": 2}
+    target.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, **settings)
+    target.save_pretrained(tmp_path)
+    loaded = type(target).from_pretrained(tmp_path, dtype=torch.float64)
+    with hf_specdec.enable():
+        stats = speculates(loaded, assistant_model=draft)
+    assert stats is not None and stats.strategy == "bild" and longest(stats) == 2
+
+
+def test_none_opts_out(pair) -> None:
+    target, draft = pair
+    plain = target.generate(**prompts(1), **GREEDY)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        with Passes(draft) as passes:
+            assert speculates(target, generation_strategy=None) is None
+            assert torch.equal(target.generate(**prompts(1), **GREEDY, generation_strategy=None), plain)
+        assert passes.count == 0
+        assert speculates(target)
+
+
+def test_transformers_own_assisted_generation_is_as_if_the_package_were_not_there(pair) -> None:
+    """Same tokens, as many passes of either model, whether nothing or defaults for the draft are in force."""
+    target, draft = pair
+
+    def run(**call: Any) -> tuple[list, int, int]:
+        draft.generation_config.num_assistant_tokens = 4
+        with Passes(target) as verified, Passes(draft) as drafted:
+            output = target.generate(**prompts(1), **GREEDY, assistant_model=draft, **call)
+        return output.tolist(), verified.count, drafted.count
+
+    expected = run()
+    assert last_speculation(target) is None
+    with hf_specdec.enable():
+        assert run() == expected
+    with hf_specdec.enable(assistant_model=noisy(target, seed=5), generation_strategy="bild"):
+        assert run(generation_strategy=None) == expected
+    assert last_speculation(target) is None and last_speculation(draft) is None
+
+
+def test_a_pipeline_speculates_by_the_defaults_of_enable(pair) -> None:
+    target, draft = pair
+    tokenizer = word_tokenizer()
+    text = tokenizer.decode(prompts(1)["input_ids"][0])
+    generator = pipeline("text-generation", model=target, tokenizer=tokenizer, device="cpu")
+    plain = generator(text, **GREEDY)
+    assert last_speculation(target) is None
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert generator(text, **GREEDY) == plain
+    stats = last_speculation(target)
+    assert stats is not None and stats.new_tokens == 12
+
+
+def test_the_hook_without_patching(pair) -> None:
+    """`custom_generate`, its streamer bound: tokens of plain `generate`, the streamer fed and ended."""
+    target, draft = pair
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.calls.append(value.tolist())
+
+        def end(self) -> None:
+            self.calls.append("end")
+
+    streamer = Streamer()
+    decoding = SpeculativeDecoding(draft, num_assistant_tokens=3, streamer=streamer)
+    plain = target.generate(**prompts(1), **GREEDY)
+    output = target.generate(**prompts(1), **GREEDY, custom_generate=decoding, streamer=streamer)
+    assert torch.equal(output, plain)
+    assert streamer.calls == [plain[:, :9].tolist(), *[[token] for token in plain[0, 9:].tolist()], "end"]
+    assert decoding.stats is last_speculation(target) is not None
+
+
+def test_settings_of_the_call_precede_those_of_the_hook(pair) -> None:
+    target, draft = pair
+    decoding = SpeculativeDecoding(draft, num_assistant_tokens=6)
+    assert longest(speculates(target, custom_generate=decoding)) == 6
+    assert longest(speculates(target, custom_generate=decoding, num_assistant_tokens=2)) == 2
+    assert longest(speculates(target, custom_generate=decoding, num_assistant_tokens=3, drafter="hybrid")) <= 3
+    with hf_specdec.enable():
+        assert longest(speculates(target, custom_generate=decoding, num_assistant_tokens=1)) == 1
+    assert longest(speculates(target, custom_generate=decoding)) == 6
+    with pytest.raises(ValueError, match="num_assistant_tokens=0"):
+        speculates(target, custom_generate=decoding, num_assistant_tokens=0)
+    with pytest.raises(ValueError, match="assistant_model=None"):
+        speculates(target, custom_generate=SpeculativeDecoding(drafter="lookup"), drafter="model")
+
+
+def test_the_hook_takes_every_setting() -> None:
+    parameters = inspect.signature(SpeculativeDecoding(drafter="none")).parameters
+    assert set(FIELDS) <= set(parameters)
+
+
+def test_statistics_are_data(pair) -> None:
+    import json
+
+    target, draft = pair
+    decoding = SpeculativeDecoding(draft, num_assistant_tokens=3)
+    output = target.generate(**prompts(2), **GREEDY, custom_generate=decoding, return_dict_in_generate=True)
+    stats = output.speculation
+    assert output["speculation"] is stats and isinstance(output, GenerateDecoderOnlyOutput)
+    for twin in (copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
+        assert twin["speculation"].to_dict() == stats.to_dict() and torch.equal(twin["sequences"], output.sequences)
+    assert stats is decoding.stats is last_speculation(target)
+    assert stats.new_tokens == int((output.sequences[:, 9:] != PAD).sum())
+    assert all(a <= d for r in stats.rounds for a, d in zip(r.accepted, r.drafted, strict=True))
+    assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
+
+
+def whisper() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        num_mel_bins=8,
+        max_source_positions=20,
+        max_target_positions=40,
+        init_std=0.2,
+        bos_token_id=EOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        decoder_start_token_id=2,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    return WhisperForConditionalGeneration(config).to(torch.float64).eval()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_model_with_a_generate_of_its_own(rows: int) -> None:
+    """Whisper's `generate` calls its parent's; the draft runs its own encoder."""
+    target = whisper()
+    draft = noisy(target)
+    torch.manual_seed(1)
+    call = {"input_features": torch.randn(rows, 8, 40, dtype=torch.float64), "do_sample": False, "max_new_tokens": 12}
+    plain = target.generate(**call)
+    with hf_specdec.enable(target):
+        output = target.generate(**call, assistant_model=draft, **SPECULATIVE)
+    assert torch.equal(output, plain)
+    stats = last_speculation(target)
+    assert stats is not None and stats.drafted > 0
+
+
+def test_a_stored_strategy_does_not_reach_the_draft_of_transformers_assisted_generation(
+    pair: tuple[PreTrainedModel, PreTrainedModel],
+) -> None:
+    target, draft = pair
+    plain = target.generate(**prompts(1), max_new_tokens=8, do_sample=False)
+    target.generation_config.generation_strategy = "bild"
+    with hf_specdec.enable():
+        out = target.generate(
+            **prompts(1), max_new_tokens=8, do_sample=False, assistant_model=draft, generation_strategy=None
+        )
+    assert torch.equal(out, plain)
+    assert hf_specdec.last_speculation(draft) is None

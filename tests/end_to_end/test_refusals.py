@@ -1,0 +1,295 @@
+"""What can't be done is refused before the first decoder pass, by the argument, its value and the way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import PAD, Passes, llama, noisy, prompts, t5
+from helpers.word_tokenizer import word_tokenizer
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.cache_utils import DynamicLayer, QuantizedLayer
+
+import hf_specdec
+from hf_specdec import SpeculationConfig, SpeculativeDecoding
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = llama()
+    return target, noisy(target)
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    with hf_specdec.enable():
+        yield
+
+
+def refused(target: PreTrainedModel, draft: PreTrainedModel | None, *words: str, **call: Any) -> None:
+    """The call raises a message with all these words, and neither model has made a decoder pass."""
+    call = {"generation_strategy": "speculative", "max_new_tokens": 4, **call}
+    if "input_ids" not in call and "inputs_embeds" not in call:
+        call |= prompts(1)
+    with Passes(target) as passes, pytest.raises(ValueError) as error:
+        target.generate(**call, assistant_model=draft)
+    assert passes.count == 0
+    for word in words:
+        assert word in str(error.value)
+
+
+OUT_OF_RANGE: list[tuple[str, Any, str]] = [
+    ("generation_strategy", "contrastive", "'speculative', 'bild'"),
+    ("num_assistant_tokens", 0, "at least 1"),
+    ("num_assistant_tokens", -3, "at least 1"),
+    ("num_assistant_tokens", 2.5, "whole number"),
+    ("num_assistant_tokens", True, "whole number"),
+    ("fallback_threshold", -0.1, "from 0"),
+    ("fallback_threshold", 1.01, "to 1"),
+    ("fallback_threshold", math.nan, "number"),
+    ("fallback_threshold", "high", "number"),
+    ("rollback_threshold", -1, "at least 0"),
+    ("drafter", "beam", "'model', 'lookup'"),
+    ("verification", "tree", "'token', 'block'"),
+    ("entropy_threshold", 1.5, "from 0 to 1"),
+    ("entropy_threshold", "low", "from 0 to 1"),
+    ("num_assistant_tokens", "many", "'auto'"),
+    ("rollback_threshold", math.nan, "number"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "way_out"), OUT_OF_RANGE, ids=lambda value: str(value)[:20])
+def test_values_out_of_range(pair, name: str, value: Any, way_out: str) -> None:
+    """Alike in a call, in `enable`, in `SpeculativeDecoding` and in the config itself."""
+    refused(*pair, f"{name}={value!r}", way_out, **{"generation_strategy": "bild", name: value})
+    field = "strategy" if name == "generation_strategy" else name
+    makers: list[Callable[[], Any]] = [
+        lambda: hf_specdec.enable(pair[0], **{name: value}),
+        lambda: SpeculativeDecoding(pair[1], **{field: value}),
+        lambda: SpeculationConfig(**{field: value}),
+    ]
+    for make in makers:
+        with pytest.raises(ValueError, match=way_out):
+            make()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fallback_threshold": 0, "rollback_threshold": 0},
+        {"fallback_threshold": 1.0, "rollback_threshold": math.inf, "num_assistant_tokens": 1},
+    ],
+)
+def test_the_limits_themselves_are_values(pair, settings: dict[str, Any]) -> None:
+    """Control: 0 is never "unset"."""
+    config = SpeculationConfig("bild", **settings)
+    assert {name: getattr(config, name) for name in settings} == settings
+    output = pair[0].generate(
+        **prompts(1), max_new_tokens=4, assistant_model=pair[1], generation_strategy="bild", **settings
+    )
+    assert output.shape[1] <= 13
+
+
+@pytest.mark.parametrize("name", ["rollback_treshold", "gamma"])
+def test_an_unknown_field(pair, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=3.*rollback_threshold"):
+        hf_specdec.enable(pair[0], **{name: 3})
+    with pytest.raises(ValueError, match=f"{name}=3.*rollback_threshold"):
+        SpeculativeDecoding(pair[1], **{name: 3})
+    refused(*pair, f"{name}=3", "rollback_threshold", **{name: 3})
+
+
+def test_what_the_model_itself_takes_is_no_unknown_field(pair) -> None:
+    """Control: arguments of the model's forward pass, and of an encoder, go through."""
+    settings: dict[str, Any] = {"max_new_tokens": 4, "generation_strategy": "speculative"}
+    pair[0].generate(**prompts(1), position_ids=torch.arange(9)[None], assistant_model=pair[1], **settings)
+    target = t5()
+    pair_of_t5 = {"assistant_model": noisy(target), "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long)}
+    target.generate(**prompts(1), **pair_of_t5, **settings)
+
+
+@pytest.mark.parametrize("call", [{}, {"generation_strategy": None}])
+def test_a_setting_without_a_strategy(pair, call: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"fallback_threshold=0.5 without a generation_strategy"):
+        pair[0].generate(**prompts(1), max_new_tokens=2, assistant_model=pair[1], fallback_threshold=0.5, **call)
+
+
+@pytest.mark.parametrize("draft", ["gpt2", torch.nn.Linear(2, 2), llama().model], ids=["name", "layer", "headless"])
+def test_a_draft_that_is_no_model(pair, draft: Any) -> None:
+    words = "assistant_model='gpt2'" if draft == "gpt2" else f"assistant_model={type(draft).__name__}"
+    refused(pair[0], draft, words, "from_pretrained")
+    with pytest.raises(ValueError, match=f"{words}.*from_pretrained"):
+        hf_specdec.enable(pair[0], assistant_model=draft)
+    with pytest.raises(ValueError, match=f"{words}.*from_pretrained"):
+        SpeculativeDecoding(draft)
+
+
+def test_a_draft_of_the_other_kind(pair) -> None:
+    seq2seq = t5()
+    way_out = "draft of the target's kind"
+    refused(pair[0], seq2seq, "assistant_model=T5ForConditionalGeneration is an encoder-decoder model", way_out)
+    refused(seq2seq, pair[1], "assistant_model=LlamaForCausalLM is a decoder-only model", way_out)
+
+
+OTHER_MODES: list[dict[str, Any]] = [
+    {"dola_layers": "high"},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"force_words_ids": [[5]]},
+    {"prompt_lookup_num_tokens": 3},
+    {"assistant_early_exit": 1},
+]
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES, ids=lambda mode: next(iter(mode)))
+def test_another_way_of_decoding(pair, mode: dict[str, Any]) -> None:
+    name, value = next(iter(mode.items()))
+    refused(*pair, f"{name}={value!r}", f"leave {name} out", "without speculation", **mode)
+
+
+def test_a_penalty_that_means_nothing_in_sampling(pair) -> None:
+    """Control: there plain `generate` doesn't read it either."""
+    call = {**prompts(1), "max_new_tokens": 4, "penalty_alpha": 0.6, "top_k": 4, "do_sample": True}
+    assert pair[0].generate(**call, assistant_model=pair[1], generation_strategy="speculative").shape[1] <= 13
+
+
+@pytest.mark.parametrize("name", ["quantized", "paged", "offloaded", "offloaded_static"])
+def test_kinds_of_cache(pair, name: str) -> None:
+    refused(*pair, f"cache_implementation='{name}'", "'dynamic'", "without speculation", cache_implementation=name)
+
+
+def test_a_missing_draft(pair) -> None:
+    refused(pair[0], None, "assistant_model=None", "generation_strategy='speculative'", "enable(", "drafter='lookup'")
+    refused(pair[0], None, "assistant_model=None", "drafter='hybrid'", drafter="hybrid")
+
+
+def test_a_strategy_beside_another_custom_loop(pair) -> None:
+    refused(*pair, "custom_generate", "SpeculativeDecoding", custom_generate=SpeculativeDecoding(pair[1]))
+
+
+def test_beams(pair) -> None:
+    refused(*pair, "num_beams=3", "num_beams=1", num_beams=3)
+
+
+@pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
+def test_outputs_per_token_that_a_round_does_not_have(pair, name: str) -> None:
+    refused(*pair, f"{name}=True", f"leave {name} out", **{name: True, "return_dict_in_generate": True})
+
+
+def test_embeddings_as_inputs(pair) -> None:
+    embeddings = torch.randn(1, 4, 32, dtype=torch.float64)
+    refused(*pair, "inputs_embeds", "input_ids", inputs_embeds=embeddings)
+
+
+def test_classifier_free_guidance(pair) -> None:
+    refused(*pair, "guidance_scale=1.5", "drop it", guidance_scale=1.5)
+
+
+def test_synthid(pair) -> None:
+    watermark = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])
+    refused(
+        *pair,
+        "watermarking_config={",
+        "'ngram_len': 3",
+        "SynthID",
+        "drop it",
+        watermarking_config=watermark,
+        do_sample=True,
+    )
+
+
+class Halves(QuantizedLayer):
+    """A quantized layer without a backend: it "quantizes" by rounding to half precision."""
+
+    def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
+        return tensor.half()
+
+    def _dequantize(self, tensor: Tensor) -> Tensor:
+        return tensor.double()
+
+
+def test_a_quantized_cache(pair) -> None:
+    """Its layers inherit `is_croppable=True`, and a `crop` that leaves the quantized part behind."""
+    cache = DynamicCache(config=pair[0].config)
+    cache.layers = [Halves(), Halves()]
+    refused(*pair, "past_key_values=DynamicCache", "Halves", "cache_implementation='dynamic'", past_key_values=cache)
+
+
+def test_one_odd_layer_is_enough(pair) -> None:
+    cache = DynamicCache(config=pair[0].config)
+    cache.layers = [DynamicLayer(), Halves()]
+    refused(*pair, "Halves", past_key_values=cache)
+
+
+def mamba() -> PreTrainedModel:
+    config = MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1, pad_token_id=PAD)
+    return MambaForCausalLM(config).eval()
+
+
+def test_recurrent_models_on_either_side(pair) -> None:
+    recurrent = mamba()
+    refused(recurrent, pair[1], "model=MambaForCausalLM", "recurrent", "without speculation")
+    refused(pair[0], recurrent, "assistant_model=MambaForCausalLM", "recurrent", "attention-only")
+
+
+def test_a_draft_without_weights(pair) -> None:
+    with torch.device("meta"):
+        empty = llama()
+    refused(pair[0], empty, "assistant_model=LlamaForCausalLM", "meta", "device_map")
+
+
+def test_a_target_without_weights(pair) -> None:
+    with torch.device("meta"):
+        empty = llama()
+    refused(empty, pair[1], "model=LlamaForCausalLM", "meta", "device_map")
+
+
+def test_vocabularies_that_differ_by_more_than_padding(pair) -> None:
+    other = llama(vocab_size=64 + 1025)
+    refused(pair[0], other, "assistant_model=LlamaForCausalLM", "1089", "64", "assistant_tokenizer=")
+    refused(other, pair[1], "assistant_model=LlamaForCausalLM", "1089", "64", "assistant_tokenizer=")
+    refused(pair[0], other, "assistant_tokenizer=", tokenizer=word_tokenizer())
+
+
+def test_padding_up_to_the_limit_is_no_difference(pair) -> None:
+    """Control: 1,024 more is padding."""
+    other = llama(vocab_size=64 + 1024)
+    output = pair[0].generate(**prompts(1), max_new_tokens=4, assistant_model=other, generation_strategy="speculative")
+    assert output.shape[1] <= 13
+
+
+def test_tokenizers_that_disagree_without_both_given(pair) -> None:
+    """Of equal size: one row can be translated, several can't, and BiLD can't at all."""
+    tokenizers = {"tokenizer": word_tokenizer(), "assistant_tokenizer": word_tokenizer(order=-1)}
+    refused(*pair, "batch of 2 rows", "assistant_tokenizer", "once per row", **tokenizers, **prompts(2))
+    refused(*pair, "generation_strategy='bild'", "assistant_tokenizer", generation_strategy="bild", **tokenizers)
+
+
+def test_no_draft_encoder_inputs() -> None:
+    target = t5()
+    encoding = target.encoder(input_ids=prompts(1)["input_ids"])
+    with Passes(target) as passes, pytest.raises(ValueError, match=r"encoder_outputs.*pass input_ids"):
+        target.generate(
+            encoder_outputs=encoding,
+            max_new_tokens=4,
+            assistant_model=noisy(target),
+            generation_strategy="speculative",
+        )
+    assert passes.count == 0
+
+
+def test_refusals_leave_the_models_usable(pair) -> None:
+    """Control: the same call without the refused argument runs."""
+    test_beams(pair)
+    call = {**prompts(1), "do_sample": False, "max_new_tokens": 8}
+    expected = pair[0].generate(**call)
+    assert torch.equal(pair[0].generate(**call, assistant_model=pair[1], generation_strategy="speculative"), expected)

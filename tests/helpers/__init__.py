@@ -1,0 +1,1 @@
+"""Tiny models, pairs and tokenizers that the tests share."""

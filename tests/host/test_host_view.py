@@ -1,0 +1,378 @@
+"""The host's view: processors, criteria, streamers and scores see what plain `generate` shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import EOS, PAD, VOCABULARY, Passes, encoder_prompts, llama, noisy, prompts, t5
+from helpers.word_tokenizer import word_tokenizer
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+import hf_specdec
+
+NEW_TOKENS = 20
+STRATEGIES = {
+    "speculative": {"generation_strategy": "speculative", "num_assistant_tokens": 4},
+    "bild": {"generation_strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.05},
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = llama()
+    return target, noisy(target)
+
+
+@pytest.fixture(scope="module")
+def t5_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = t5()
+    return target, noisy(target)
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    with hf_specdec.enable():
+        yield
+
+
+def both(pair: tuple[PreTrainedModel, PreTrainedModel], strategy: str = "speculative", **call: Any) -> tuple[Any, Any]:
+    """What plain and speculative `generate` answer to the same greedy call."""
+    call = {"do_sample": False, "max_new_tokens": NEW_TOKENS, **call}
+    return pair[0].generate(**call), pair[0].generate(**call, assistant_model=pair[1], **STRATEGIES[strategy])
+
+
+class Recorder(LogitsProcessor):
+    """Remembers every (row, prefix) that it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, tuple[int, ...]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert len(input_ids) == len(scores)
+        self.seen += [(row, tuple(text)) for row, text in enumerate(input_ids.tolist())]
+        return scores + (input_ids[:, -1:] * 7 % 5 == torch.arange(scores.shape[1]) % 5) * 2.0
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_processor_sees_every_prefix_that_plain_generate_shows(pair, rows: int, strategy: str) -> None:
+    """Padding included, each row under its own index; what it sees beyond are drafts."""
+    inputs, recorders = prompts(rows), [Recorder(), Recorder()]
+    call = {**inputs, "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    expected = pair[0].generate(**call, logits_processor=LogitsProcessorList(recorders[:1]))
+    output = pair[0].generate(
+        **call, logits_processor=LogitsProcessorList(recorders[1:]), assistant_model=pair[1], **STRATEGIES[strategy]
+    )
+    assert torch.equal(output, expected)
+    shown = set(recorders[0].seen)
+    if rows == 1:
+        assert shown <= set(recorders[1].seen)
+    live = {(row, text) for row, text in shown if EOS not in text[inputs["input_ids"].shape[1] :]}
+    assert live <= set(recorders[1].seen)
+
+
+class Walk:
+    """A constraint: row r may go on from token t to the tokens of t's residue class shifted by r, or end.
+
+    Asked for a text that strays from this, or that has ended, it has no answer.
+    """
+
+    def __init__(self, prompt_length: int) -> None:
+        self.prompt_length = prompt_length
+
+    def __call__(self, row: int, text: Tensor) -> list[int]:
+        tokens = text.tolist()
+        for position in range(self.prompt_length, len(tokens)):
+            if tokens[position] not in self.after(row, tokens[position - 1]) or tokens[position] == EOS:
+                raise KeyError(f"row {row} was never allowed {tokens}")
+        return self.after(row, tokens[-1])
+
+    @staticmethod
+    def after(row: int, token: int) -> list[int]:
+        """The tokens that may follow."""
+        return [EOS, *(t for t in range(2, VOCABULARY) if t % 4 == (token + row) % 4)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_constraints_are_asked_for_their_own_row_and_allowed_text_only(pair, strategy: str) -> None:
+    inputs = prompts(4)
+    expected, output = both(
+        pair,
+        strategy,
+        **inputs,
+        prefix_allowed_tokens_fn=_padded(Walk(inputs["input_ids"].shape[1])),
+        max_new_tokens=30,
+    )
+    assert torch.equal(output, expected)
+    strict = pair[0].generate(
+        **inputs,
+        do_sample=False,
+        max_new_tokens=30,
+        prefix_allowed_tokens_fn=Walk(inputs["input_ids"].shape[1]),
+        assistant_model=pair[1],
+        **STRATEGIES[strategy],
+    )
+    assert torch.equal(strict, expected)
+
+
+def _padded(walk: Walk) -> Any:
+    """The walk with an answer for ended rows, which plain `generate` goes on asking for."""
+
+    def allowed(row: int, text: Tensor) -> list[int]:
+        ended = EOS in text[walk.prompt_length :].tolist()
+        return [PAD] if ended else walk(row, text)
+
+    return allowed
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_constraint_that_ends_rows_is_never_asked_beyond_eos(pair, strategy: str) -> None:
+    """Drafts end with EOS here at once: a text that has ended has no next token to ask for."""
+    inputs = prompts(1)
+
+    def allowed(row: int, text: Tensor) -> list[int]:
+        grown = text.tolist()[inputs["input_ids"].shape[1] :]
+        assert EOS not in grown
+        return [EOS] if len(grown) == 3 else [5, 6, 7]
+
+    expected, output = both(pair, strategy, **inputs, prefix_allowed_tokens_fn=allowed)
+    assert torch.equal(output, expected) and output[0, -1] == EOS
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "min_new_tokens": {"min_new_tokens": 15, "sequence_bias": [[[EOS], 8.0]]},
+    "bad_words_ids": {"bad_words_ids": [[19], [45, 45], [12, 53]]},
+    "forced_eos_token_id": {"forced_eos_token_id": EOS},
+    "forced_bos_token_id": {"forced_bos_token_id": 7},
+    "sequence_bias": {"sequence_bias": [[[19], -5.0], [[45, 21], 6.0]]},
+    "suppress_tokens": {"suppress_tokens": [19, 45, 12], "begin_suppress_tokens": [46, 21]},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (5, 1.5)},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_processor_gives_plain_s_tokens(pair, name: str, rows: int) -> None:
+    expected, output = both(pair, **prompts(rows), **PROCESSORS[name])
+    assert torch.equal(output, expected)
+    if rows == 4 and name != "forced_bos_token_id":
+        without, _ = both(pair, **prompts(rows))
+        assert not torch.equal(without, expected), "the processor has to matter, or the test could not fail"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"encoder_no_repeat_ngram_size": 2, "num_return_sequences": 1},
+        {"encoder_repetition_penalty": 3.0},
+        {"no_repeat_ngram_size": 2},
+        {"forced_bos_token_id": 9, "forced_eos_token_id": EOS},
+        {"repetition_penalty": 1.8},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_processors_of_encoder_decoder_models_give_plain_s_tokens(t5_pair, settings: dict, rows: int) -> None:
+    expected, output = both(t5_pair, **encoder_prompts(rows), **settings)
+    assert torch.equal(output, expected)
+
+
+class Watcher(StoppingCriteria):
+    """Remembers every question, and stops where a row's sum of tokens says so."""
+
+    def __init__(self, modulus: int) -> None:
+        self.modulus = modulus
+        self.asked: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.asked.append(input_ids.tolist())
+        return input_ids.sum(dim=1) % self.modulus == 0
+
+
+@pytest.mark.parametrize("eos", [EOS, None])
+@pytest.mark.parametrize("modulus", [7, 10**6])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_criteria_are_asked_once_a_column_with_what_plain_generate_shows(pair, rows, modulus, eos) -> None:
+    """Without EOS, plain `generate` doesn't pad the rows that a criterion has ended, but lets them grow."""
+    calls = []
+    for speculation in ({}, {"assistant_model": pair[1], **STRATEGIES["speculative"]}):
+        watcher = Watcher(modulus)
+        output = pair[0].generate(
+            **prompts(rows),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=eos,
+            pad_token_id=PAD,
+            stopping_criteria=StoppingCriteriaList([watcher]),
+            **speculation,
+        )
+        calls.append((watcher.asked, output.tolist()))
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_stop_strings_stop_where_plain_generate_stops(pair, rows: int) -> None:
+    """The text is discarded beyond the stop, wherever in a round it falls."""
+    tokenizer = word_tokenizer()
+    plain = pair[0].generate(**prompts(rows), do_sample=False, max_new_tokens=NEW_TOKENS)
+    widths = []
+    for token in plain[0, 11:18].tolist():
+        expected, output = both(pair, **prompts(rows), stop_strings=[tokenizer.decode([token])], tokenizer=tokenizer)
+        assert torch.equal(output, expected)
+        widths.append(output.shape[1] if rows == 1 else int((output[0] != PAD).sum()))
+    assert len(set(widths)) > 3
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_any_of_several_eos_ids_ends_a_row(pair, rows: int) -> None:
+    plain = pair[0].generate(**prompts(rows), do_sample=False, max_new_tokens=NEW_TOKENS)
+    eos = [EOS, int(plain[0, -6]), int(plain[-1, -9])]
+    expected, output = both(pair, **prompts(rows), eos_token_id=eos)
+    assert torch.equal(output, expected) and not torch.equal(output, plain)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 6, 11])
+def test_lengths_are_kept_to_the_token(pair, limit: int) -> None:
+    by_count = both(pair, **prompts(3), eos_token_id=None, max_new_tokens=limit)
+    assert torch.equal(*by_count) and by_count[1].shape[1] == 9 + limit
+    by_length = both(pair, **prompts(3), eos_token_id=None, max_new_tokens=None, max_length=9 + limit)
+    assert torch.equal(*by_length) and torch.equal(by_length[1], by_count[1])
+
+
+class Streamer:
+    """Remembers what it is fed; breaks off with `error` at a given call."""
+
+    def __init__(self, error: type[BaseException] | None = None, at: int = 4) -> None:
+        self.calls: list[Any] = []
+        self.error, self.at = error, at
+
+    def put(self, value: Tensor) -> None:
+        """A column, or the prompt."""
+        self.calls.append(value.tolist())
+        if self.error is not None and len(self.calls) == self.at:
+            raise self.error("enough")
+
+    def end(self) -> None:
+        """The end."""
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_streamer_is_fed_as_by_plain_generate(pair, rows: int) -> None:
+    """Beyond batch 1 as well: one `[B]` column after another, pads for rows that have ended."""
+    streamers = [Streamer(), Streamer()]
+    call = {**prompts(rows), "do_sample": False, "max_new_tokens": 30}
+    pair[0].generate(**call, streamer=streamers[0])
+    pair[0].generate(**call, streamer=streamers[1], assistant_model=pair[1], **STRATEGIES["speculative"])
+    assert streamers[0].calls == streamers[1].calls
+    assert len(streamers[1].calls) == 32
+
+
+def test_a_streamer_of_an_encoder_decoder_model_is_fed_as_by_plain_generate(t5_pair) -> None:
+    streamers = [Streamer(), Streamer()]
+    call = {**encoder_prompts(1), "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    t5_pair[0].generate(**call, streamer=streamers[0])
+    t5_pair[0].generate(**call, streamer=streamers[1], assistant_model=t5_pair[1], **STRATEGIES["speculative"])
+    assert streamers[0].calls == streamers[1].calls
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_whatever_breaks_a_call_off_leaves_both_models_as_they_were(pair, error: type[BaseException]) -> None:
+    call = {**prompts(1), "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    speculation = {"assistant_model": pair[1], **STRATEGIES["speculative"]}
+    before = [pair[0].generate(**call, **speculation), pair[1].generate(**call)]
+    attributes = [set(vars(model)) for model in pair]
+    with pytest.raises(error, match="enough"):
+        pair[0].generate(**call, **speculation, streamer=Streamer(error))
+    assert [set(vars(model)) for model in pair] == attributes
+    after = [pair[0].generate(**call, **speculation), pair[1].generate(**call)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert torch.equal(pair[0].generate(**call), before[0])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_scores_and_logits_are_plain_s(pair, t5_pair, rows: int, family: str) -> None:
+    """Column by column, for rows that have not ended; the other fields as plain `generate` returns them."""
+    models, inputs = (pair, prompts(rows)) if family == "llama" else (t5_pair, encoder_prompts(rows))
+    flags = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected, output = both(models, "bild", **inputs, **flags, repetition_penalty=1.5, max_new_tokens=28)
+    assert isinstance(output, type(expected)) and output.keys() == expected.keys()
+    assert set(output.keys()) <= set(expected.keys())
+    assert torch.equal(output.sequences, expected.sequences)
+    start = output.sequences.shape[1] - len(output.scores)
+    assert len(output.scores) == len(output.logits) == len(expected.scores)
+    for column in range(len(output.scores)):
+        live = ~(output.sequences[:, start : start + column] == EOS).any(dim=1)
+        for kind in ("scores", "logits"):
+            ours, theirs = getattr(output, kind)[column], getattr(expected, kind)[column]
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+            assert torch.allclose(ours[live], theirs[live], atol=1e-5)
+    assert not torch.allclose(output.scores[-1], output.logits[-1])
+
+
+def test_a_dict_without_scores_has_none(pair) -> None:
+    _, output = both(pair, **prompts(2), return_dict_in_generate=True)
+    assert output.scores is None and output.logits is None
+    assert output.speculation.new_tokens > 0
+    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_a_round_costs_at_most_one_target_pass_for_the_whole_batch(pair, t5_pair, family, rows, strategy) -> None:
+    models, inputs = (pair, prompts(rows)) if family == "llama" else (t5_pair, encoder_prompts(rows))
+    with Passes(models[0]) as target, Passes(models[1]) as draft:
+        output = models[0].generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            return_dict_in_generate=True,
+            assistant_model=models[1],
+            **STRATEGIES[strategy],
+        )
+    assert 0 < target.count <= len(output.speculation.rounds)
+    assert draft.count == sum(r.draft_steps for r in output.speculation.rounds)
+    assert output.speculation.accepted > 0
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_target_as_its_own_draft_accepts_everything(pair, rows: int, sampling: bool) -> None:
+    torch.manual_seed(0)
+    output = pair[0].generate(
+        **prompts(rows),
+        do_sample=sampling,
+        max_new_tokens=NEW_TOKENS,
+        return_dict_in_generate=True,
+        assistant_model=pair[0],
+        **STRATEGIES["speculative"],
+    )
+    stats = output.speculation
+    assert stats.drafted == stats.accepted > 0
+    assert stats.alpha == pytest.approx(1.0, abs=1e-5)
+
+
+class ByGradient(LogitsProcessor):
+    """Takes a gradient on the way, as guidance does; inference mode would not let it."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            free = scores.requires_grad_()
+            (slope,) = torch.autograd.grad((free * free).sum(), free)
+        return scores.detach() + 0.1 * slope
+
+
+def test_processors_of_the_caller_s_own_may_take_gradients() -> None:
+    target = llama()
+    call = {"max_new_tokens": 12, "do_sample": False, "logits_processor": LogitsProcessorList([ByGradient()])}
+    plain = target.generate(**prompts(2), **call)
+    decoding = hf_specdec.SpeculativeDecoding(noisy(target))
+    assert torch.equal(target.generate(**prompts(2), **call, custom_generate=decoding), plain)

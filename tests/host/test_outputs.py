@@ -1,0 +1,198 @@
+"""What a call leaves behind is the caller's: ordinary tensors, whatever mode the passes ran in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import pair, prompts
+from helpers.models import llama, noisy
+from transformers import (
+    DynamicCache,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    PreTrainedModel,
+)
+
+import hf_specdec
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_autograd_may_use_everything_that_is_returned(family: str) -> None:
+    target, draft = pair(family)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        out = target.generate(
+            **prompts(2),
+            max_new_tokens=6,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            output_logits=True,
+        )
+    kept = [out.sequences, *out.scores, *out.logits]
+    cache = out.past_key_values
+    for part in (cache.self_attention_cache, cache.cross_attention_cache) if family == "t5" else (cache,):
+        kept += [tensor for layer in part.layers for tensor in (layer.keys, layer.values)]
+    assert not any(tensor.is_inference() for tensor in kept)
+
+
+def test_a_given_cache_can_be_trained_on_afterwards() -> None:
+    target, draft = pair("llama")
+    cache = DynamicCache(config=target.config)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        tokens = target.generate(**prompts(1), max_new_tokens=6, do_sample=False, past_key_values=cache)
+    target(tokens[:, -1:], past_key_values=cache).logits.sum().backward()
+    assert target.get_output_embeddings().weight.grad is not None
+
+
+def test_training_goes_on_after_a_call() -> None:
+    target, draft = pair("gpt-j")
+    inputs = prompts(2)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        target.generate(**inputs, max_new_tokens=6, do_sample=False)
+    for model in (target, draft):
+        model(**inputs).logits.sum().backward()
+        assert all(weight.grad is not None for weight in model.parameters() if weight.dim() > 1)
+
+
+def mistral() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MistralConfig(
+        vocab_size=64, num_hidden_layers=2, initializer_range=0.2, sliding_window=6, pad_token_id=0, **sizes
+    )
+    return MistralForCausalLM(config).to(torch.float64).eval()
+
+
+class Breaks:
+    """A streamer that breaks off the call with a token."""
+
+    def __init__(self, error: type[BaseException], at: int) -> None:
+        self.error, self.left = error, at
+
+    def put(self, value: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("make", [llama, mistral])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_cache_of_ones_own_can_be_gone_on_with(make: Callable[[], PreTrainedModel], error: Any) -> None:
+    """Also after a call that broke off: it holds all but the last token shown, and its windows no more than plain."""
+    target = make()
+    draft = noisy(target)
+    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    inputs = prompts(1)
+    start = inputs["input_ids"].shape[1]
+    plain = target.generate(**inputs, **call)
+    cache = DynamicCache(config=target.config)
+    decoding = hf_specdec.SpeculativeDecoding(draft, num_assistant_tokens=6, streamer=Breaks(error, 4))
+    with pytest.raises(error):
+        target.generate(**inputs, **call, past_key_values=cache, custom_generate=decoding)
+    assert cache.get_seq_length() == start + 3
+    assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+    assert torch.equal(target.generate(plain[:, : start + 4], past_key_values=cache, max_new_tokens=8), plain)
+    window = getattr(target.config, "sliding_window", None) or 1000
+    assert all(layer.keys.shape[-2] <= window - 1 for layer in cache.layers)
+
+
+def test_a_pass_that_broke_off_between_two_layers() -> None:
+    """The first layer has its tokens, the second has not."""
+    target = mistral()
+    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    inputs = prompts(1)
+    plain = target.generate(**inputs, **call)
+    cache = DynamicCache(config=target.config)
+    passes = []
+
+    def broken(*args: Any) -> None:
+        passes.append(1)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+
+    decoding = hf_specdec.SpeculativeDecoding(noisy(target))
+    hook = target.model.layers[1].register_forward_pre_hook(broken)
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**inputs, **call, past_key_values=cache, custom_generate=decoding)
+    hook.remove()
+    held = cache.get_seq_length()
+    assert len({layer.get_seq_length() for layer in cache.layers}) == 1 and held > 8
+    left = plain.shape[1] - held - 1
+    assert torch.equal(target.generate(plain[:, : held + 1], past_key_values=cache, max_new_tokens=left), plain)
+
+
+def test_a_refused_call_leaves_the_cache_alone() -> None:
+    target = mistral()
+    cache = DynamicCache(config=target.config)
+    decoding = hf_specdec.SpeculativeDecoding(llama(vocab_size=64 + 1025))
+    with pytest.raises(ValueError, match="assistant_model="):
+        target.generate(**prompts(1), max_new_tokens=4, past_key_values=cache, custom_generate=decoding)
+    assert not any(layer.record_past for layer in cache.layers)
+
+
+def test_a_window_that_can_not_go_back_is_emptied() -> None:
+    """Rows apart: one has read more than is shown when the call breaks off, and its window has moved on."""
+    target = mistral()
+    inputs = prompts(4)
+    call: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    plain = target.generate(**inputs, **call)
+    emptied = []
+    for shown in range(3, 12):
+        cache = DynamicCache(config=target.config)
+        decoding = hf_specdec.SpeculativeDecoding(noisy(target, 0.2), streamer=Breaks(RuntimeError, shown))
+        with pytest.raises(RuntimeError):
+            target.generate(**inputs, **call, past_key_values=cache, custom_generate=decoding)
+        emptied.append(cache.get_seq_length() == 0)
+        start = inputs["input_ids"].shape[1] + shown
+        mask = torch.cat([inputs["attention_mask"], torch.ones(4, shown, dtype=torch.long)], dim=1)
+        again = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 16 - shown, "do_sample": False}
+        assert torch.equal(target.generate(plain[:, :start], **again), plain)
+    assert any(emptied) and not all(emptied)
+
+
+def test_a_model_that_knows_no_cache_reads_its_text_again() -> None:
+    """`generate` makes a cache for every model; that of this family never learns of it."""
+    settings = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    torch.manual_seed(0)
+    target, draft = (OpenAIGPTLMHeadModel(OpenAIGPTConfig(**settings)).double().eval() for _ in range(2))
+    for rows in (1, 3):
+        ids = torch.randint(3, 60, (rows, 7))
+        call = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        plain = target.generate(ids, **call)
+        assert torch.equal(target.generate(ids, **call, custom_generate=hf_specdec.SpeculativeDecoding(draft)), plain)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_layers_that_use_another_s_keys(rows: int, settings: dict) -> None:
+    """Gemma 3n's last layers: transformers' cache has dummies in their place. Decoding goes on from it, too."""
+    config = Gemma3nTextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=[48] * 4, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=9, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=64, laurel_rank=8,
+        altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = Gemma3nForCausalLM(config).eval()
+    draft = noisy(target)
+    ids = torch.randint(3, 60, (rows, 11))
+    call = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "eos_token_id": -1}
+    plain = target.generate(ids, **call)
+    out = target.generate(ids, **call, **settings, custom_generate=hf_specdec.SpeculativeDecoding(draft))
+    assert torch.equal(out.sequences, plain.sequences)
+    assert 0 < out.speculation.acceptance_rate < 1
+    more = torch.cat([plain.sequences, ids[:, :3]], dim=1)
+    again = [
+        target.generate(more, max_new_tokens=8, do_sample=False, past_key_values=kept.past_key_values)
+        for kept in (plain, out)
+    ]
+    assert torch.equal(*again)

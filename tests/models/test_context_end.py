@@ -1,0 +1,97 @@
+"""The end of a model's positions: texts reach it as in plain `generate`, and drafts never look beyond its tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.families import DECODER, ENCODER_DECODER, FAMILIES, ROPE, SPECIAL, VOCABULARY, pair, prompts
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
+
+import hf_specdec
+from hf_specdec.prepared import captured
+
+POSITIONS = 48
+
+
+def gpt2(positions: int) -> PreTrainedModel:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=positions, **SPECIAL)
+    )
+
+
+def opt(positions: int) -> PreTrainedModel:
+    sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": positions}
+    return OPTForCausalLM(OPTConfig(**DECODER, **sizes, **SPECIAL))
+
+
+def bart(positions: int) -> PreTrainedModel:
+    sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}
+    return BartForConditionalGeneration(
+        BartConfig(**sides, max_position_embeddings=positions, forced_eos_token_id=None, **ENCODER_DECODER)
+    )
+
+
+def llama(positions: int) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**ROPE | {"max_position_embeddings": positions}, **SPECIAL))
+
+
+def pair_of(build, positions: int, longer: int, monkeypatch) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target, and a draft that is like it but for noise and a longer context."""
+    monkeypatch.setitem(FAMILIES, "made", lambda: build(positions))
+    target, noisy = pair("made")
+    draft = build(longer).to(target.dtype).eval()
+    head = draft.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    with torch.no_grad():
+        for name, weight in noisy.state_dict().items():
+            own = draft.state_dict()[name]
+            own[: len(weight)] = weight
+    return target, draft
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"drafter": "lookup", "num_assistant_tokens": 16}, {"num_assistant_tokens": 16}]
+)
+@pytest.mark.parametrize("build", [gpt2, opt, bart])
+def test_texts_reach_the_last_position_of_a_table(build, settings: dict, monkeypatch) -> None:
+    """Rows accept unevenly, so that one stands at the end while another's drafts are as long as ever."""
+    target, draft = pair_of(build, POSITIONS, 2 * POSITIONS, monkeypatch)
+    inputs = prompts(4)
+    greedy = {"max_length": POSITIONS, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(**inputs, **greedy)
+    assert plain.shape[1] == POSITIONS
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**inputs, **greedy, **settings), plain)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_texts_go_on_beyond_what_rotary_positions_were_trained_for(rows: int, monkeypatch) -> None:
+    """Prepared rounds, which bound positions, leave such texts to the general ones."""
+    monkeypatch.setattr(captured, "captures", lambda device: True)
+    target, draft = pair_of(llama, POSITIONS, 4 * POSITIONS, monkeypatch)
+    inputs = prompts(rows)
+    greedy = {"max_length": POSITIONS + 20, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(**inputs, **greedy)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        for settings in ({}, {"drafter": "none"}):
+            output = target.generate(**inputs, **greedy, **settings, cache_implementation="static")
+            assert torch.equal(output, plain)
+
+
+def test_a_text_is_the_caller_s_own() -> None:
+    """No view of working space, which plain `generate` doesn't return either."""
+    target, draft = pair("llama")
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        output = target.generate(**prompts(4), max_new_tokens=9, do_sample=False)
+    assert output.is_contiguous() and output.untyped_storage().nbytes() == output.nbytes

@@ -1,0 +1,236 @@
+"""Recorded passes: the model's own to the bit, for all lengths of text; left alone where Python has a say."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from types import MethodType
+
+import pytest
+import torch
+from helpers.families import FAMILIES, pair, prompts
+from helpers.models import llama, noisy
+from torch.overrides import BaseTorchFunctionMode
+from transformers.models.llama import modeling_llama
+
+import hf_specdec
+from hf_specdec.models import recorded_passes
+from hf_specdec.models.fingerprint import state_of
+from hf_specdec.models.recorded_passes import MOST, Recorded, recordable
+
+SETTINGS = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Recordings are made at once; one entry for every replay."""
+    seen: list[int] = []
+    replay = recorded_passes._replay
+    monkeypatch.setattr(recorded_passes, "PASSES", 1)
+    monkeypatch.setattr(recorded_passes, "_replay", lambda made, inputs: (seen.append(1), replay(made, inputs))[1])
+    return seen
+
+
+def _speculate(target, draft, rows: int = 1, **settings):
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        return target.generate(**prompts(rows), **{**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_passes_are_the_model_s_own_to_the_bit(
+    family: str, rows: int, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, so that a single operation in another order would show; lookaheads make passes of many widths."""
+    target, draft = pair(family, dtype=torch.float32)
+    lookaheads = (1, 4, 7)
+    with monkeypatch.context() as unrecorded:
+        unrecorded.setattr(recorded_passes, "PASSES", 10**9)
+        asked = [_speculate(target, draft, rows, num_assistant_tokens=n) for n in lookaheads]
+    assert not replays
+    found = [_speculate(target, draft, rows, num_assistant_tokens=n) for n in lookaheads for _ in range(2)]
+    assert bool(replays) == (family not in ("bloom", "t5", "mt5", "bart"))
+    for one, two, reference in zip(found[::2], found[1::2], asked, strict=True):
+        for out in (one, two):
+            assert torch.equal(out.sequences, reference.sequences)
+            # Rows that have ended are unspecified.
+            assert all(torch.equal(a[0], b[0]) for a, b in zip(out.logits[:9], reference.logits[:9], strict=True))
+
+
+def test_few_recordings_serve_all_widths_and_lengths(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    trace = torch.jit.trace
+    monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: (made.append(1), trace(*args, **kwargs))[1])
+    target, draft = pair("llama")
+    for lookahead in range(1, 9):
+        for length in (7, 12):
+            inputs = prompts(1, length=length)
+            with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+                target.generate(**inputs, max_new_tokens=30, do_sample=False, num_assistant_tokens=lookahead)
+    assert replays and len(made) <= 2 * 2  # one token and several, for target and draft
+
+
+def test_weights_that_change_in_place_are_seen(replays: list[int]) -> None:
+    target, draft = pair("llama")
+    _speculate(target, draft)
+    seen = len(replays)
+    with torch.no_grad():
+        for weight in target.parameters():
+            weight += 0.3 * torch.randn_like(weight)
+    out = _speculate(target, draft)
+    assert len(replays) > seen
+    assert torch.equal(out.sequences, target.generate(**prompts(1), **SETTINGS).sequences)
+
+
+def test_hooks_and_replaced_methods_are_called_in_every_pass(replays: list[int]) -> None:
+    target, draft = pair("llama")
+    _speculate(target, draft)
+    seen, calls = len(replays), []
+    hook = target.model.layers[1].register_forward_hook(lambda *_: calls.append("hook"))
+    rounds = len(_speculate(target, draft).speculation.rounds)
+    hook.remove()
+    assert len(calls) == rounds
+    mlp = target.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = MethodType(lambda self, x: (calls.append("forward"), forward(x))[1], mlp)
+    rounds = len(_speculate(target, draft).speculation.rounds)
+    assert calls.count("forward") == rounds
+    assert not recordable(target) and len(replays) > seen  # the draft's go on being recorded
+
+
+def _by_index(found: torch.Tensor) -> torch.Tensor:
+    row, position = (found.sum(dim=-1) > 0).nonzero(as_tuple=True)
+    return found.index_put((row, position), -found[row, position])
+
+
+def _by_branch(found: torch.Tensor) -> torch.Tensor:
+    return torch.cat([-token if token.sum() > 0 else token for token in found.unbind(1)]).view_as(found)
+
+
+def _by_list(found: torch.Tensor) -> torch.Tensor:
+    signs = [[-1.0 if total > 0 else 1.0 for total in row] for row in found.sum(dim=-1).tolist()]
+    return found * torch.tensor(signs, dtype=found.dtype).unsqueeze(2)
+
+
+@pytest.mark.parametrize("route", [_by_index, _by_branch, _by_list])
+def test_a_model_that_asks_for_values_is_left_alone(route: Callable, replays: list[int]) -> None:
+    """Its way depends on the text: what one pass has recorded would be wrong in another."""
+
+    class Routing(torch.nn.Module):
+        def __init__(self, mlp: torch.nn.Module) -> None:
+            super().__init__()
+            self.mlp = mlp
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return route(self.mlp(states))
+
+    Routing.__module__ = "transformers.of_a_test"  # others are left alone unseen
+    target = llama()
+    draft = noisy(target)
+    target.model.layers[0].mlp = Routing(target.model.layers[0].mlp).eval()
+    rows = {"input_ids": torch.arange(2, 11).unsqueeze(0), "max_new_tokens": 40, "do_sample": False}
+    assert recordable(target)
+    plain = target.generate(**rows)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        for _ in range(3):
+            assert torch.equal(target.generate(**rows, num_assistant_tokens=1), plain)
+    kept = recorded_passes._known.all_of(target).values()
+    assert kept and not any(passes.of(1)._recordings for passes in kept)
+
+
+def test_a_step_that_python_changes_is_never_replayed() -> None:
+    """The negative control of the trials: a recording that does not do what the step does is found out."""
+    count = [0]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return x + count[0]
+
+    passes = Recorded()
+    found = [passes.run(step, [torch.zeros(2)], 1)[0].item() for _ in range(60)]
+    assert found == sorted(set(found)), "each call gives another number"
+    assert len(passes._recordings) == MOST
+
+
+@pytest.mark.parametrize("change", ["attribute", "activation", "class method", "function", "buffer", "dropout"])
+def test_changes_between_calls_are_seen(change: str, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what is no weight: a recording holds for the code and the attributes that it was made with."""
+    target, draft = pair("llama")
+    for _ in range(2):
+        _speculate(target, draft)
+    seen, layer = len(replays), target.model.layers[0]
+    if change == "attribute":
+        layer.self_attn.scaling *= 3
+    elif change == "activation":
+        layer.mlp.act_fn = torch.nn.Tanh().eval()
+    elif change == "class method":
+        monkeypatch.setattr(type(layer.mlp), "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    elif change == "function":
+        monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -x)
+    elif change == "buffer":
+        target.register_buffer("of_the_user_s", torch.zeros(3))
+    else:
+        layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj, torch.nn.Dropout(1.0)).train()
+    for _ in range(2):
+        out = _speculate(target, draft)
+        assert torch.equal(out.sequences, target.generate(**prompts(1), **SETTINGS).sequences)
+    assert len(replays) > seen and recordable(target) == (change != "dropout")
+
+
+def test_a_module_never_inherits_what_a_dead_one_was() -> None:
+    """Modules that take turns take each other's addresses, too."""
+    target, _ = pair("llama")
+    mlp, states, addresses = target.model.layers[0].mlp, [], set()
+    for activation in (torch.nn.SiLU, torch.nn.ReLU, torch.nn.Tanh) * 4:
+        mlp.act_fn = None
+        mlp.act_fn = activation()
+        addresses.add(id(mlp.act_fn))
+        states.append(state_of(target))
+    assert len(addresses) < len(states) == len(set(states))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_length_are_left_alone(kind: str) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
+    assert not recordable(llama(rope_parameters=scaling))
+
+
+def test_a_choice_by_the_length_of_the_text_is_found_out(replays: list[int]) -> None:
+    """Shapes prove themselves anew where the text has doubled."""
+    passes = Recorded()
+
+    def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + (1 if mask.shape[0] > 100 else 0)
+
+    def at(span: int) -> float:
+        return passes.run(step, [torch.zeros(1), torch.zeros(span)], span)[0].item()
+
+    assert [at(span) for span in range(40, 60)] == [0.0] * 20
+    assert replays
+    assert [at(span) for span in range(130, 150)] == [1.0] * 20
+
+
+def test_recordings_keep_no_model_alive(replays: list[int]) -> None:
+    target = llama()
+    draft = noisy(target)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        target.generate(**prompts(1), max_new_tokens=30, do_sample=False)
+    gone = [weakref.ref(model.model.layers[0].mlp.up_proj.weight) for model in (target, draft)]
+    assert replays
+    del target, draft
+    gc.collect()
+    assert not any(weight() is not None for weight in gone)
+
+
+def test_a_model_in_training_under_autocast_or_a_function_mode_is_left_alone() -> None:
+    target, _ = pair("llama")
+    assert recordable(target)
+    assert not recordable(target.train())
+    target.eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not recordable(target)
+    with BaseTorchFunctionMode():
+        assert not recordable(target)

@@ -1,0 +1,178 @@
+"""The per-row static cache: plain `generate`'s tokens, nothing moved, memory by its formula, fall-backs in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.distributions import FALSE_FAILURE, odds
+from helpers.families import EAGER, FAMILIES, ROWS_FAMILIES, pair, prompts
+from transformers import DynamicCache, StaticCache
+
+import hf_specdec
+from hf_specdec import SpeculativeDecoding
+from hf_specdec.models.masks import SlotMasks
+from hf_specdec.models.static_cache import RowsCache, RowsLayer
+from hf_specdec.models.static_runner import StaticRunner, keeps_rows
+
+NEW_TOKENS = 16
+LOSSLESS = {"rollback_threshold": 0.0, "fallback_threshold": 0.2}
+
+
+def _dtype(family: str, batch_size: int) -> torch.dtype:
+    return torch.float32 if family in EAGER and batch_size > 1 else torch.float64
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_plain_generate(
+    family: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[str] = []
+    monkeypatch.setattr(StaticRunner, "rewind", _counting(StaticRunner.rewind, passes))
+    target, draft = pair(family, dtype=_dtype(family, batch_size))
+    inputs, settings = prompts(batch_size), {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    plain = target.generate(**inputs, **settings)
+    settings |= {"assistant_model": draft, "cache_implementation": "static", "return_dict_in_generate": True}
+    with hf_specdec.enable(target):
+        for strategy, lookahead in (("speculative", 1), ("speculative", 4), ("bild", 4)):
+            if family in ROWS_FAMILIES or lookahead == 1:
+                out = target.generate(
+                    **inputs, **settings, generation_strategy=strategy, num_assistant_tokens=lookahead, **LOSSLESS
+                )
+                assert torch.equal(out.sequences, plain), (strategy, lookahead)
+    assert bool(passes) == (family in ROWS_FAMILIES)
+
+
+def test_outputs_are_distributed_as_the_target_s_own(toy_pair, monkeypatch) -> None:
+    """Half of the rows padded, with processors; and the static runners did run."""
+    runs = []
+    monkeypatch.setattr(StaticRunner, "rewind", _counting(StaticRunner.rewind, runs))
+    decoding = SpeculativeDecoding(toy_pair[1], num_assistant_tokens=2)
+    settings = {"temperature": 1.4, "top_p": 0.8, "cache_implementation": "static"}
+    assert min(odds(toy_pair, decoding, **settings)) > FALSE_FAILURE
+    assert runs
+
+
+def _counting(method, calls: list):
+    def counted(*args):
+        calls.append(method.__name__)
+        return method(*args)
+
+    return counted
+
+
+def test_num_return_sequences() -> None:
+    target, draft = pair("llama")
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    plain = target.generate(**prompts(2), **settings)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**prompts(2), **settings, cache_implementation="static"), plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_cache_is_the_size_that_its_formula_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = pair(family)
+    inputs, caches = prompts(3), {}
+    end = StaticRunner.end
+    monkeypatch.setattr(StaticRunner, "end", lambda self, n: (caches.update({self.model: self.cache}), end(self, n))[1])
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        target.generate(**inputs, max_new_tokens=8, cache_implementation="static", do_sample=False)
+    cache = caches[target]
+    assert cache.capacity == inputs["input_ids"].shape[1] + 8 + 5
+    assert cache.nbytes == RowsCache.bytes_needed(target.config, 3, cache.capacity, torch.float64)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"own": True}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-sliding", "bloom"])
+def test_a_batch_goes_on_from_the_returned_cache_as_from_plain_generate_s(family: str, settings: dict) -> None:
+    """Rows end apart, and what each of them has still to read is read then."""
+    own = settings.get("own", False)
+    target, draft = pair(family, dtype=_dtype(family, 4))
+    inputs = prompts(4)
+    first = target.generate(**inputs, max_new_tokens=30, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    ends = [first[0, 4].item(), first[2, 9].item(), first[3, 2].item()]
+    again = []
+    for drafts in (None, draft):
+        call = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 30, "eos_token_id": ends}
+        if own:
+            call["past_key_values"] = DynamicCache(config=target.config)
+        elif drafts is not None:
+            call |= settings
+        decoding = None if drafts is None else SpeculativeDecoding(drafts)
+        out = target.generate(**inputs, **call, custom_generate=decoding)
+        assert type(out.past_key_values) is DynamicCache
+        assert not own or out.past_key_values is call["past_key_values"]
+        new = torch.ones_like(out.sequences[:, inputs["input_ids"].shape[1] :])
+        more = {
+            "input_ids": torch.cat([out.sequences, inputs["input_ids"][:, -4:]], dim=1),
+            "attention_mask": torch.cat([inputs["attention_mask"], new, new[:, :1].expand(-1, 4)], dim=1),
+        }
+        again.append(target.generate(**more, past_key_values=out.past_key_values, max_new_tokens=8, do_sample=False))
+    assert torch.equal(*again)
+
+
+def test_static_rows_of_a_batch_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    update = RowsLayer.update
+    monkeypatch.setattr(RowsLayer, "update", lambda layer, *args: (update(layer, *args), sizes.append(layer.nbytes))[0])
+    monkeypatch.setattr("hf_specdec.models.static_cache.GROWTH", 16)
+    target, draft = pair("llama")
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        target.generate(**prompts(4), max_new_tokens=8, max_length=None, do_sample=False)
+        short = sizes.copy()
+        target.generate(**prompts(4), max_new_tokens=60, do_sample=False, eos_token_id=-1)
+    assert len(set(short)) <= 2 < len(set(sizes))
+
+
+def test_the_caller_gets_a_dynamic_cache_or_his_own() -> None:
+    target, draft = pair("llama")
+    own = DynamicCache(config=target.config)
+    settings = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 8}
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert target.generate(**prompts(3), **settings, past_key_values=own).past_key_values is own
+        assert type(target.generate(**prompts(1), **settings).past_key_values) is DynamicCache
+
+
+def test_rolling_back_moves_nothing_and_what_is_rolled_back_has_no_effect() -> None:
+    target, _ = pair("llama")
+    inputs = prompts(3)
+    ids = inputs["input_ids"]
+    runner = StaticRunner(target, {**inputs, "past_key_values": RowsCache(target.config, 32)}, ids)
+    runner.forward(ids, 1)
+    wanted = runner.forward(ids[:, :2], 2)
+    runner.rewind([11, 11, 11])
+    runner.forward(ids[:, 3:8], 1)
+    keys = runner.cache.layers[0].keys
+    runner.rewind([12, 11, 11])
+    assert runner.cache.layers[0].keys is keys
+    runner.rewind([11, 11, 11])
+    again = runner.forward(ids[:, :2], 2)
+    assert torch.equal(again, wanted)
+
+
+def test_a_mask_that_shows_rejected_drafts_gives_other_logits(monkeypatch) -> None:
+    """Negative control of the mask: a query that saw beyond its own slot would be noticed."""
+    target, draft = pair("llama")
+    plain = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False)
+
+    of = SlotMasks.of
+    monkeypatch.setattr(SlotMasks, "of", lambda *args: of(*args) * 0)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        out = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static")
+    assert out.shape != plain.shape or not torch.equal(out, plain)
+
+
+def test_models_that_cannot_say_so() -> None:
+    for family in FAMILIES:
+        assert keeps_rows(pair(family)[0], {}) == (family in ROWS_FAMILIES), family
+    target, _ = pair("llama")
+    assert not keeps_rows(target, {"token_type_ids": torch.zeros(1, 1)})
+
+
+def test_a_static_cache_of_the_caller_s_own_is_refused_by_name() -> None:
+    target, draft = pair("llama")
+    with (
+        hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"),
+        pytest.raises(ValueError, match=r"StaticCache.*cache_implementation"),
+    ):
+        target.generate(**prompts(1), max_new_tokens=4, past_key_values=StaticCache(target.config, max_cache_len=64))
