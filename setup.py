@@ -22,7 +22,7 @@ setup(
     scripts=["scripts/assisted_generation.py"],
     install_requires=["torch>=2.6", "transformers>=5.17,<6", "tqdm"],
     extras_require={
-        "bench": ["matplotlib", "psutil", "evaluate>=0.4.6", "sacrebleu>=2.4", "rouge_score", "datasets"],
+        "bench": ["matplotlib", "psutil", "tabulate", "evaluate>=0.4.6", "sacrebleu>=2.4", "rouge_score", "datasets"],
         "precision": ["accelerate", "optimum-quanto>=0.2.7"],
         "dev": ["pytest", "ruff", "mypy"],
     },

@@ -14,7 +14,7 @@ from helpers.tiny_pair import save_pair
 
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
-from hf_specdec.bench.reports import benchmark_report
+from hf_specdec.bench.reports.tables import benchmark as benchmark_tables
 from hf_specdec.bench.running.methods import methods_for
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import results
@@ -57,18 +57,18 @@ def middle(result: dict[str, Any], method: str, prompt: int) -> dict[str, Any]:
 
 
 def test_rendering_needs_the_json_only(saved: Path, result: dict[str, Any]) -> None:
-    assert benchmark_report.render(result) == saved.with_suffix(".md").read_text()
+    assert benchmark_tables.render(result) == saved.with_suffix(".md").read_text()
 
 
 def test_columns_of_each_table(result: dict[str, Any]) -> None:
-    assert cells(benchmark_report.example_table(result, "plain"))[0] == COLUMNS
+    assert cells(benchmark_tables.example_table(result, "plain"))[0] == COLUMNS
     for method in ("speculative", "assisted"):
-        assert cells(benchmark_report.example_table(result, method))[0] == [*COLUMNS, "Acceptance", "Tokens/Round"]
+        assert cells(benchmark_tables.example_table(result, method))[0] == [*COLUMNS, "Acceptance", "Tokens/Round"]
 
 
 @pytest.mark.parametrize("method", ["plain", "speculative", "assisted"])
 def test_rows_follow_from_the_raw_times(result: dict[str, Any], method: str) -> None:
-    rows = cells(benchmark_report.example_table(result, method))[2:]
+    rows = cells(benchmark_tables.example_table(result, method))[2:]
     assert [row[0] for row in rows] == ["1", "2", "3", "4", "all"]
     assert [row[1] for row in rows] == ["30", "30", "60", "60", ""]
     tokens, seconds = 0, 0.0
@@ -93,7 +93,7 @@ def test_rows_follow_from_the_raw_times(result: dict[str, Any], method: str) -> 
 
 def test_acceptance_follows_from_the_rounds(result: dict[str, Any]) -> None:
     for method in ("speculative", "assisted"):
-        for prompt, row in enumerate(cells(benchmark_report.example_table(result, method))[2:-1]):
+        for prompt, row in enumerate(cells(benchmark_tables.example_table(result, method))[2:-1]):
             rounds = middle(result, method, prompt)["rounds"]
             drafted, accepted = (sum(item[key] for item in rounds) for key in ("drafted", "accepted"))
             assert row[7] == f"{100 * accepted / drafted:.1f}%"
@@ -130,7 +130,7 @@ def speedup(result: dict[str, Any], method: str, base: str, prompts: Sequence[in
 
 
 def test_last_lines_name_their_baselines(result: dict[str, Any]) -> None:
-    lines = benchmark_report.render(result).splitlines()[-2:]
+    lines = benchmark_tables.render(result).splitlines()[-2:]
     named = (("plain", "plain decoding"), ("assisted", "transformers' assisted generation"))
     for line, (base, title) in zip(lines, named, strict=True):
         ratios = speedup(result, "speculative", base, range(4))
@@ -147,7 +147,7 @@ def forwards_at(result: dict[str, Any], prompt: int) -> dict[str, float]:
 
 
 def test_every_number_of_the_summary(result: dict[str, Any]) -> None:
-    header, _, *rows = cells(benchmark_report.summary_table(result))
+    header, _, *rows = cells(benchmark_tables.summary_table(result))
     for name, row in zip(("plain", "speculative", "assisted"), rows, strict=True):
         shown = dict(zip(header, row, strict=True))
         runs = [middle(result, name, prompt) for prompt in range(4)]
@@ -177,7 +177,7 @@ def test_every_number_of_the_summary(result: dict[str, Any]) -> None:
 
 
 def test_every_number_of_the_costs(result: dict[str, Any]) -> None:
-    header, _, *rows = cells(benchmark_report.cost_table(result))
+    header, _, *rows = cells(benchmark_tables.cost_table(result))
     named = [(prompts, name) for prompts in ((0, 1), (2, 3)) for name in ("speculative", "assisted")]
     for (prompts, name), row in zip(named, rows, strict=True):
         shown = dict(zip(header, row, strict=True))
@@ -199,12 +199,12 @@ def test_every_number_of_the_costs(result: dict[str, Any]) -> None:
 
 
 def test_outputs_are_compared_with_plain(result: dict[str, Any]) -> None:
-    assert "equal to plain decoding's on every example" in benchmark_report.render(result)
+    assert "equal to plain decoding's on every example" in benchmark_tables.render(result)
     changed = json.loads(json.dumps(result))
     for run in changed["runs"]:
         if run["method"] == "speculative" and run["prompt"] == 2:
             run["tokens"][4] += 1
-    text = benchmark_report.render(changed)
+    text = benchmark_tables.render(changed)
     assert "3 of 4 equal plain decoding's; first differences: example 3 at token 5" in text
 
 
@@ -216,7 +216,7 @@ def test_an_example_that_ends_at_once_is_shown_without_a_rate(result: dict[str, 
             run["tokens"], run["puts"] = run["tokens"][:first], run["puts"][:first]
             run["rounds"] = run["rounds"] and run["rounds"][:1]
     for method in ("plain", "speculative", "assisted"):
-        rows = cells(benchmark_report.example_table(changed, method))[2:]
+        rows = cells(benchmark_tables.example_table(changed, method))[2:]
         assert rows[1][5:7] == ["–", "–"]
         assert all(row[6] != "–" for index, row in enumerate(rows) if index != 1)
 

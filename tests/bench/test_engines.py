@@ -17,12 +17,13 @@ from helpers.tiny_pair import save_pair
 from hf_specdec.bench.figures import bandwidth, engine_speed
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
-from hf_specdec.bench.reports import engine_goals, engines_report
+from hf_specdec.bench.reports.pictures.by_task import pictures
+from hf_specdec.bench.reports.tables import engines as engines_tables
 from hf_specdec.bench.running.engine_methods import contestants
 from hf_specdec.bench.running.engine_passes import Forwards, keeping_engines, prepared_times
 from hf_specdec.bench.running.timed_batch import endless, run_batch
 from hf_specdec.bench.settings import Settings
-from hf_specdec.bench.tasks import engines, report
+from hf_specdec.bench.tasks import engines
 from hf_specdec.lengths.auto_length import AutoLength
 from hf_specdec.prepared import captured
 
@@ -103,7 +104,7 @@ def test_methods_take_turns_and_transformers_assisted_runs_one_row_only(result: 
 def test_rows_follow_from_the_raw_times(result: dict[str, Any]) -> None:
     rates = {m["name"]: rate_by_repeat(result, m["name"], 1) for m in result["methods"]}
     best = max((name for name in rates if name.startswith("assisted")), key=lambda name: median(rates[name]))
-    rows = cells(engines_report.method_table(result, 1))
+    rows = cells(engines_tables.method_table(result, 1))
     for method in result["methods"]:
         row, mine = rows[method["title"][0].upper() + method["title"][1:]], rates[method["name"]]
         assert float(row[1]) == pytest.approx(median(mine), abs=0.06)
@@ -118,7 +119,7 @@ def test_rows_follow_from_the_raw_times(result: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_acceptance_and_alpha_follow_from_the_rounds(result: dict[str, Any], batch: int) -> None:
-    rows = cells(engines_report.method_table(result, batch))
+    rows = cells(engines_tables.method_table(result, batch))
     for method in result["methods"]:
         runs = [run for run in result["runs"] if (run["method"], run["batch"]) == (method["name"], batch)]
         if not runs or runs[0]["rounds"] is None:
@@ -140,10 +141,10 @@ def test_what_is_allowed_follows_from_raw_forwards(result: dict[str, Any]) -> No
     passes = [f["times"] for f in result["forwards"] if (f["batch"], f["engine"]) == (2, "eager")]
     step = median(seconds for item in passes for seconds in item["draft"]["1"])
     widths = {int(w): median(s for item in passes for s in item["target"][w]) for w in passes[0]["target"]}
-    rows = [line.strip("|").split("|") for line in engines_report.allowed_table(result).splitlines()[2:]]
+    rows = [line.strip("|").split("|") for line in engines_tables.allowed_table(result).splitlines()[2:]]
     (row,) = [row for row in rows if [cell.strip() for cell in row[:3]] == ["2", "eager", "3"]]
     name = "speculative, γ = 3, eager"
-    alpha = float(cells(engines_report.method_table(result, 2))["Speculative, γ = 3, eager"][7])
+    alpha = float(cells(engines_tables.method_table(result, 2))["Speculative, γ = 3, eager"][7])
     c, v = step / widths[1], widths[4] / widths[1]
     allowed = sum(alpha**power for power in range(4)) / (3 * c + v)
     over_plain = zip(rate_by_repeat(result, name, 2), rate_by_repeat(result, "plain", 2), strict=True)
@@ -167,7 +168,7 @@ def test_efficiency_is_the_passes_share_of_the_time(result: dict[str, Any]) -> N
             measured += run["seconds"] - run["first_seconds"]
             needed += sum(run["rounds"]["draft_steps"][1:]) * passes.draft[1]
             needed += sum(passes.verification(width) for width in run["rounds"]["width"][1:])
-    row = cells(engines_report.method_table(result, 1))["Speculative, γ = 2, eager"]
+    row = cells(engines_tables.method_table(result, 1))["Speculative, γ = 2, eager"]
     assert float(row[8]) == pytest.approx(needed / measured, abs=6e-3)
 
 
@@ -179,8 +180,8 @@ def test_widths_between_measured_ones_are_interpolated() -> None:
 
 
 def test_rendering_needs_the_json_only(saved: Path, result: dict[str, Any]) -> None:
-    assert engines_report.render(result) == saved.with_suffix(".md").read_text()
-    drawn = report.pictures(result)
+    assert engines_tables.render(result) == saved.with_suffix(".md").read_text()
+    drawn = pictures(result)
     assert set(drawn) == {"speed-by-method", "speed-by-batch"}
     for axes in (figure.axes[0] for figure in drawn.values()):
         assert axes.get_xlabel() and axes.get_title()
@@ -277,48 +278,11 @@ def made_up(speeds: dict[tuple[str, str, int], float], device: str = "cpu", toke
     }  # fmt: skip
 
 
-def test_goals_on_a_cpu() -> None:
-    result = made_up(
-        {("plain", "eager", 1): 10, ("assisted", "eager", 1): 12, ("fixed", "eager", 1): 15, ("auto", "eager", 1): 14,
-         ("plain", "eager", 4): 20, ("fixed", "eager", 4): 36, ("auto", "eager", 4): 38, ("floor", "eager", 1): 9,
-         ("none", "compiled", 1): 20, ("fixed", "compiled", 1): 32}
-    )  # fmt: skip
-    goals = {goal.measure: goal for goal in engine_goals.goals(result)}
-    assert goals["eager, over transformers' best"].measured == pytest.approx(15 / 12)
-    assert goals["eager, over plain"].measured == pytest.approx(1.5)
-    assert goals["compiled, over transformers' best"].measured == pytest.approx(32 / 12)
-    assert goals["compiled, over plain on the same engine"].measured == pytest.approx(1.6)
-    # The fastest of ours, against three tokens for two draft steps of 0.1 and a verification of 1.3.
-    assert goals["eager, batch size 4, share of what is allowed"].measured == pytest.approx(1.9 / (3 / 1.5))
-    (floor,) = [goal for measure, goal in goals.items() if measure.startswith("auto")]
-    assert floor.measured == pytest.approx(0.9) and floor.method.startswith("floor eager")
-    held = {row[0]: row[-1] for row in cells(engine_goals.asked_table(result)).values()}
-    assert held["eager, over transformers' best"] == "no"
-    assert held["compiled, over transformers' best"] == "yes"
-    assert held["auto, worst prompt and batch size, over plain, 128 tokens"] == "no"
-
-
-def test_goals_on_a_gpu() -> None:
-    result = made_up(
-        {("plain", "eager", 1): 10, ("assisted", "eager", 1): 12, ("fixed", "eager", 1): 40,
-         ("plain", "static", 1): 20, ("none", "static", 1): 30, ("none", "compiled", 1): 40,
-         ("fixed", "compiled", 1): 90},
-        device="cuda:0",
-    )  # fmt: skip
-    by_transformers, by_plain, memory, _ = engine_goals.goals(result)
-    assert (by_transformers.measured, by_transformers.least) == (pytest.approx(7.5), 6)
-    assert (by_plain.measured, by_plain.least) == (pytest.approx(2.25), 2.2)
+def test_the_bandwidth_that_plain_decoding_reaches() -> None:
+    result = made_up({("plain", "static", 1): 10, ("none", "compiled", 1): 40}, device="cuda:0")
     # 40 steps a second of 1,000 bytes each, of 50,000 bytes a second.
-    assert (memory.measured, memory.least) == (pytest.approx(0.8), 0.8)
-    lines = "\n".join(engines_report.remarks(result))
-    assert "None compiled reaches 80.0% of that limit" in lines and "Plain reaches 20.0%" in lines
-
-
-def test_goals_in_sampling_and_after_few_tokens() -> None:
-    result = made_up({("plain", "eager", 1): 10, ("fixed", "eager", 1): 15}, tokens=30) | {"sampling": True}
-    goals = engine_goals.goals(result)
-    assert goals[0].least == 1.5 and goals[0].measured is None
-    assert "asked for at 128 or more" in goals[-1].measure and goals[-1].measured is None
+    lines = "\n".join(engines_tables.remarks(result))
+    assert "None compiled reaches 80.0% of that limit" in lines and "Plain static reaches 20.0%" in lines
 
 
 def test_the_batch_at_which_drafting_stops_paying() -> None:

@@ -10,7 +10,8 @@ import pytest
 from helpers.tiny_pair import save_pair
 
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.reports import plots
+from hf_specdec.bench.reports.pictures import benchmark, rounds, sweep, tradeoff
+from hf_specdec.bench.reports.pictures.by_task import pictures
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import report
@@ -62,7 +63,7 @@ def test_markdown_is_what_the_tasks_wrote(folder: Path) -> None:
 
 def test_axes_say_what_they_show(folder: Path) -> None:
     for path in folder.glob("*.json"):
-        for figure in report.pictures(json.loads(path.read_text())).values():
+        for figure in pictures(json.loads(path.read_text())).values():
             for axes in figure.axes:
                 if axes.get_label() != "<colorbar>":
                     assert axes.get_xlabel() and axes.get_title() and (axes.get_ylabel() or axes.get_yticklabels())
@@ -70,15 +71,15 @@ def test_axes_say_what_they_show(folder: Path) -> None:
 
 def test_drawn_numbers_are_those_of_the_raw_data(folder: Path) -> None:
     result = json.loads((folder / "benchmark-speculative-greedy.json").read_text())
-    heights = [bar.get_height() for bar in plots.speed_by_length(result).axes[0].patches]
+    heights = [bar.get_height() for bar in benchmark.speed_by_length(result).axes[0].patches]
     for number, method in enumerate(("plain", "speculative", "assisted")):
         for place, prompts in enumerate((range(5), range(5, 10))):
             rate = speed.micro_rate(speed.typical_runs(result["runs"], method, prompts).values())
             assert heights[3 * place + number] == pytest.approx(rate)
-    rounds = [item for r in result["runs"] if r["method"] == "speculative" for item in r["rounds"]]
-    reached = [item for item in rounds if item["drafted"] > 1 and item["accepted"] >= 1]
+    drafted = [item for r in result["runs"] if r["method"] == "speculative" for item in r["rounds"]]
+    reached = [item for item in drafted if item["drafted"] > 1 and item["accepted"] >= 1]
     share = sum(item["accepted"] >= 2 for item in reached) / len(reached)
-    assert plots.acceptance_by_position(result).axes[0].lines[0].get_ydata()[1] == pytest.approx(share)
+    assert rounds.acceptance_by_position(result).axes[0].lines[0].get_ydata()[1] == pytest.approx(share)
 
 
 def test_results_of_different_machines_are_warned_about(folder: Path) -> None:
@@ -119,11 +120,11 @@ def test_a_disk_too_full_for_a_picture_is_said(folder: Path, tmp_path: Path) -> 
 
 def test_what_hardly_differs_is_not_drawn_as_a_difference(folder: Path) -> None:
     result = json.loads((folder / "sweep-two.jsonl-greedy.json").read_text())
-    maps = [axes for axes in plots.threshold_maps(result, *_first_bild(result)).axes if axes.images]
+    maps = [axes for axes in sweep.threshold_maps(result, *_first_bild(result)).axes if axes.images]
     for axes, span in zip(maps, (0.1, 2.0), strict=True):
         low, high = axes.images[0].get_clim()
         assert high - low >= span - 1e-9
-    low, high = plots.speed_against_quality(result).axes[0].get_xlim()
+    low, high = tradeoff.speed_against_quality(result).axes[0].get_xlim()
     assert high - low >= 2.0
 
 
@@ -138,7 +139,7 @@ def test_unknown_speedups_are_not_drawn_as_zero(folder: Path) -> None:
     for run in result["runs"]:
         run["tokens"] = run["tokens"][:1]
     draft = next(method["draft"] for method in result["methods"] if method.get("strategy") == "bild")
-    figure = plots.threshold_maps(result, draft, 2)
+    figure = sweep.threshold_maps(result, draft, 2)
     assert [text.get_text() for text in figure.axes[0].texts] == ["–"] * 4
 
 

@@ -15,7 +15,8 @@ from hf_specdec import embedded
 from hf_specdec.bench.figures.quality import quality
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import load_pair
-from hf_specdec.bench.reports import rendering, subtasks_report
+from hf_specdec.bench.reports import rendering
+from hf_specdec.bench.reports.tables import subtasks as subtasks_tables
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import results
@@ -106,7 +107,7 @@ LABELS = [None, *embedded.SUBTASKS]
 
 @pytest.mark.parametrize("label", LABELS)
 def test_every_number_of_a_subtask(result: dict[str, Any], label: str | None) -> None:
-    header, _, *rows = cells(subtasks_report.group_table(result, label))
+    header, _, *rows = cells(subtasks_tables.group_table(result, label))
     assert len(rows) == len(NAMES)
     base = chosen(result, "plain", label)
     forwards = forwards_of(result)
@@ -175,7 +176,7 @@ def check_range(cell: str, values: list[float]) -> None:
 
 
 def test_speedups_by_subtask_and_their_range(result: dict[str, Any]) -> None:
-    _, _, *rows = cells(subtasks_report.speedup_table(result))
+    _, _, *rows = cells(subtasks_tables.speedup_table(result))
     assert [row[0] for row in rows] == [*embedded.SUBTASKS, "overall"]
     for label, row in zip([*embedded.SUBTASKS, None], rows, strict=True):
         base = chosen(result, "plain", label)
@@ -186,7 +187,7 @@ def test_speedups_by_subtask_and_their_range(result: dict[str, Any]) -> None:
 
 
 def test_where_the_time_goes(result: dict[str, Any]) -> None:
-    header, _, *rows = cells(subtasks_report.time_table(result))
+    header, _, *rows = cells(subtasks_tables.time_table(result))
     named = [(label, name) for label in [*embedded.SUBTASKS, None] for name in ("speculative", "bild")]
     shown = {(row[0], row[1].split()[0]): dict(zip(header, row, strict=True)) for row in rows}
     for label, name in named:
@@ -217,7 +218,7 @@ def judged(result: dict[str, Any], label: str | None) -> tuple[list[float], floa
 
 
 def test_bild_against_speculative_decoding(result: dict[str, Any]) -> None:
-    _, _, *rows = cells(subtasks_report.bild_table(result))
+    _, _, *rows = cells(subtasks_tables.bild_table(result))
     count = 0
     for label, row in zip([*embedded.SUBTASKS, None], rows, strict=True):
         speeds, rouge, exact = judged(result, label)
@@ -228,7 +229,7 @@ def test_bild_against_speculative_decoding(result: dict[str, Any]) -> None:
         assert (row[5] == "yes") == yes
         count += yes and label is not None
     line = "BiLD (fallback 0.1, rollback 3) is faster than speculative decoding at no loss of quality on"
-    assert f"{line} {count} of 8 subtasks." in subtasks_report.render(result)
+    assert f"{line} {count} of 8 subtasks." in subtasks_tables.render(result)
 
 
 def test_verdicts_are_no_easier_than_they_say(result: dict[str, Any]) -> None:
@@ -239,23 +240,23 @@ def test_verdicts_are_no_easier_than_they_say(result: dict[str, Any]) -> None:
             run["seconds"], run["puts"][0][0] = 1e-6 * (1 + len(run["tokens"])), 1e-6
     for entry in fast["quality"]:
         entry |= {"rougeL": 50.0, "exact_match": 50.0}
-    assert "on 8 of 8 subtasks" in subtasks_report.count_line(fast)
+    assert "on 8 of 8 subtasks" in subtasks_tables.count_line(fast)
     worse = json.loads(json.dumps(fast))
     next(e for e in worse["quality"] if (e["method"], e["subtask"]) == ("bild", "qa"))["rougeL"] = 49.9
-    assert "on 7 of 8 subtasks" in subtasks_report.count_line(worse)
-    assert cells(subtasks_report.bild_table(worse))[2:][embedded.SUBTASKS.index("qa")][5] == "no: loses quality"
+    assert "on 7 of 8 subtasks" in subtasks_tables.count_line(worse)
+    assert cells(subtasks_tables.bild_table(worse))[2:][embedded.SUBTASKS.index("qa")][5] == "no: loses quality"
     slow = json.loads(json.dumps(fast))
     for run in slow["runs"]:
         if run["method"] == "bild" and run["repeat"] == 1:
             run["seconds"] = 1000.0
-    assert "on 0 of 8 subtasks" in subtasks_report.count_line(slow)
-    assert "is not known" in subtasks_report.count_line(fast | {"quality": []})
+    assert "on 0 of 8 subtasks" in subtasks_tables.count_line(slow)
+    assert "is not known" in subtasks_tables.count_line(fast | {"quality": []})
     unjudged = fast | {"quality": [entry for entry in fast["quality"] if entry["subtask"] != "qa"]}
-    assert "on 7 of 8 subtasks; of the others 1 can't be judged" in subtasks_report.count_line(unjudged)
+    assert "on 7 of 8 subtasks; of the others 1 can't be judged" in subtasks_tables.count_line(unjudged)
 
 
 def test_quality_of_each_method(result: dict[str, Any]) -> None:
-    _, _, *rows = cells(subtasks_report.quality_table(result))
+    _, _, *rows = cells(subtasks_tables.quality_table(result))
     assert len(rows) == len(NAMES) * len(LABELS)
     for label in LABELS:
         for name, row in zip(NAMES, [r for r in rows if r[0] == (label or "overall")], strict=True):
@@ -267,7 +268,7 @@ def test_quality_of_each_method(result: dict[str, Any]) -> None:
 
 
 def test_terminal_lines(settings: Settings, printed: str, result: dict[str, Any]) -> None:
-    assert printed == subtasks_report.terminal(result)
+    assert printed == subtasks_tables.terminal(result)
     for line in (
         f"target:       {settings.model_name}", f"draft:        {settings.assistant_model}", "0 (greedy)",
         "max tokens:   9", "gamma:        3", "fallback 0.1, rollback 3",
@@ -320,7 +321,7 @@ def test_divergences_and_their_margins(result: dict[str, Any]) -> None:
     # In float64 the lossless methods leave plain decoding nowhere; BiLD does, where its rollback lets it.
     differing = {name for prompt in result["prompts"] for name in prompt["divergences"]}
     assert differing <= {"bild"}
-    _, _, *rows = cells(subtasks_report.divergence_table(result))
+    _, _, *rows = cells(subtasks_tables.divergence_table(result))
     assert len(rows) == 4
     for name, row in zip(NAMES[1:], rows, strict=True):
         plain, ours = ({r["prompt"]: r["tokens"] for r in result["runs"] if r["method"] == m} for m in ("plain", name))
@@ -341,12 +342,12 @@ def test_outputs_of_one_token_have_no_rate(tmp_path: Path, capsys: pytest.Captur
     text = (settings.output_dir / "subtasks-greedy.md").read_text()
     assert "Overall Result: AS: – tokens/sec, SPS: – tokens/sec -> – X Speedup" in capsys.readouterr().out
     result = json.loads((settings.output_dir / "subtasks-greedy.json").read_text())
-    _, _, *rows = cells(subtasks_report.group_table(result, None))
+    _, _, *rows = cells(subtasks_tables.group_table(result, None))
     assert all(row[1:5] == ["–"] * 4 and row[-1] == "9" for row in rows) and rendering.render(result) == text
-    assert {row[-1] for row in cells(subtasks_report.bild_table(result))[2:]} == {"no rates"}
+    assert {row[-1] for row in cells(subtasks_tables.bild_table(result))[2:]} == {"no rates"}
     # A column of single characters, such as η's here, still has a rule that markdown takes for one.
-    rules = [cell for line in text.splitlines() if line.startswith("| --") for cell in line.split("|")[1:-1]]
-    assert rules and all(re.fullmatch(r" -+:? ", cell) for cell in rules)
+    rules = [cell for line in text.splitlines() if line.startswith("|:-") for cell in line.split("|")[1:-1]]
+    assert rules and all(re.fullmatch(r":-+|-+:", cell) for cell in rules)
 
 
 def test_encoder_decoder_pairs_in_sampling(tmp_path: Path) -> None:
@@ -356,7 +357,7 @@ def test_encoder_decoder_pairs_in_sampling(tmp_path: Path) -> None:
     assert [method["name"] for method in result["methods"]] == NAMES
     assert len(result["runs"]) == 9 * 5 and all(run["tokens"] for run in result["runs"])
     text = (settings.output_dir / "subtasks-sampling.md").read_text()
-    assert "Outputs that differ" not in text and subtasks_report.DRAWN in text
+    assert "Outputs that differ" not in text and subtasks_tables.DRAWN in text
 
 
 def test_quality_in_sampling_is_that_of_the_same_draws_in_every_repeat(tmp_path: Path) -> None:

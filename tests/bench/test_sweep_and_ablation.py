@@ -14,7 +14,10 @@ from helpers.tiny_pair import save_pair
 from hf_specdec.bench.figures.quality import quality
 from hf_specdec.bench.inputs.prompts import Prompt
 from hf_specdec.bench.models.loading import load_pair
-from hf_specdec.bench.reports import ablation_report, benchmark_report, rendering, sweep_report
+from hf_specdec.bench.reports import rendering
+from hf_specdec.bench.reports.heading import heading
+from hf_specdec.bench.reports.tables import ablation as ablation_tables
+from hf_specdec.bench.reports.tables import sweep as sweep_tables
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import run_once
 from hf_specdec.bench.settings import BenchError, Settings
@@ -102,7 +105,7 @@ def test_every_number_of_the_sweep(swept: tuple[Path, dict[str, Any]]) -> None:
     _, result = swept
     methods = {method["name"]: method for method in result["methods"]}
     assert len(methods) == 1 + 4 + 16
-    drafts, thresholds = rows_of(sweep_report.draft_table(result)), rows_of(sweep_report.threshold_table(result))
+    drafts, thresholds = rows_of(sweep_tables.draft_table(result)), rows_of(sweep_tables.threshold_table(result))
     assert len(drafts) == 1 + 4 and len(thresholds) == 1 + 4 + 16
     check(drafts[0]["Tokens/Sec"], [rate(runs) for runs in per_repeat(result, "plain")], 1)
     named = [*zip(list(methods)[1:5], drafts[1:], strict=True), *zip(list(methods)[1:], thresholds[1:], strict=True)]
@@ -163,7 +166,7 @@ def total(rounds: list[dict[str, Any]], key: str) -> float:
 
 def test_best_rows_and_their_commands(swept: tuple[Path, dict[str, Any]], models: tuple[Path, Path]) -> None:
     _, result = swept
-    lines = sweep_report.recommendations(result)
+    lines = sweep_tables.recommendations(result)
     for strategy, line in zip(("speculative", "bild"), lines, strict=False):
         rated = {
             method["name"]: mean(speedups(result, method["name"], "plain"))
@@ -178,7 +181,7 @@ def test_best_rows_and_their_commands(swept: tuple[Path, dict[str, Any]], models
         assert ("--fallback_threshold" in words) == (strategy == "bild")
     assert lines[2].startswith("Fastest bild with ROUGE-L and exact match no lower")
     counts = {m["name"]: wins(result, m["name"]) for m in result["methods"] if m.get("strategy") == "bild"}
-    chosen = sweep_report.chosen_row(result)
+    chosen = sweep_tables.chosen_row(result)
     assert counts[chosen["name"]] == max(counts.values())
     assert chosen["title"] in lines[3] and f"on {max(counts.values())} of 1, chosen on these examples" in lines[3]
 
@@ -188,10 +191,10 @@ def test_thresholds_chosen_on_the_training_split_come_with_the_command_that_judg
 ) -> None:
     _, result = swept
     trained = result | {"arguments": result["arguments"] | {"dataset": "embedded"}, "split": "train"}
-    line = sweep_report.recommendations(trained)[3]
-    chosen = sweep_report.chosen_row(trained)
+    line = sweep_tables.recommendations(trained)[3]
+    chosen = sweep_tables.chosen_row(trained)
     rated = {
-        m["name"]: mean(speedups(result, m["name"], "plain")) for m in sweep_report.methods_of(result, "speculative")
+        m["name"]: mean(speedups(result, m["name"], "plain")) for m in sweep_tables.methods_of(result, "speculative")
     }
     best = next(m for m in result["methods"] if m["name"] == max(rated, key=lambda name: rated[name]))
     other = (best["draft"], best["lookahead"]) != (chosen["draft"], chosen["lookahead"])
@@ -208,7 +211,7 @@ def test_the_heading_names_all_drafts_and_lookaheads(swept: tuple[Path, dict[str
     lookaheads, drafts = (
         list(dict.fromkeys(str(m[key]) for m in result["methods"] if key in m)) for key in ("lookahead", "draft")
     )
-    text = benchmark_report.heading(result)
+    text = heading(result)
     assert len(lookaheads) > 1 and f", lookahead {', '.join(lookaheads)}, " in text
     assert len(drafts) > 1 and f"- draft: {drafts[0]} " in text and f"\n- further drafts: {drafts[1]}\n" in text
 
@@ -216,11 +219,11 @@ def test_the_heading_names_all_drafts_and_lookaheads(swept: tuple[Path, dict[str
 def test_commands_name_the_precision_and_place_of_their_row(swept: tuple[Path, dict[str, Any]]) -> None:
     _, result = swept
     elsewhere = {"draft_precision": "int8", "draft_device": "cpu", "device_map": "auto", "better_transformer": True}
-    row = sweep_report.chosen_row(result)
-    words = shlex.split(sweep_report.command(result | {"arguments": result["arguments"] | elsewhere}, row))
+    row = sweep_tables.chosen_row(result)
+    words = shlex.split(sweep_tables.command(result | {"arguments": result["arguments"] | elsewhere}, row))
     assert words[words.index("--draft_precision") + 1] == "int8" and words[words.index("--draft_device") + 1] == "cpu"
     assert words[words.index("--device_map") + 1] == "auto" and "--better_transformer" in words
-    plain = shlex.split(sweep_report.command(result, row))
+    plain = shlex.split(sweep_tables.command(result, row))
     assert not {"--precision", "--device", "--device_map", "--dtype", "--better_transformer"} & set(plain)
 
 
@@ -245,7 +248,7 @@ def test_drafts_without_being_named(models: tuple[Path, Path]) -> None:
 
 
 def test_every_number_of_the_ablation(ablated: dict[str, Any]) -> None:
-    rows = rows_of(ablation_report.ablation_table(ablated))
+    rows = rows_of(ablation_tables.ablation_table(ablated))
     switches = ("Speculative decoding", "KV cache", "Better Transformer")
     assert len({tuple(row[switch] for switch in switches) for row in rows}) == 8
     names = {tuple(row[s] for s in switches): m["name"] for row, m in zip(rows, ablated["methods"], strict=True)}

@@ -1,4 +1,4 @@
-"""From a result to its markdown, whatever its task."""
+"""From a result to its markdown whatever its task."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_specdec.bench.reports import (
-    ablation_report,
-    benchmark_report,
-    engines_report,
-    growth_report,
-    subtasks_report,
-    sweep_report,
-)
+from hf_specdec.bench.reports.tables import ablation, benchmark, engines, growth, subtasks, sweep
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "benchmark": benchmark_report.render,
-    "decode": benchmark_report.render,
-    "subtasks": subtasks_report.render,
-    "sweep": sweep_report.render,
-    "ablation": ablation_report.render,
-    "engines": engines_report.render,
-    "growth": growth_report.render,
+    "benchmark": benchmark.render,
+    "decode": benchmark.render,
+    "subtasks": subtasks.render,
+    "sweep": sweep.render,
+    "ablation": ablation.render,
+    "engines": engines.render,
+    "growth": growth.render,
 }
 
 TASKS = tuple(_RENDERERS)

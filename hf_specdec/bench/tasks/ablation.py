@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import LoadedPair, better_transformer, load_pair
-from hf_specdec.bench.reports import ablation_report
+from hf_specdec.bench.reports.tables import ablation as ablation_tables
 from hf_specdec.bench.running.methods import Method, plain, strategy
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import Settings
@@ -37,7 +37,7 @@ def run_ablation(settings: Settings, shared: Processes) -> None:
     for model in result["models"].values():
         model["attention"] = "eager or Better Transformer"
     run_session.finish(result, settings)
-    sys.stdout.write(ablation_report.terminal(result))
+    sys.stdout.write(ablation_tables.terminal(result))
 
 
 def _row(settings: Settings, pair: LoadedPair, better: bool, cache: bool, speculative: bool) -> Method:

@@ -33,6 +33,9 @@ def run_report(settings: Settings) -> None:
 
     Raises `BenchError` where there is nothing to render, or a file can't be read, rendered or written.
     """
+    # Here because it imports matplotlib, which takes a second.
+    from hf_specdec.bench.reports.pictures.by_task import pictures
+
     folder = settings.output_dir
     paths = sorted(folder.glob("*.json"))
     if not paths:
@@ -52,46 +55,6 @@ def run_report(settings: Settings) -> None:
             print(path.with_name(f"{path.stem}-{name}.png"))
     for line in differences(list(loaded.items())):
         print(line, file=sys.stderr)
-
-
-def pictures(result: Result) -> dict[str, Figure]:
-    """The pictures of a result by what they show; none of what it does not hold."""
-    # Here because it takes a second.
-    from hf_specdec.bench.reports import engine_plots, plots, sweep_report
-
-    task = result["task"]
-    found: dict[str, Figure] = {}
-    if task == "benchmark" and len(result["methods"]) > 1:
-        found["speed-by-length"] = plots.speed_by_length(result)
-    if task == "subtasks":
-        found["speedup-by-subtask"] = plots.speedup_by_subtask(result)
-    if task == "engines":
-        found["speed-by-method"] = engine_plots.speed_by_method(result)
-        if len({run["batch"] for run in result["runs"]}) > 1:
-            found["speed-by-batch"] = engine_plots.speed_by_batch(result)
-    if task == "ablation":
-        found["speed"] = plots.ablation_bars(result)
-    if task == "sweep":
-        if len({method["lookahead"] for method in sweep_report.methods_of(result, "speculative")}) > 1:
-            found["speedup-over-lookahead"] = plots.speedup_over_lookahead(result)
-        for draft, lookahead in dict.fromkeys(
-            (m["draft"], m["lookahead"]) for m in sweep_report.methods_of(result, "bild")
-        ):
-            name = f"thresholds-{draft.rstrip('/').rsplit('/', 1)[-1]}-{lookahead}"
-            found[name] = plots.threshold_maps(result, draft, lookahead)
-    lossy = any(method.get("strategy", method["name"]) == "bild" for method in result["methods"])
-    if task in ("sweep", "subtasks") and result["quality"] and lossy:
-        found["speed-against-quality"] = plots.speed_against_quality(result)
-    if task in ("benchmark", "subtasks"):
-        runs = [run for run in result["runs"] if run["rounds"]]
-        if any(item["seconds"] is not None for run in runs for item in run["rounds"][1:]):
-            found["time-per-round"] = plots.time_per_round(result)
-        if any(item["drafted"] for run in runs for item in run["rounds"]):
-            found["acceptance-by-position"] = plots.acceptance_by_position(result)
-    if rendering.synthetic_pair(result):
-        for figure in found.values():
-            figure.axes[0].set_title("Synthetic pair (random weights)\n" + figure.axes[0].get_title())
-    return found
 
 
 def differences(loaded: Sequence[tuple[Path, Result]]) -> list[str]:

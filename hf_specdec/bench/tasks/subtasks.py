@@ -7,7 +7,7 @@ import sys
 from hf_specdec.bench.figures.scores import scores
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
-from hf_specdec.bench.reports import subtasks_report
+from hf_specdec.bench.reports.tables import subtasks as subtasks_tables
 from hf_specdec.bench.running.methods import (
     LOOKUP_TOKENS,
     Method,
@@ -42,7 +42,7 @@ def run_subtasks(settings: Settings, shared: Processes) -> None:
         result["notes"].append(refusal)
     result["quality"] = scores(result)
     run_session.finish(result, settings)
-    sys.stdout.write(subtasks_report.terminal(result))
+    sys.stdout.write(subtasks_tables.terminal(result))
 
 
 def contestants(settings: Settings, pair: LoadedPair) -> list[Method]:

@@ -11,7 +11,7 @@ from hf_specdec.bench.figures.scores import scores
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.known_pairs import default_draft, full_name, known_drafts
 from hf_specdec.bench.models.loading import LoadedPair, load_pairs
-from hf_specdec.bench.reports import sweep_report
+from hf_specdec.bench.reports.tables import sweep as sweep_tables
 from hf_specdec.bench.running.methods import Method, lookahead, plain, strategy
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
@@ -36,7 +36,7 @@ def run_sweep(settings: Settings, shared: Processes) -> None:
         return
     result["quality"] = scores(result)
     run_session.finish(result, settings)
-    sys.stdout.write(sweep_report.terminal(result))
+    sys.stdout.write(sweep_tables.terminal(result))
 
 
 def drafts_of(settings: Settings) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.reports.benchmark_report import heading, remarks
+from hf_specdec.bench.reports.heading import heading, remarks
 from hf_specdec.bench.reports.markdown import mean_and_spread, number, percent, table
+from hf_specdec.bench.reports.outputs import equal_outputs
 
 Result = Mapping[str, Any]
 _SWITCHES = ("speculative", "cache", "better_transformer")
@@ -61,7 +62,7 @@ def _row(result: Result, method: Mapping[str, Any]) -> list[str]:
         mean_and_spread([speed.end_to_end_rate(one) for one in repeats], 1),
         percent(speed.acceptance_rate(mine)),
         number(speed.tokens_per_round(mine), 2),
-        _same(result, name),
+        equal_outputs(result, name, result["methods"][0]["name"]),
     ]
 
 
@@ -72,10 +73,3 @@ def _without_speculation(result: Result, method: Mapping[str, Any]) -> str:
         for other in result["methods"]
         if not other["speculative"] and all(other[switch] == method[switch] for switch in _SWITCHES[1:])
     )
-
-
-def _same(result: Result, name: str) -> str:
-    if result["sampling"]:
-        return "–"
-    total = len(result["prompts"])
-    return f"{total - sum(name in prompt['divergences'] for prompt in result['prompts'])} of {total}"

@@ -9,8 +9,9 @@ from typing import Any
 
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.tradeoff import JUDGED, labels, won
-from hf_specdec.bench.reports.benchmark_report import heading, remarks, split_of
+from hf_specdec.bench.reports.heading import heading, remarks, split_of
 from hf_specdec.bench.reports.markdown import mean_and_spread, number, table
+from hf_specdec.bench.reports.outputs import equal_outputs
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
@@ -101,7 +102,7 @@ def draft_table(result: Result) -> str:
             mean_and_spread(speedups(result, method), 2),
             number(_predicted(result, method), 2),
             *_round_figures(result, method),
-            _same(result, method),
+            equal_outputs(result, method["name"]),
         ]
         for method in methods_of(result, "speculative")
     ]
@@ -129,7 +130,7 @@ def threshold_table(result: Result) -> str:
                 _acceptance_and_ratio(result, method)[0],
                 mean_and_spread(speedups(result, method), 2),
                 *_round_figures(result, method),
-                _same(result, method),
+                equal_outputs(result, method["name"]),
                 *_quality(result, method["name"]),
                 "–" if lossless else _won_of(result, method),
             ]
@@ -261,13 +262,6 @@ def _quality(result: Result, name: str) -> list[str]:
         return ["–"] * 3
     measured = quality_of(result, name)
     return [number(measured[key], 1) for key in ("bleu", "rougeL", "exact_match")]
-
-
-def _same(result: Result, method: MethodDict) -> str:
-    if result["sampling"]:
-        return "–"
-    total = len(result["prompts"])
-    return f"{total - sum(method['name'] in prompt['divergences'] for prompt in result['prompts'])} of {total}"
 
 
 def parameters(count: int) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 
 from hf_specdec.bench.figures import bandwidth, engine_speed, speed
 from hf_specdec.bench.figures.engine_speed import Ratio, over_plain_on_engine, ratio, runs_of
-from hf_specdec.bench.reports.benchmark_report import heading
-from hf_specdec.bench.reports.engine_goals import asked_table
+from hf_specdec.bench.reports.heading import heading
 from hf_specdec.bench.reports.markdown import capital, number, percent, table
+from hf_specdec.bench.reports.outputs import equal_outputs
 from hf_specdec.bench.running.engine_passes import RECORDED
 
 Result = Mapping[str, Any]
@@ -38,7 +38,7 @@ ALLOWED = (
 
 def render(result: Result) -> str:
     """The whole report."""
-    parts = [heading(result), LEGEND, f"## What was asked for\n\n{asked_table(result)}"]
+    parts = [heading(result), LEGEND]
     for batch in batch_sizes(result):
         parts.append(f"## Batch size {batch}\n\n{method_table(result, batch)}")
     parts.append(f"## What α, c and v allow\n\n{ALLOWED}\n\n{allowed_table(result)}")
@@ -79,7 +79,7 @@ def method_table(result: Result, batch: int) -> str:
                 number(eta, 2),
                 number(engine_speed.efficiency(runs, recorded), 2),
                 number(_first_call(result, method["name"], batch), 1),
-                _same_outputs(result, method["name"], batch),
+                equal_outputs(result, method["name"], batch=batch),
             ]
         )
     return table(header, rows)
@@ -165,13 +165,3 @@ def _first_call(result: Result, name: str, batch: int) -> float | None:
     """Seconds of the first call at a batch size, of the first prompt length."""
     calls = [item for item in result["first_calls"] if (item["method"], item["batch"]) == (name, batch)]
     return calls[0]["seconds"] if calls else None
-
-
-def _same_outputs(result: Result, name: str, batch: int) -> str:
-    """How many rows of the first repeat equal plain generate()'s at the same batch size."""
-    if result["sampling"]:
-        return "–"
-    plain = {run["group"]: run["tokens"] for run in runs_of(result, "plain", batch) if not run["repeat"]}
-    mine = [run for run in runs_of(result, name, batch) if not run["repeat"]]
-    pairs = [rows for run in mine for rows in zip(run["tokens"], plain[run["group"]], strict=True)]
-    return f"{sum(ours == theirs for ours, theirs in pairs)} of {len(pairs)}"

@@ -7,7 +7,9 @@ from statistics import mean, median
 from typing import Any
 
 from hf_specdec.bench.figures import speed
+from hf_specdec.bench.reports.heading import heading, remarks
 from hf_specdec.bench.reports.markdown import capital, number, percent, table
+from hf_specdec.bench.reports.outputs import differences, equal_outputs
 
 Result = Mapping[str, Any]
 
@@ -21,12 +23,6 @@ _COLUMNS = [
     "Tokens/Sec",
 ]
 _ASSISTED_COLUMNS = ["Acceptance", "Tokens/Round"]
-
-# What is measured on questions of a data set.
-DATA_TASKS = ("subtasks", "sweep", "ablation")
-
-# Repeats of the same work that differ by more than this share of their median were disturbed.
-_CALM = 0.25
 
 
 def render(result: Result) -> str:
@@ -73,7 +69,7 @@ def summary_table(result: Result) -> str:
                 number(speed.tokens_per_round(listed), 2),
                 number(speed.alpha(listed), 3),
                 number(speed.efficiency(listed, forwards), 2),
-                _same_outputs(result, method["name"]),
+                equal_outputs(result, method["name"]),
             ]
         )
     header = ["Method", "Tokens/Sec (micro)", "Tokens/Sec (macro)", "Tokens/Sec (end to end)", "Acceptance"]
@@ -128,12 +124,6 @@ def conclusions(result: Result) -> list[str]:
     return lines
 
 
-def remarks(result: Result) -> list[str]:
-    """What went otherwise than asked for, and a warning where times can't be trusted."""
-    warning = _unrest(result)
-    return [*result["notes"], warning] if warning else list(result["notes"])
-
-
 def _row(name: str, length: str, runs: Sequence[speed.RunDict], drafting: bool) -> list[str]:
     rate = speed.micro_rate(runs)
     prefill = mean(speed.first_delivery(run)[0] for run in runs)
@@ -149,65 +139,6 @@ def _row(name: str, length: str, runs: Sequence[speed.RunDict], drafting: bool) 
     if drafting:
         cells += [percent(speed.acceptance_rate(runs)), number(speed.tokens_per_round(runs), 2)]
     return cells
-
-
-def heading(result: Result) -> str:
-    """Title, models, machine, versions and how tokens were chosen."""
-    arguments = result["arguments"]
-    how = "greedy"
-    if result["sampling"]:
-        options = ("temperature", "top_k", "top_p", "seed")
-        how = "sampling (" + ", ".join(f"{name} {arguments[name]:g}" for name in options) + ")"
-    models = [
-        f"- {role}: {model['name']} ({model['class']}, {model['parameters'] / 1e6:.1f}M parameters, "
-        f"{model['dtype']}, {model['device']}, {model['attention']} attention)"
-        for role, model in result["models"].items()
-    ]
-    # Of a sweep's drafts the first is described above.
-    further = _values(result, "draft")[1:] if result["task"] == "sweep" else []
-    models += [f"- further drafts: {', '.join(further)}"] if further else []
-    environment = result["environment"]
-    packages = environment["packages"]
-    where = ", ".join([environment["cpu"], *environment["gpus"]])
-    count = environment["torch_threads"]
-    threads = f"{count} thread{'s' if count > 1 else ''}"
-    if result.get("processes", 1) > 1:
-        threads += f" in each of {result['processes']} processes that ran at the same time"
-    models.append(f"- on: {where}, {threads}; torch {packages['torch']}, transformers {packages['transformers']}")
-    lookahead = f", lookahead {', '.join(_values(result, 'lookahead'))}" if "draft" in result["models"] else ""
-    repeats = f"{arguments['repeats']} repeats" if arguments["repeats"] > 1 else "1 repeat"
-    if result["task"] in DATA_TASKS:
-        models.append(f"- data: {_data(result)}")
-    shape = f"at most {arguments['max_new_tokens']} new tokens{lookahead}, batch size 1"
-    if result["task"] == "engines":
-        lengths, sizes = (", ".join(map(str, arguments[name])) for name in ("prompt_lengths", "batch_sizes"))
-        shape = f"{arguments['max_new_tokens']} new tokens behind prompts of {lengths}, batch sizes {sizes}"
-    models.append(f"- {how}, {shape}, {repeats}")
-    return f"# {result['task'].capitalize()}\n\n" + "\n".join(models)
-
-
-def _values(result: Result, name: str) -> list[str]:
-    """Of a setting: all that a sweep tried, in order; elsewhere the one that the run had."""
-    if result["task"] != "sweep":
-        return [str(result[name])]
-    return list(dict.fromkeys(str(method[name]) for method in result["methods"] if name in method))
-
-
-def split_of(result: Result) -> str | None:
-    """The split of the data that was measured; None for a file, which has none."""
-    arguments = result["arguments"]
-    if "split" in result or arguments["dataset"] == "spec_bench":
-        found: str | None = result.get("split")
-        return found
-    # Results of before the split had a key of its own.
-    return arguments["split"] or ("heldout" if arguments["dataset"] == "embedded" else "test")
-
-
-def _data(result: Result) -> str:
-    split = split_of(result)
-    of_split = "" if split is None else f", split {split}"
-    count = len(result["prompts"])
-    return f"{result['arguments']['dataset']}{of_split}, {count} answer{'s' if count > 1 else ''} of each method"
 
 
 def _legend(result: Result) -> str:
@@ -229,32 +160,14 @@ def _forwards_by_prompt(result: Result) -> dict[int, Mapping[str, Any]]:
     return {prompt: result["raw_forwards"][str(length)] for prompt, length in _lengths(result).items()}
 
 
-def _divergences(result: Result, method: str) -> list[tuple[int, int]]:
-    """(prompt, first position that differs from plain decoding's output) where one does."""
-    plain = speed.typical_runs(result["runs"], "plain")
-    found = []
-    for prompt, run in speed.typical_runs(result["runs"], method).items():
-        position = speed.first_divergence(run["tokens"], plain[prompt]["tokens"])
-        if position is not None:
-            found.append((prompt, position))
-    return found
-
-
-def _same_outputs(result: Result, method: str) -> str:
-    if result["sampling"]:
-        return "–"
-    total = len(result["prompts"])
-    return f"{total - len(_divergences(result, method))} of {total}"
-
-
 def _same_outputs_in_words(result: Result, method: str) -> str:
     if result["sampling"]:
         return "drawn, so not compared token by token"
-    found = _divergences(result, method)
+    found = differences(result, method)
     if not found:
         return "equal to plain decoding's on every example"
-    where = ", ".join(f"example {prompt + 1} at token {position + 1}" for prompt, position in found)
-    return f"{_same_outputs(result, method)} equal plain decoding's; first differences: {where}"
+    where = ", ".join(f"example {prompt + 1} at token {position + 1}" for (_, prompt, _), position in found)
+    return f"{equal_outputs(result, method)} equal plain decoding's; first differences: {where}"
 
 
 def _speedup_in_words(result: Result, method: Mapping[str, str], baseline: Mapping[str, str]) -> str:
@@ -267,21 +180,3 @@ def _speedup_in_words(result: Result, method: Mapping[str, str], baseline: Mappi
         return f"{named}: no example had tokens after its first delivery; {end_to_end}."
     within = f"; {min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} repeats" if len(ratios) > 1 else ""
     return f"{named}: **{median(ratios):.2f}** (decode tokens/s, micro{within}); {end_to_end}."
-
-
-def _unrest(result: Result) -> str:
-    """A warning where repeats of the same work took very different times, or there are none; empty otherwise."""
-    spreads = []
-    for method in result["methods"]:
-        for prompt in result["prompts"]:
-            runs = [r for r in result["runs"] if (r["method"], r["prompt"]) == (method["name"], prompt["index"])]
-            if len(runs) > 1:
-                spreads.append(speed.spread(runs))
-    if not spreads:
-        return "Each figure rests on a single run: one stall of the machine can double it. Raise --repeats."
-    if median(spreads) <= _CALM:
-        return ""
-    return (
-        f"Times are unsteady: repeats of the same work differ by {percent(median(spreads))} "
-        "(median). Close other programs, or raise --repeats."
-    )

@@ -8,8 +8,9 @@ from typing import Any
 
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.tradeoff import labels, prompts_of, unknown, verdict, won
-from hf_specdec.bench.reports.benchmark_report import heading, remarks
+from hf_specdec.bench.reports.heading import heading, remarks
 from hf_specdec.bench.reports.markdown import capital, number, percent, table
+from hf_specdec.bench.reports.outputs import equal_outputs
 
 Result = Mapping[str, Any]
 
@@ -123,7 +124,7 @@ def group_table(result: Result, label: str | None) -> str:
                 number(speed.tokens_per_round(listed), 2),
                 number(speed.alpha(listed), 3),
                 number(speed.efficiency(listed, forwards), 2),
-                _same(result, method["name"], label),
+                equal_outputs(result, method["name"], prompts=prompts_of(result, label)),
                 str(sum(speed.decode_part(run) is None for run in listed)),
             ]
         )
@@ -253,12 +254,3 @@ def _forwards_by_prompt(result: Result) -> dict[int, Mapping[str, Any]]:
         for label in labels(result)
     }
     return {prompt["index"]: pooled[prompt["label"]] for prompt in result["prompts"]}
-
-
-def _same(result: Result, method: str, label: str | None) -> str:
-    """How many outputs equal plain decoding's."""
-    if result["sampling"]:
-        return "–"
-    wanted = set(prompts_of(result, label))
-    differ = sum(p["index"] in wanted and method in p["divergences"] for p in result["prompts"])
-    return f"{len(wanted) - differ} of {len(wanted)}"

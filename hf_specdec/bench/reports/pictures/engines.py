@@ -1,4 +1,4 @@
-"""Pictures of `engines`: functions from the dict that the JSON holds to a matplotlib figure."""
+"""Pictures of the task engines."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ from matplotlib.patches import Patch
 from hf_specdec.bench.figures import engine_speed
 from hf_specdec.bench.figures.engine_speed import DRAFTING, fastest, rate, runs_of, typical_rate
 from hf_specdec.bench.reports.markdown import capital
+from hf_specdec.bench.reports.pictures.drawing import COLOURS
 
 Result = Mapping[str, Any]
 
-# By kind for those that are transformers', by engine for ours (Okabe and Ito).
-_COLOURS = {
-    "plain": "#999999",
-    "assisted": "#009E73",
-    "eager": "#56B4E9",
-    "static": "#E69F00",
-    "compiled": "#0072B2",
-}
 _WORDS = {
     "plain": "transformers: plain generate()",
     "assisted": "transformers: assisted generation",
@@ -41,14 +34,14 @@ def speed_by_method(result: Result) -> Figure:
     for place, method in enumerate(shown):
         speed, low, high = _speed(result, method["name"], batch)
         ends = [[speed - low], [high - speed]]
-        axes.barh(place, speed, xerr=ends, color=_COLOURS[_group(method)], capsize=2, error_kw={"linewidth": 1})
+        axes.barh(place, speed, xerr=ends, color=COLOURS[_group(method)], capsize=2, error_kw={"linewidth": 1})
         axes.text(high, place, f"  {speed:.0f}", va="center", fontsize="small")
     axes.set_yticks(range(len(shown)), [_short(method["title"]) for method in shown], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("Decoding speed (tokens/s)")
     axes.set_title(_headline(result, batch))
     groups = dict.fromkeys(_group(method) for method in shown)
-    handles = [Patch(color=_COLOURS[group], label=_WORDS[group]) for group in groups]
+    handles = [Patch(color=COLOURS[group], label=_WORDS[group]) for group in groups]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     return figure
 
@@ -61,13 +54,13 @@ def speed_by_batch(result: Result) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     engines = list(dict.fromkeys(m["engine"] for m in result["methods"]))
     lines: list[tuple[str, str, str, dict[str, Any]]] = [
-        ("plain generate()", "#999999", "s--", {"kind": "plain"}),
-        ("transformers' assisted, best setting", "#009E73", "D", {"kind": "assisted"}),
+        ("plain generate()", COLOURS["plain"], "s--", {"kind": "plain"}),
+        ("transformers' assisted, best setting", COLOURS["assisted"], "D", {"kind": "assisted"}),
     ]
     for engine in engines:
-        lines.append((f"ours without a draft, {engine}", _COLOURS[engine], "o--", {"kind": "none", "engine": engine}))
+        lines.append((f"ours without a draft, {engine}", COLOURS[engine], "o--", {"kind": "none", "engine": engine}))
         ours = {"kind": DRAFTING, "engine": engine}
-        lines.append((f"ours, fastest with a draft, {engine}", _COLOURS[engine], "o-", ours))
+        lines.append((f"ours, fastest with a draft, {engine}", COLOURS[engine], "o-", ours))
     for label, colour, style, facts in lines:
         points = [(batch, found) for batch in batches if (found := fastest(result, batch, **facts)) is not None]
         speeds = [typical_rate(runs_of(result, method["name"], batch)) or 0.0 for batch, method in points]

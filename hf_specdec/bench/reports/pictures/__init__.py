@@ -1,0 +1,1 @@
+"""Pictures of results, one module a task; matplotlib is imported here only."""

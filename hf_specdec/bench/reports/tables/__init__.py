@@ -1,0 +1,1 @@
+"""Markdown tables of results, one module a task; draws no pictures."""
