@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
-from hf_specdec.drafting.drafter import Drafter, DraftProposal, tail
+from hf_specdec.drafting.drafter import Drafter, DraftProposal, last_tokens
 from hf_specdec.host.processors import HostProcessors, Relaxation
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.models.runner_choice import Runner
@@ -71,7 +71,7 @@ class Decoder:
         proposal = self.drafter.propose(transcript.ids, lengths, room)
         drafted = perf_counter()
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
-        tokens = torch.cat([tail(transcript.ids, lengths, unread), proposal.tokens], dim=1)
+        tokens = torch.cat([last_tokens(transcript.ids, lengths, unread), proposal.tokens], dim=1)
         verified, scores, logits = self._verify(transcript, tokens, proposal, open_rows)
         # The target's one copy from device to host in a round; float32 holds every token id below 2^24.
         decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
@@ -117,10 +117,10 @@ class Decoder:
         ids, lookahead = transcript.ids, proposal.tokens.shape[1]
         # What comes from the host or goes there does so before the pass, which it would wait for on an accelerator.
         draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
-        prefix_free = self.processors.prefix_free
-        counts = [] if prefix_free else _judged(proposal, open_rows, transcript.eos_tokens)
+        scores_only = self.processors.scores_only
+        counts = [] if scores_only else _judged(proposal, open_rows, transcript.eos_tokens)
         # Processors of the caller's own may write into scores, which passes in inference mode forbid outside it.
-        logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=not prefix_free)
+        logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=not scores_only)
         scores = logits
         if self.processors:
             scores = self.processors(

@@ -24,18 +24,18 @@ from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
 from hf_specdec.host.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
-from hf_specdec.models.cache_rollback import is_static_by_request, is_unused_default, release
-from hf_specdec.models.dynamic_runner import ModelRunner
+from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
+from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
-from hf_specdec.models.static_runner import StaticRunner, keeps_rows, serves_one_row, static_cache
+from hf_specdec.models.static_runner import StaticRunner, static_cache, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.traits import context_length, pass_mode
 from hf_specdec.prepared import captured
 from hf_specdec.prepared.decoder import with_prepared_rounds
 from hf_specdec.prepared.engines import prepared_capacity
 from hf_specdec.rules.statistics import SpeculationStats
 from hf_specdec.rules.verification import SAMPLING_RULES, greedy
-from hf_specdec.strategies import TABLE
+from hf_specdec.strategies import STRATEGY_TABLE
 
 _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
 
@@ -178,7 +178,7 @@ class SpeculativeDecoding:
         drafter = make_drafter(config, call)
         target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)
         do_sample = bool(generation_config.do_sample)
-        make_rollback = TABLE[config.strategy].rollback
+        make_rollback = STRATEGY_TABLE[config.strategy].rollback
         decoder = Decoder(
             target=target,
             drafter=drafter,
@@ -187,7 +187,7 @@ class SpeculativeDecoding:
             rule=SAMPLING_RULES[config.verification] if do_sample else greedy,
             do_sample=do_sample,
             # Processors of the caller's own may want gradients, which inference mode would deny them.
-            mode=pass_mode(*call.models) if processors.prefix_free else torch.no_grad,
+            mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
             max_positions=None if (positions := context_length(model)) is None else positions - hidden,
         )
         self.stats = _last[model] = SpeculationStats(config.strategy)
@@ -226,8 +226,8 @@ def _run(
             running.decode(transcript, stats)
         finally:
             kept = keep_cache or getattr(target.cache, "_is_user_defined", False)
-            if isinstance(target, ModelRunner) and kept and target.cache is not None:
-                release(target.cache)
+            if isinstance(target, DynamicRunner) and kept and target.cache is not None:
+                copy_out_of_inference_mode(target.cache)
         if isinstance(target, StaticRunner) and keep_cache:
             return target.as_dynamic(transcript.common_length - 1)
     return target.cache if keep_cache else None
@@ -245,7 +245,7 @@ def _static_size(
     if is_static_by_request(cache) or (config.compile and is_unused_default(cache)):
         prepared = config.compile or captured.captures(transcript.ids.device)
         return CacheSize(prepared_capacity(tokens) if prepared else tokens)
-    serves = keeps_rows if transcript.batch_size > 1 else serves_one_row
+    serves = supports_rows_cache if transcript.batch_size > 1 else supports_recorded_row
     if is_unused_default(cache) and serves(model, model_kwargs):
         return CacheSize(tokens, grows=True)
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.host.processors import BildRollback
-from hf_specdec.lengths.auto_length import AutoLength, Experience
+from hf_specdec.lengths.auto_length import AutoLength, LengthHistory
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 
 
@@ -26,7 +26,7 @@ class Strategy:
     drafts_are_points: bool
 
 
-def stop_rule(config: SpeculationConfig, known: Experience | None = None) -> StopRule:
+def stop_rule(config: SpeculationConfig, known: LengthHistory | None = None) -> StopRule:
     """The rule that ends a round's drafting: a length, and what else the strategy and the settings stop by.
 
     Args:
@@ -35,13 +35,13 @@ def stop_rule(config: SpeculationConfig, known: Experience | None = None) -> Sto
     """
     auto = config.num_assistant_tokens == "auto"
     length = AutoLength(known) if auto else StopRule(config.longest_draft)
-    rules = [length, *TABLE[config.strategy].stops(config)]
+    rules = [length, *STRATEGY_TABLE[config.strategy].stops(config)]
     if config.entropy_threshold is not None:
         rules.append(EntropyStop(config.longest_draft, config.entropy_threshold))
     return FirstOf(*rules) if len(rules) > 1 else length
 
 
-TABLE: dict[str, Strategy] = {
+STRATEGY_TABLE: dict[str, Strategy] = {
     "speculative": Strategy(
         stops=lambda config: (),
         rollback=None,

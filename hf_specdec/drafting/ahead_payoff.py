@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Hashable
 from statistics import fmean, median
 
-from hf_specdec.models.call_memory import CallMemory
+from hf_specdec.models.per_target import PerTarget
 from hf_specdec.rules.statistics import Round
 
 STRETCH = 8  # rounds that are compared with as many
@@ -70,7 +70,7 @@ class AheadPayoff:
             self.worth_it, self._seconds = way, []
 
 
-_known: CallMemory[AheadPayoff] = CallMemory()
+_known: PerTarget[AheadPayoff] = PerTarget()
 
 
 def ahead_payoff(target: object, situation: Hashable) -> AheadPayoff:

@@ -59,7 +59,7 @@ class Drafter(Protocol):
         """Learn from a finished round."""
 
 
-class RowDrafter(CandidateGenerator):
+class BaseDrafter(CandidateGenerator):
     """What the drafters of this package share: a stop rule, and the adapter to transformers' own assisted loop.
 
     Args:
@@ -112,7 +112,7 @@ class RowDrafter(CandidateGenerator):
         )
 
 
-class NoDrafter(RowDrafter):
+class NoDrafter(BaseDrafter):
     """Proposes nothing: plain decoding in this loop, the baseline of its own engine."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ def no_drafts(ids: Tensor) -> DraftProposal:
     return DraftProposal(ids.new_zeros(len(ids), 0), (0,) * len(ids))
 
 
-def tail(ids: Tensor, lengths: Sequence[int], count: int) -> Tensor:
+def last_tokens(ids: Tensor, lengths: Sequence[int], count: int) -> Tensor:
     """`[B, count]`: the last `count` tokens of left-aligned texts of these lengths."""
     if min(lengths) == max(lengths):
         return ids[:, lengths[0] - count : lengths[0]]

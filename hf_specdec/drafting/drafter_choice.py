@@ -16,17 +16,17 @@ from hf_specdec.drafting.draft_inputs import draft_inputs, source_tokens
 from hf_specdec.drafting.drafter import Drafter, NoDrafter
 from hf_specdec.drafting.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter, LookupDrafter
 from hf_specdec.drafting.model_drafter import ModelDrafter
-from hf_specdec.drafting.other_device import OtherDeviceDrafter, drafts_ahead, is_on_other_device
+from hf_specdec.drafting.other_device import OtherDeviceDrafter, can_draft_ahead, is_on_other_device
 from hf_specdec.drafting.other_tokenizer import cross_tokenizer_drafter, needs_translation
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
-from hf_specdec.lengths.auto_length import Experience, experience
+from hf_specdec.lengths.auto_length import LengthHistory, length_history
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
-from hf_specdec.models.static_runner import serves_one_row, static_cache
+from hf_specdec.models.static_runner import static_cache, supports_recorded_row
 from hf_specdec.models.traits import context_length, vocabulary_size
-from hf_specdec.strategies import TABLE, stop_rule
+from hf_specdec.strategies import STRATEGY_TABLE, stop_rule
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
     Raises:
         ValueError: tokenizers differ, and the drafter or the strategy can't work across tokenizers.
     """
-    rule = stop_rule(config, _experience(config, call))
+    rule = stop_rule(config, _length_history(config, call))
     makers = {
         "model": lambda: _model(config, call, rule),
         "lookup": lambda: _lookup(call, rule, LOOKUP_SIZES),
@@ -75,11 +75,11 @@ def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
     return makers[config.drafter]()
 
 
-def _experience(config: SpeculationConfig, call: DraftCall) -> Experience | None:
+def _length_history(config: SpeculationConfig, call: DraftCall) -> LengthHistory | None:
     """What earlier calls of these models with these settings and as many rows have taught."""
     if config.num_assistant_tokens != "auto":
         return None
-    return experience(call.model, _situation(config, call), copies=config.drafter == "lookup")
+    return length_history(call.model, _situation(config, call), copies=config.drafter == "lookup")
 
 
 def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
@@ -108,7 +108,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         return _across_tokenizers(config, call, rule)
     kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor)
     size = call.static_size
-    if size is None and kwargs.get("past_key_values") is not None and serves_one_row(draft, kwargs):
+    if size is None and kwargs.get("past_key_values") is not None and supports_recorded_row(draft, kwargs):
         # The target's cache is of another kind, or on another device; the draft's passes are worth recording still.
         size = CacheSize(call.transcript.ids.shape[1], grows=True)
     if size is not None:
@@ -119,7 +119,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         "vocabulary": vocabulary_size(call.model),
         "draft_vocabulary": vocabulary_size(draft),
         "do_sample": do_sample,
-        "keep_probs": do_sample and not TABLE[config.strategy].drafts_are_points,
+        "keep_probs": do_sample and not STRATEGY_TABLE[config.strategy].drafts_are_points,
         "eos_tokens": call.transcript.eos_tokens,
         "max_positions": context_length(draft),
     }
@@ -127,7 +127,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         return ModelDrafter(runner, call.processors, rule, **settings)
     # A lookahead that adapts to times would take what is drafted ahead for free.
     steady = config.drafter == "model" and config.num_assistant_tokens != "auto"
-    ahead = steady and drafts_ahead(draft.device, input_ids.device, call.transcript.batch_size)
+    ahead = steady and can_draft_ahead(draft.device, input_ids.device, call.transcript.batch_size)
     pays = ahead_payoff(call.model, _situation(config, call)) if ahead else None
     return OtherDeviceDrafter(runner, call.processors, rule, device=draft.device, pays=pays, **settings)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_specdec.drafting.drafter import Drafter, DraftProposal, RowDrafter, no_drafts, write_drafts
+from hf_specdec.drafting.drafter import BaseDrafter, Drafter, DraftProposal, no_drafts, write_drafts
 from hf_specdec.host.processors import BildRollback, HostProcessors
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.statistics import Round
@@ -84,7 +84,7 @@ class RowText:
         return []
 
 
-class LookupDrafter(RowDrafter):
+class LookupDrafter(BaseDrafter):
     """Drafts what followed a row's last tokens before, in its own text or in its encoder's input.
 
     Args:
@@ -94,7 +94,7 @@ class LookupDrafter(RowDrafter):
         processors: the host's; a copy ends before a token that a `prefix_allowed_tokens_fn` among them forbids.
         eos_tokens: nothing is drafted after one of these.
         sizes: n-gram lengths to match, longest first.
-        max_length, rollback: see `RowDrafter`.
+        max_length, rollback: see `BaseDrafter`.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class LookupDrafter(RowDrafter):
             return no_drafts(ids)
         tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in found], device=ids.device)
         counts = tuple(map(len, found))
-        if self.processors is not None and not self.processors.prefix_free:
+        if self.processors is not None and not self.processors.scores_only:
             write_drafts(ids, lengths, tokens, counts)
         return DraftProposal(tokens, counts)
 
@@ -163,13 +163,13 @@ class LookupDrafter(RowDrafter):
         return len(tokens)
 
 
-class HybridDrafter(RowDrafter):
+class HybridDrafter(BaseDrafter):
     """Looks up first; rows where nothing matches are drafted by a model. Each row decides by its own text.
 
     Args:
         lookup: asked first.
         model: any drafter over the same stop rule; it is told of every round, drafting or not.
-        max_length, rollback: see `RowDrafter`.
+        max_length, rollback: see `BaseDrafter`.
     """
 
     def __init__(

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_specdec.drafting.drafter import DraftProposal, RowDrafter, no_drafts, tail
+from hf_specdec.drafting.drafter import BaseDrafter, DraftProposal, last_tokens, no_drafts
 from hf_specdec.host.processors import BildRollback, HostProcessors
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.runner_choice import Runner
 from hf_specdec.rules import sampling
 
 
-class ModelDrafter(RowDrafter):
+class ModelDrafter(BaseDrafter):
     """Drafts with a small model, one forward pass a token, its cache kept from round to round.
 
     Args:
@@ -26,7 +26,7 @@ class ModelDrafter(RowDrafter):
         do_sample: draw drafts from the draft's processed distribution instead of taking its argmax.
         keep_probs: hand out the distributions; without them drafts count as point masses.
         eos_tokens: nothing is drafted after one of these.
-        max_length, rollback: see `RowDrafter`.
+        max_length, rollback: see `BaseDrafter`.
         max_positions: the draft's own context; nothing is drafted beyond it. None where it has no bound.
     """
 
@@ -105,7 +105,7 @@ class ModelDrafter(RowDrafter):
             stopped, last = self._stops(probs)
             ends = choice.tolist()
             choices.append(choice)
-            if not self.processors.prefix_free:
+            if not self.processors.scores_only:
                 write_column(ids, [place + step for place in places], choice)
             if self.keep_probs:
                 kept_probs.append(probs)
@@ -151,7 +151,7 @@ class ModelDrafter(RowDrafter):
         room = [space if n >= unread else 0 for n, space in zip(lengths, room, strict=True)]
         lengths = [max(n, unread) for n in lengths]
         self.runner.rewind([n - unread for n in lengths])
-        return tail(ids, lengths, unread), lengths, room
+        return last_tokens(ids, lengths, unread), lengths, room
 
     def _choose(
         self, ids: Tensor, lengths: Sequence[int], logits: Tensor, open_rows: Sequence[int], uniforms: Tensor | None
@@ -163,9 +163,9 @@ class ModelDrafter(RowDrafter):
         needs_probs = self.do_sample or self.keep_probs or self.rule.reads_probabilities
         if not needs_probs and not self.processors:
             return logits, logits[:, : self.vocabulary].argmax(dim=-1).to(ids.device)
-        prefix_free = self.processors.prefix_free
-        scores = align_vocabulary(logits, self.vocabulary).to(ids.device, torch.float32, copy=not prefix_free)
-        if prefix_free:
+        scores_only = self.processors.scores_only
+        scores = align_vocabulary(logits, self.vocabulary).to(ids.device, torch.float32, copy=not scores_only)
+        if scores_only:
             scores = self.processors.at_once(ids, scores)
         else:
             counts = [int(row in open_rows) for row in range(len(lengths))]

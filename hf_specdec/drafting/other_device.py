@@ -1,7 +1,7 @@
-"""A draft on another device than the target's: tokens travel, not logits, and it drafts while the target verifies.
+"""A draft on a different device from the target: it sends tokens, not logits, and can draft while the target verifies.
 
-An accelerator is told what to do and works on while the host goes on. Between telling it and waiting for its answer a
-draft on the CPU has time for the next round; what of that the answer leaves true is kept.
+Work on an accelerator is asynchronous. Between queuing the verification and reading its result, a draft on the CPU
+has time to start on the next round; its drafts are used if the verification accepts what they were built on.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def is_on_other_device(draft: torch.device, target: torch.device, processors: Ho
     return draft != target and processors.portable
 
 
-def drafts_ahead(draft: torch.device, target: torch.device, rows: int) -> bool:
+def can_draft_ahead(draft: torch.device, target: torch.device, rows: int) -> bool:
     """Whether such a draft can work while the target verifies: on the CPU, under an accelerator, for a single row."""
     return rows == 1 and draft.type == "cpu" and target.type != "cpu"
 
 
 @dataclass(frozen=True)
-class Ahead:
+class AheadDraft:
     """Drafts made before the text that they follow was known.
 
     Args:
@@ -58,13 +58,13 @@ class Ahead:
 
 
 class OtherDeviceDrafter(ModelDrafter):
-    """Drafts on the draft's own device; a round's proposal travels as a whole.
+    """Drafts on the draft's own device and sends a whole round's proposal to the target's.
 
-    Ahead it drafts a single row only: several would all have to come true at once. It takes all drafts of a round for
-    accepted, guesses the target's own token, and drafts on after it. The guess is the draft's most probable token in
-    sampling, too: where p and q are alike, max q is hit no less often than a draw, Σ q². Whether what was drafted
-    ahead is kept depends on the text before it alone, and it was drawn from the very distributions that are handed
-    out: the rules remain lossless.
+    With a single row it can also draft ahead: while the target verifies, it assumes that every draft is accepted,
+    guesses the target's own token, and drafts on from there. (Several rows would all have to be guessed right at
+    once.) The guess is the draft's most probable token, also in sampling, where that is right at least as often as
+    a draw: max q ≥ Σ q². Whether drafts made ahead are used depends only on the text before them, and they come
+    from the distributions that are returned with them, so the acceptance rules stay lossless.
 
     Args:
         runner, processors, rule, settings: see `ModelDrafter`; the processors are `portable`.
@@ -77,7 +77,7 @@ class OtherDeviceDrafter(ModelDrafter):
         self.device = device
         self.pays = pays
         self._last: tuple[int, int, DraftProposal] | None = None  # the text's length, the room, what was drafted
-        self._ahead: Ahead | None = None
+        self._ahead: AheadDraft | None = None
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`."""
@@ -104,7 +104,7 @@ class OtherDeviceDrafter(ModelDrafter):
             return 1
         made = super()._draft(guess.new_zeros(1, limit), guess, [0], [room], limit)
         self._read = list(self.runner.read)
-        self._ahead = Ahead(length, [*drafts, token], limit, made)
+        self._ahead = AheadDraft(length, [*drafts, token], limit, made)
         return 1 + made.steps
 
     def observe(self, finished: Round) -> None:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
 # They read the scores alone, row by row, so that all positions may go through them at once.
-PREFIX_FREE = (
+SCORES_ONLY = (
     host.TemperatureLogitsWarper,
     host.TopKLogitsWarper,
     host.TopPLogitsWarper,
@@ -52,13 +52,13 @@ class HostProcessors:
         pad_token: fills rows that are shown longer than they are.
 
     Attributes:
-        prefix_free: whether all of them are transformers' own that read the scores alone.
+        scores_only: whether all of them are transformers' own that read the scores alone.
     """
 
     def __init__(self, processors: LogitsProcessorList, pad_token: int = 0) -> None:
         self.processors = processors
         self.pad_token = pad_token
-        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
+        self.scores_only = all(type(processor) in SCORES_ONLY for processor in processors)
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
@@ -66,7 +66,7 @@ class HostProcessors:
     @property
     def portable(self) -> bool:
         """Whether they process scores on any device: they read these alone, and hold no tensor of another one."""
-        return self.prefix_free and not any(
+        return self.scores_only and not any(
             isinstance(held, Tensor) for p in self.processors for held in vars(p).values()
         )
 
@@ -76,23 +76,23 @@ class HostProcessors:
         Args:
             ids: `[B, N]` left-aligned texts, drafts included.
             starts: per row the length of the prefix at position 0.
-            counts: per row the positions that matter; 0 for rows that have ended. Not read where `prefix_free`.
+            counts: per row the positions that matter; 0 for rows that have ended. Not read where `scores_only`.
             scores: `[B, K, V]` float32, owned by the caller where processors of other kinds may write into them.
 
         Returns:
             Processed scores `[B, K, V]`.
         """
-        if self.prefix_free:
+        if self.scores_only:
             return self.at_once(ids, scores.flatten(0, 1)).view_as(scores)
         for processor in self.processors:
-            if type(processor) in PREFIX_FREE:
+            if type(processor) in SCORES_ONLY:
                 scores = processor(ids, scores.flatten(0, 1)).view_as(scores)
             else:
                 self._by_prefix(processor, ids, starts, counts, scores)
         return scores
 
     def at_once(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Process the scores `[N, V]` of any positions; only where `prefix_free`, and never in place."""
+        """Process the scores `[N, V]` of any positions; only where `scores_only`, and never in place."""
         for processor in self.processors:
             scores = processor(ids, scores)
         return scores

@@ -8,31 +8,31 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Sequence
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
-from hf_specdec.lengths.estimates import PRIOR_ACCEPTANCE, Positions, Times
+from hf_specdec.lengths.estimates import PRIOR_ACCEPTANCE, PassTimes, PositionRates
 from hf_specdec.lengths.stop_rules import StopRule
-from hf_specdec.models.call_memory import CallMemory
+from hf_specdec.models.per_target import PerTarget
 from hf_specdec.rules.statistics import Round
 
 # Lengths of prepared rounds, each of which takes seconds to minutes to compile, or a graph of the device's memory.
-LADDER = (0, 1, 2, 4, 8, MAX_ASSISTANT_TOKENS)
+PREPARED_LENGTHS = (0, 1, 2, 4, 8, MAX_ASSISTANT_TOKENS)
 # One that is not ready has to promise so much more than the others.
-NEWCOMER = 1.1
+UNPREPARED_PENALTY = 1.1
 # A draft that gains less than this is not worth the risk of having measured wrongly.
-MARGIN = 1.03
+MIN_SPEEDUP = 1.03
 # A draft that gains more than this is not worth an early plain round to make sure.
-CLEAR = 2.0
+CLEAR_SPEEDUP = 2.0
 # What drafts may have lost for a probe to be made: so many plain steps, and this share of the time.
-GRANT, SHARE = 1.25, 0.01
+PROBE_ALLOWANCE, PROBE_SHARE = 1.25, 0.01
 # In a round of its own, plain decoding is timed again after so many rounds with drafts, then four times as many, ….
 FIRST_REFRESH, LAST_REFRESH = 16, 256
 
 
-class Experience:
+class LengthHistory:
     """What rounds have taught so far, over all calls in the same situation.
 
     Args:
         copies: drafts are copies and cost no steps.
-        prepared: rounds are prepared ones, see `Times`.
+        prepared: rounds are prepared ones, see `PassTimes`.
 
     Attributes:
         times: estimates of what passes take.
@@ -45,21 +45,21 @@ class Experience:
     """
 
     def __init__(self, *, copies: bool = False, prepared: bool = False) -> None:
-        self.times = Times(copies=copies, prepared=prepared)
-        self.accepted = Positions(PRIOR_ACCEPTANCE)
-        self.drafted = Positions(1.0)
-        self.steps = Positions(1.0)
+        self.times = PassTimes(copies=copies, prepared=prepared)
+        self.accepted = PositionRates(PRIOR_ACCEPTANCE)
+        self.drafted = PositionRates(1.0)
+        self.steps = PositionRates(1.0)
         self.elapsed = self.balance = self.probed = 0.0
         self.refresh = FIRST_REFRESH
-        self.prepared: Experience | None = None
+        self.prepared: LengthHistory | None = None
 
 
-_experiences: CallMemory[Experience] = CallMemory()
+_histories: PerTarget[LengthHistory] = PerTarget()
 
 
-def experience(target: object, situation: Hashable, *, copies: bool) -> Experience:
-    """What a target's calls in one situation have taught; see `Experience`."""
-    return _experiences.of(target, situation, lambda: Experience(copies=copies))
+def length_history(target: object, situation: Hashable, *, copies: bool) -> LengthHistory:
+    """What a target's calls in one situation have taught; see `LengthHistory`."""
+    return _histories.of(target, situation, lambda: LengthHistory(copies=copies))
 
 
 class AutoLength(StopRule):
@@ -79,9 +79,9 @@ class AutoLength(StopRule):
         ready: those of them that take no preparing; probes are made of these only.
     """
 
-    def __init__(self, known: Experience | None = None) -> None:
+    def __init__(self, known: LengthHistory | None = None) -> None:
         super().__init__(1)
-        self.known = known or Experience()
+        self.known = known or LengthHistory()
         self.lengths: Sequence[int] = range(MAX_ASSISTANT_TOKENS + 1)
         self.ready: Container[int] = self.lengths
         self._rounds = 0
@@ -90,13 +90,13 @@ class AutoLength(StopRule):
         self._probing = False
 
     def use_prepared(self, ready: Container[int]) -> None:
-        """Before the first round: rounds are prepared ones, of the lengths of `LADDER`.
+        """Before the first round: rounds are prepared ones, of the lengths of `PREPARED_LENGTHS`.
 
         Args:
             ready: lengths whose rounds are prepared by now; looked at in every round.
         """
-        self.lengths, self.ready = LADDER, ready
-        prepared = self.known.prepared or Experience(prepared=True)
+        self.lengths, self.ready = PREPARED_LENGTHS, ready
+        prepared = self.known.prepared or LengthHistory(prepared=True)
         self.known.prepared = prepared
         self.known = prepared
         best = self._best(self._rates())
@@ -139,7 +139,7 @@ class AutoLength(StopRule):
         known, rates = self.known, self._rates()
         best = self._best(rates)
         self._probing = False
-        doubtful = not known.times.knows_plain and rates[best] < CLEAR * rates[0]
+        doubtful = not known.times.knows_plain and rates[best] < CLEAR_SPEEDUP * rates[0]
         if best and (doubtful or self._since_plain >= known.refresh):
             known.refresh = min(4 * known.refresh, LAST_REFRESH)
             best = 0
@@ -156,8 +156,8 @@ class AutoLength(StopRule):
         # What a much longer one takes than those that were timed is anyone's guess.
         longest = max((at for at, n in enumerate(self.lengths) if n in self.ready), default=0)
         known = self.lengths[: longest + 2]
-        best = max(known, key=lambda n: rates[n] if n in self.ready else rates[n] / NEWCOMER)
-        return best if rates[best] >= MARGIN * rates[0] else 0
+        best = max(known, key=lambda n: rates[n] if n in self.ready else rates[n] / UNPREPARED_PENALTY)
+        return best if rates[best] >= MIN_SPEEDUP * rates[0] else 0
 
     def _rates(self) -> list[float]:
         """Expected tokens per second of a row, for rounds of 0 up to the longest draft."""
@@ -180,7 +180,7 @@ class AutoLength(StopRule):
         length = cheap[-1] if cheap else lengths[0]
         # What drafts lost after they had gained more is no reason to stop looking.
         lost = max(known.probed, -known.balance)
-        budget = GRANT * plain + SHARE * known.elapsed - lost
+        budget = PROBE_ALLOWANCE * plain + PROBE_SHARE * known.elapsed - lost
         return length if self._loss(length) <= budget else 0
 
     def _loss(self, length: int) -> float:

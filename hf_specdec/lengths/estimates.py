@@ -15,18 +15,18 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.75, 2.0
 PRIOR_SLOPE = 0.03
 PRIOR_RATIO = 0.15
 # How many passes, a token's width off the mean, the assumed slope weighs.
-LINE_WEIGHT = 1.0
+SLOPE_PRIOR_WEIGHT = 1.0
 # A round's weight in the estimates of acceptance shrinks by this with each later round, down to a floor at
 # which a stale estimate still has a say.
-MEMORY, FLOOR = 0.95, 3.0
+DECAY, MIN_WEIGHT = 0.95, 3.0
 # After so many rounds without it the time of a width counts half: passes may be recorded by now, and run faster.
 HALF_LIFE = 16
 # Times are medians of so many passes of one width: a machine that stalls once is not slow.
-PASSES = 5
+TIMES_KEPT = 5
 LONG_PROMPT = 16
 
 
-class Positions:
+class PositionRates:
     """Shares of successes at draft positions 1, 2, …, each among those that got so far; old ones fade.
 
     A position borrows from the one before it until it has been seen often enough itself.
@@ -42,8 +42,8 @@ class Positions:
     def fade(self) -> None:
         """One round has passed."""
         for position, tried in enumerate(self._tried):
-            if tried > FLOOR:
-                kept = max(MEMORY, FLOOR / tried)
+            if tried > MIN_WEIGHT:
+                kept = max(DECAY, MIN_WEIGHT / tried)
                 self._tried[position] *= kept
                 self._succeeded[position] *= kept
 
@@ -63,7 +63,7 @@ class Positions:
         return reached
 
 
-class Times:
+class PassTimes:
     """Seconds of a target pass by its width, of a draft step, and of a draft's reading of one more token.
 
     Of a batch's later passes, over the rows that have not ended: the median of a width follows within three of them,
@@ -83,8 +83,8 @@ class Times:
         self._rounds = 0
         self._seen: dict[int, int] = {}
         self._line = (0.0, 0.0, 0.0)
-        self._steps: deque[float] = deque(maxlen=PASSES)
-        self._catch_ups: deque[float] = deque(maxlen=PASSES)
+        self._steps: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._catch_ups: deque[float] = deque(maxlen=TIMES_KEPT)
         self._ratio = 0.0 if copies else PRIOR_RATIO
         self._reading: float | None = None
 
@@ -109,7 +109,7 @@ class Times:
             # The first pass of a width may be the one that stalls: wider ones bound it.
             wider = [seconds for width, (_, seconds) in self._medians.items() if width > finished.width]
             target = min(target, 1.5 * self.target(finished.width), *wider)
-        self._by_width.setdefault(finished.width, deque(maxlen=PASSES)).append(target)
+        self._by_width.setdefault(finished.width, deque(maxlen=TIMES_KEPT)).append(target)
         self._fit(finished.width)
         if finished.draft_steps:
             drafting, caught_up = finished.draft_seconds, finished.catch_up_seconds
@@ -144,8 +144,8 @@ class Times:
         total = sum(n for _, n, _ in known)
         middle = sum(w * n for w, n, _ in known) / total
         level = sum(t * n for _, n, t in known) / total
-        spread = LINE_WEIGHT + sum(n * (w - middle) ** 2 for w, n, _ in known)
-        rise = sum(n * (w - middle) * (t - level) for w, n, t in known) + LINE_WEIGHT * PRIOR_SLOPE * level
+        spread = SLOPE_PRIOR_WEIGHT + sum(n * (w - middle) ** 2 for w, n, _ in known)
+        rise = sum(n * (w - middle) * (t - level) for w, n, t in known) + SLOPE_PRIOR_WEIGHT * PRIOR_SLOPE * level
         # More tokens never take less time; where it looks so, it is noise.
         self._line = middle, level, max(rise / spread, 0.0)
 

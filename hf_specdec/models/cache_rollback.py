@@ -142,7 +142,7 @@ def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int) -> 
         layer.values = _take(layer.values, source)
 
 
-def release(cache: Cache) -> None:
+def copy_out_of_inference_mode(cache: Cache) -> None:
     """Turn what `torch.inference_mode` wrote into ordinary tensors, which autograd may save, too."""
     parts = (
         [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]

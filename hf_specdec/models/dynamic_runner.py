@@ -16,7 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_specdec.models import cache_rollback
-from hf_specdec.models.masks import WIDEST, CausalMasks, sees_all_before
+from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.traits import pass_mode
 
 # What a later pass of a text model may be given beyond masks, positions and tokens.
@@ -24,7 +24,7 @@ LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
 PER_TOKEN_KWARGS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
-class ModelRunner:
+class DynamicRunner:
     """Feeds one model, all rows in one pass.
 
     Rows are right-aligned on the slot axis: the last token read of every row sits in the last slot, and a row
@@ -83,7 +83,7 @@ class ModelRunner:
             and input_ids.device == model.device
         )
         self._causal = None
-        if self._prepared and self.cache is not None and self._mask is None and sees_all_before(model):
+        if self._prepared and self.cache is not None and self._mask is None and takes_one_causal_mask(model):
             self._causal = CausalMasks(total, None, model.dtype, model.device)
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
@@ -181,7 +181,7 @@ class ModelRunner:
         if ragged and mask is None and self._takes_mask:
             mask = self._ones
         width = last_slot - first_slot
-        if mask is None and self._causal is not None and self.passes and 1 < width <= WIDEST:
+        if mask is None and self._causal is not None and self.passes and 1 < width <= MAX_MASKED_TOKENS:
             # Not a single token's, nor the prompt's: for them attention does without a mask.
             kwargs[self._mask_key] = self._causal.of_last(width, last_slot)
         elif mask is not None:
@@ -197,7 +197,7 @@ class ModelRunner:
 class RowByRowRunner:
     """Feeds one model a row at a time, for decoders that give all rows of a pass the same positions.
 
-    BART, Pegasus and Marian are such: their position of a token is its slot. Same methods as `ModelRunner`.
+    BART, Pegasus and Marian are such: their position of a token is its slot. Same methods as `DynamicRunner`.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class RowByRowRunner:
             kwargs["past_key_values"] = (
                 cache_rollback.new_cache(model, "model", cross_attention=cross_attention) if given is not None else None
             )
-            self.rows.append(ModelRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden))
+            self.rows.append(DynamicRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden))
         self._fed: Sequence[int] = range(len(self.rows))
 
     @property
@@ -231,23 +231,23 @@ class RowByRowRunner:
         return sum(runner.passes for runner in self.rows)
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
-        """As `ModelRunner.forward`."""
+        """As `DynamicRunner.forward`."""
         logits = {row: self.rows[row].forward(tokens[row : row + 1], count) for row in self._fed}
         nothing = torch.zeros_like(next(iter(logits.values())))
         return torch.cat([logits.get(row, nothing) for row in range(len(self.rows))])
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """As `ModelRunner.rewind`."""
+        """As `DynamicRunner.rewind`."""
         for runner, length in zip(self.rows, lengths, strict=True):
             runner.rewind([length])
 
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
-        """As `ModelRunner.retain`."""
+        """As `DynamicRunner.retain`."""
         self._fed = rows
         return rows
 
     def end(self, length: int) -> None:
-        """As `ModelRunner.end`."""
+        """As `DynamicRunner.end`."""
         for runner in self.rows:
             runner.end(length)
 

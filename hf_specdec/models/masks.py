@@ -14,11 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = ("eager", "sdpa")
 # The most tokens of a pass that a table of masks is kept for; a draft that catches up after many rounds reads more.
-WIDEST = 32
+MAX_MASKED_TOKENS = 32
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def takes_ready_masks(model: PreTrainedModel) -> bool:
+def takes_4d_masks(model: PreTrainedModel) -> bool:
     """Whether a model takes ready masks, and looks at keys by its mask only.
 
     Encoder-decoder models and those with ALiBi (BLOOM), which read positions off a two-dimensional mask, don't;
@@ -35,9 +35,9 @@ def takes_ready_masks(model: PreTrainedModel) -> bool:
     )
 
 
-def sees_all_before(model: PreTrainedModel) -> bool:
+def takes_one_causal_mask(model: PreTrainedModel) -> bool:
     """Whether a model takes ready masks and all its layers see all tokens before, so that one mask serves them."""
-    return takes_ready_masks(model) and not any(attention_windows(model.config).values())
+    return takes_4d_masks(model) and not any(attention_windows(model.config).values())
 
 
 def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:

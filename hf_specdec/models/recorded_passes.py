@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hf_specdec.models.call_memory import CallMemory
 from hf_specdec.models.fingerprint import has_fixed_rope, runs_custom_python, shapes_of, state_of
+from hf_specdec.models.per_target import PerTarget
 
-PASSES = 8  # of a shape with the model as it is before they are recorded
-TRIALS = 2  # of a shape with a recording, in which both have to agree in every bit
-MOST = 4  # recordings of a model; shapes that none of them serves run as the model does
+EAGER_PASSES = 8  # of a shape with the model as it is before they are recorded
+AGREEING_TRIALS = 2  # of a shape with a recording, in which both have to agree in every bit
+MAX_RECORDINGS = 4  # recordings of a model; shapes that none of them serves run as the model does
 
 Step = Callable[..., Tensor]
 
@@ -55,12 +55,12 @@ class Recorded:
             span: slots that attention looks at; shapes prove themselves anew where it has doubled.
         """
         shape = self._shapes.setdefault((*inputs[0].shape, span.bit_length()), _Shape())
-        if shape.agreed >= TRIALS:
+        if shape.agreed >= AGREEING_TRIALS:
             return _replay(self._recordings[shape.recording], inputs)
         shape.passes += 1
         if shape.recording < len(self._recordings):
             return self._tried(step, inputs, shape)
-        if shape.passes < PASSES or len(self._recordings) == MOST or self._refused:
+        if shape.passes < EAGER_PASSES or len(self._recordings) == MAX_RECORDINGS or self._refused:
             return step(*inputs)
         return self._record(step, inputs)
 
@@ -145,7 +145,7 @@ class RecordedPasses:
         return self._one_row if rows == 1 else self._rows
 
 
-_known: CallMemory[RecordedPasses] = CallMemory()
+_known: PerTarget[RecordedPasses] = PerTarget()
 
 
 def recordable(model: PreTrainedModel) -> bool:

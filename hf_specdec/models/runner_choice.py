@@ -7,19 +7,19 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.models.dynamic_runner import ModelRunner, RowByRowRunner
+from hf_specdec.models.dynamic_runner import DynamicRunner, RowByRowRunner
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import takes_row_positions
 
-Runner = ModelRunner | RowByRowRunner | StaticRunner
+Runner = DynamicRunner | RowByRowRunner | StaticRunner
 
 
 def runner_for(
     model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
 ) -> Runner:
-    """The runner that a model needs for a batch of `input_ids` `[B, P]` and its cache; see `ModelRunner`."""
+    """The runner that a model needs for a batch of `input_ids` `[B, P]` and its cache; see `DynamicRunner`."""
     if isinstance(model_kwargs.get("past_key_values"), RowsCache):
         return StaticRunner(model, model_kwargs, input_ids)
     batched = len(input_ids) == 1 or takes_row_positions(model)
-    return (ModelRunner if batched else RowByRowRunner)(model, model_kwargs, input_ids, capacity, hidden)
+    return (DynamicRunner if batched else RowByRowRunner)(model, model_kwargs, input_ids, capacity, hidden)

@@ -1,6 +1,6 @@
 """One model's passes over rows of uneven length, in a static cache: rolling back moves nothing.
 
-The same interface as `runner.ModelRunner`. Masks are built from slots, padding and windows, positions are looked up
+The same interface as `runner.DynamicRunner`. Masks are built from slots, padding and windows, positions are looked up
 by slot, so that a ragged batch costs what an even one costs. Rows that have ended are left out of passes.
 """
 
@@ -16,7 +16,14 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
 from hf_specdec.models.cache_rollback import new_cache
 from hf_specdec.models.dynamic_runner import extend_count, extend_mask, prompt_positions
-from hf_specdec.models.masks import WIDEST, CausalMasks, SlotMasks, attention_mask, attention_windows, takes_ready_masks
+from hf_specdec.models.masks import (
+    MAX_MASKED_TOKENS,
+    CausalMasks,
+    SlotMasks,
+    attention_mask,
+    attention_windows,
+    takes_4d_masks,
+)
 from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
 from hf_specdec.models.static_cache import CacheSize, RowsCache
 from hf_specdec.models.traits import pass_mode
@@ -26,14 +33,14 @@ Masks = Tensor | dict[str, Tensor] | None
 KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"})
 
 
-def keeps_rows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+def supports_rows_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether a model can be fed from a `RowsCache`.
 
     It has to take ready masks and positions for every row, and to stand on one device.
     """
     positions = model_kwargs.get("position_ids")
     return (
-        takes_ready_masks(model)
+        takes_4d_masks(model)
         and type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
         and len({weight.device for weight in model.parameters()}) == 1
         and KNOWN_KWARGS.issuperset(key for key, value in model_kwargs.items() if value is not None)
@@ -41,9 +48,9 @@ def keeps_rows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     )
 
 
-def serves_one_row(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+def supports_recorded_row(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether a `RowsCache` pays for a single row as well: where passes from it are recorded."""
-    return keeps_rows(model, model_kwargs) and recordable(model)
+    return supports_rows_cache(model, model_kwargs) and recordable(model)
 
 
 def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: CacheSize, argument: str) -> Cache:
@@ -52,16 +59,16 @@ def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: Cac
     Raises:
         ValueError: neither that nor transformers' dynamic cache can be rolled back.
     """
-    if keeps_rows(model, model_kwargs):
+    if supports_rows_cache(model, model_kwargs):
         return RowsCache(model.config, size.capacity, grows=size.grows)
     return new_cache(model, argument, cross_attention="encoder_outputs" in model_kwargs)
 
 
 class StaticRunner:
-    """Feeds one decoder-only model from a `RowsCache`; the methods are those of `ModelRunner`.
+    """Feeds one decoder-only model from a `RowsCache`; the methods are those of `DynamicRunner`.
 
     Args:
-        model: one that `keeps_rows`.
+        model: one that `supports_rows_cache`.
         model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as `past_key_values`.
         input_ids: `[B, P]` prompts; only their shape and device count here.
 
@@ -102,7 +109,7 @@ class StaticRunner:
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
-        """As `ModelRunner.forward`."""
+        """As `DynamicRunner.forward`."""
         tokens = tokens.to(self.positions.device)
         if self._left_out:
             tokens = tokens.index_select(0, self._fed_rows)
@@ -111,7 +118,7 @@ class StaticRunner:
         slots = self._slots(read, width)
         with self._mode():
             self.cache.reserve(span)
-            if self._recorded is not None and self.passes and width <= WIDEST:
+            if self._recorded is not None and self.passes and width <= MAX_MASKED_TOKENS:
                 logits = self._recorded_pass(self._recorded, tokens, slots, span)
             else:
                 kept = count if self.keeps_logits else None
@@ -169,11 +176,11 @@ class StaticRunner:
         return table.of(slots, span, self.visible[:, :span] if self._padded else None)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """As `ModelRunner.rewind`; no data is touched."""
+        """As `DynamicRunner.rewind`; no data is touched."""
         self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
 
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
-        """As `ModelRunner.retain`: the others are left out of passes."""
+        """As `DynamicRunner.retain`: the others are left out of passes."""
         count = len(rows)
         if count == len(self._fed):
             return rows
@@ -192,7 +199,7 @@ class StaticRunner:
         return rows
 
     def end(self, length: int) -> None:
-        """As `ModelRunner.end`."""
+        """As `DynamicRunner.end`."""
         self.rewind([length] * len(self.read))
 
     def as_dynamic(self, length: int) -> DynamicCache:

@@ -1,4 +1,4 @@
-"""What a model is like, read off its configuration and its `forward`: vocabulary, context, positions, weights."""
+"""A model's properties, read from its configuration and the signature of `forward`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from transformers import PreTrainedModel
 
 
 def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[torch.no_grad]:
-    """How passes are kept from recording gradients: `inference_mode`, a tenth faster, or `no_grad`.
+    """The context manager for passes without gradients: `inference_mode`, about 10% faster, or `no_grad`.
 
-    A cache that the caller keeps is copied out of the former (`cache.release`). The latter is for weights of a
-    tensor class of their own, int4 of quanto among them, of which inference mode can't make views.
+    `no_grad` is for models with weights of a tensor subclass (quanto's int4, for instance), of which
+    `inference_mode` can't make views. A cache written in `inference_mode` is copied before the caller gets it, see
+    `cache_rollback.copy_out_of_inference_mode`.
     """
     plain = all(type(weight) is torch.nn.Parameter for model in models for weight in model.parameters())
     return torch.inference_mode if plain else torch.no_grad
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """The positions that a model has tables for, or was trained on; None where nothing bounds them."""
+    """The most positions that the model supports (`max_position_embeddings`); None where it has no limit."""
     length: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return length
 
 
 def takes_row_positions(model: PreTrainedModel) -> bool:
-    """Whether the rows of one pass may stand at different positions.
+    """Whether the rows of one pass may be at different positions.
 
-    They may where positions are an argument, and where attention knows distances only (T5's buckets, ALiBi).
+    They may if `forward` takes positions, or if attention uses relative distances only (T5's buckets, ALiBi).
     """
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "relative_attention_num_buckets") or config.model_type in ("bloom", "mpt"):
@@ -37,5 +38,5 @@ def takes_row_positions(model: PreTrainedModel) -> bool:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """V: the number of scores that the model gives each position."""
+    """V, the number of logits per position."""
     return model.config.get_text_config(decoder=True).vocab_size

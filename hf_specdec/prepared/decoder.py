@@ -16,11 +16,11 @@ import torch
 from transformers.generation import logits_process as host
 
 from hf_specdec.decoding import Decoder
-from hf_specdec.drafting.drafter import NoDrafter, RowDrafter, tail
+from hf_specdec.drafting.drafter import BaseDrafter, NoDrafter, last_tokens
 from hf_specdec.drafting.model_drafter import ModelDrafter
-from hf_specdec.host.processors import PREFIX_FREE, BildRollback
+from hf_specdec.host.processors import SCORES_ONLY, BildRollback
 from hf_specdec.host.transcript import Transcript
-from hf_specdec.lengths.auto_length import LADDER, AutoLength
+from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.models.fingerprint import has_fixed_rope, state_of, weights_of
 from hf_specdec.models.static_runner import StaticRunner
@@ -32,7 +32,7 @@ from hf_specdec.prepared.steps import Plan
 from hf_specdec.rules.statistics import Round, reached_overlap
 
 # They read scores alone and are told apart by their numbers; the one left out holds a list of tokens.
-PROCESSORS = tuple(kind for kind in PREFIX_FREE if kind is not host.SuppressTokensLogitsProcessor)
+PROCESSORS = tuple(kind for kind in SCORES_ONLY if kind is not host.SuppressTokensLogitsProcessor)
 
 # They stop by a round's own draft probabilities, or at a limit that is known before the round.
 KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop)
@@ -97,7 +97,7 @@ class PreparedDecoder(Decoder):
 
     def _lookahead(self, transcript: Transcript) -> int:
         """The rule's length; a shorter one that is ready where texts end before."""
-        assert isinstance(self.drafter, RowDrafter)
+        assert isinstance(self.drafter, BaseDrafter)
         limit = min(rule.limit for rule in parts_of(self.drafter.rule))
         needed = min(limit, max(transcript.room) - 1)
         return min((n for n in self.engine.steps if needed <= n <= limit), default=limit)
@@ -114,7 +114,7 @@ class PreparedDecoder(Decoder):
             return False
         ends = [max(n - 2, unread) for n in lengths]
         runner.rewind([end - unread for end in ends])
-        runner.forward(tail(transcript.ids, ends, unread).clamp(max=self.engine.plan.draft_vocabulary - 1), 1)
+        runner.forward(last_tokens(transcript.ids, ends, unread).clamp(max=self.engine.plan.draft_vocabulary - 1), 1)
         return True
 
     def _note_drafted(self, before: Sequence[int], after: Sequence[int], lookahead: int) -> None:
@@ -198,7 +198,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
     # Lengths are chosen outside of the steps.
     stops = [rule for rule in parts if rule.reads_probabilities]
     return Plan(
-        LADDER[-1] if adapts else drafter.rule.limit,
+        PREPARED_LENGTHS[-1] if adapts else drafter.rule.limit,
         drafter.vocabulary,
         drafter.draft_vocabulary,
         keep_probs=drafter.keep_probs,

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hf_specdec import SpeculativeDecoding
-from hf_specdec.drafting.other_device import Ahead, OtherDeviceDrafter
+from hf_specdec.drafting.other_device import AheadDraft, OtherDeviceDrafter
 
 NEW_TOKENS = 40
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -197,7 +197,7 @@ def test_drafts_under_another_text_would_be_rejected(log, monkeypatch) -> None:
         assert torch.equal(target.generate(**call, custom_generate=decoding), target.generate(**call))
         assert decoding.stats is not None
         rates.append(decoding.stats.acceptance_rate)
-        monkeypatch.setattr(Ahead, "came_true", lambda self, ids, lengths: True)
+        monkeypatch.setattr(AheadDraft, "came_true", lambda self, ids, lengths: True)
     assert rates[1] < rates[0] - 0.1
 
 

@@ -22,7 +22,7 @@ from hf_specdec.decoding import Decoder
 from hf_specdec.drafting import other_device
 from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.model_drafter import ModelDrafter
-from hf_specdec.drafting.other_device import OtherDeviceDrafter, drafts_ahead, is_on_other_device
+from hf_specdec.drafting.other_device import OtherDeviceDrafter, can_draft_ahead, is_on_other_device
 from hf_specdec.host.processors import HostProcessors
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
@@ -181,9 +181,9 @@ def test_where_a_draft_lives_apart_and_when_it_drafts_ahead() -> None:
         and is_on_other_device(other, gpu, bare)
     )
     assert not is_on_other_device(cpu, cpu, bare) and not is_on_other_device(gpu, gpu, bare)
-    assert drafts_ahead(cpu, gpu, 1)
-    assert not drafts_ahead(cpu, gpu, 2) and not drafts_ahead(cpu, cpu, 1)
-    assert not drafts_ahead(gpu, cpu, 1) and not drafts_ahead(other, gpu, 1)
+    assert can_draft_ahead(cpu, gpu, 1)
+    assert not can_draft_ahead(cpu, gpu, 2) and not can_draft_ahead(cpu, cpu, 1)
+    assert not can_draft_ahead(gpu, cpu, 1) and not can_draft_ahead(other, gpu, 1)
     apart = [host.TemperatureLogitsWarper(0.5), host.TopKLogitsWarper(5), host.TopPLogitsWarper(0.9)]
     together = [
         RepetitionPenaltyLogitsProcessor(1.1),

@@ -47,7 +47,7 @@ def drafting_ahead(monkeypatch: pytest.MonkeyPatch) -> Log:
         return log.passes_ahead[-1]
 
     monkeypatch.setattr(drafter_choice, "is_on_other_device", lambda draft, target, processors: processors.portable)
-    monkeypatch.setattr(drafter_choice, "drafts_ahead", lambda draft, target, rows: rows == 1)
+    monkeypatch.setattr(drafter_choice, "can_draft_ahead", lambda draft, target, rows: rows == 1)
     monkeypatch.setattr(drafter_choice, "ahead_payoff", lambda target, situation: Always())
     monkeypatch.setattr(OtherDeviceDrafter, "propose", proposed)
     monkeypatch.setattr(OtherDeviceDrafter, "ahead", drafted_ahead)

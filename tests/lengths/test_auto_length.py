@@ -15,8 +15,8 @@ import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
 from hf_specdec.lengths import auto_length
-from hf_specdec.lengths.auto_length import LADDER, AutoLength, Experience
-from hf_specdec.lengths.estimates import Positions, Times
+from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength, LengthHistory
+from hf_specdec.lengths.estimates import PassTimes, PositionRates
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.prepared import captured
 from hf_specdec.rules.statistics import Round
@@ -92,7 +92,7 @@ class Machine:
 class Preparing(AutoLength):
     """As prepared rounds use it: a length is ready once it was chosen."""
 
-    def __init__(self, known: Experience | None = None) -> None:
+    def __init__(self, known: LengthHistory | None = None) -> None:
         super().__init__(known)
         self.made: set[int] = set()
         self.use_prepared(self.made)
@@ -185,7 +185,7 @@ def test_what_the_draft_has_to_read_is_part_of_a_probe_s_cost() -> None:
 
 def test_later_calls_begin_with_what_earlier_ones_have_taught() -> None:
     """Short answers come as fast as at the best fixed length; without that knowledge they take a tenth longer."""
-    machine, known, fresh, taught = Machine(0.3, flat(0.8)), Experience(), [], []
+    machine, known, fresh, taught = Machine(0.3, flat(0.8)), LengthHistory(), [], []
     for seed in range(100):
         fresh.append(machine.decode(AutoLength(), 30, seed)[0])
         taught.append(machine.decode(AutoLength(known), 30, seed)[0])
@@ -194,7 +194,7 @@ def test_later_calls_begin_with_what_earlier_ones_have_taught() -> None:
 
 
 def test_a_draft_that_never_pays_costs_many_short_calls_no_more_than_a_long_one() -> None:
-    machine, known = Machine(1.0, flat(0.2)), Experience()
+    machine, known = Machine(1.0, flat(0.2)), LengthHistory()
     times = [machine.decode(AutoLength(known), 30, seed)[0] for seed in range(60)]
     plain = [machine.decode(StopRule(0), 30, seed)[0] for seed in range(60)]
     assert sum(plain) / sum(times) > 0.97
@@ -206,7 +206,7 @@ def test_experience_is_a_situation_s_own_and_goes_with_the_target() -> None:
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         for rows in (1, 2, 2):
             target.generate(**prompts(rows), max_new_tokens=12, do_sample=False, num_assistant_tokens="auto")
-    known = auto_length._experiences.all_of(target)
+    known = auto_length._histories.all_of(target)
     assert [situation[-1] for situation in known] == [1, 2]
     assert all(each.elapsed > 0.0 for each in known.values())
 
@@ -220,7 +220,7 @@ def test_what_a_text_s_end_cuts_off_is_not_held_against_the_draft(kind: str, mon
     with hf_specdec.enable(target, assistant_model=target, generation_strategy="speculative"):
         for seed in range(12):
             target.generate(**settings | prompts(1, seed=seed), max_new_tokens=4)
-    (known,) = auto_length._experiences.all_of(target).values()
+    (known,) = auto_length._histories.all_of(target).values()
     known = known.prepared or known
     assert min(known.accepted.reach()[:4]) > 0.85
 
@@ -232,11 +232,11 @@ def test_prepared_rounds_have_an_experience_of_their_own(monkeypatch) -> None:
     settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False, "num_assistant_tokens": "auto"}
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         target.generate(**settings)
-        (known,) = auto_length._experiences.all_of(target).values()
+        (known,) = auto_length._histories.all_of(target).values()
         elapsed = known.elapsed
         assert elapsed > 0.0 and known.prepared is None
         target.generate(**settings, cache_implementation="static")
-        (known,) = auto_length._experiences.all_of(target).values()
+        (known,) = auto_length._histories.all_of(target).values()
     assert known.elapsed == elapsed
     assert known.prepared is not None and known.prepared.elapsed > 0.0 and known.prepared.prepared is None
 
@@ -248,7 +248,7 @@ def test_prepared_lengths_are_few_and_none_is_made_that_cannot_pay() -> None:
         for seed in range(20):
             rule = Preparing()
             _, rounds = machine.decode(rule, 400, seed)
-            assert rule.made <= set(LADDER) and rounds[0].draft_steps == 1
+            assert rule.made <= set(PREPARED_LENGTHS) and rounds[0].draft_steps == 1
             made.append(len(rule.made))
         assert max(made) <= most and sum(made) / len(made) <= on_average
     probes = [
@@ -283,9 +283,9 @@ def test_a_much_longer_length_is_not_prepared_on_a_guess() -> None:
 
 
 def test_later_prepared_calls_begin_with_the_length_that_paid_where_it_is_ready() -> None:
-    known = Experience()
+    known = LengthHistory()
     Machine(0.1, flat(0.9)).decode(Preparing(known), 400, 0)
-    for ready, first in ((set(LADDER), {4, 8, 16}), (set(), {1})):
+    for ready, first in ((set(PREPARED_LENGTHS), {4, 8, 16}), (set(), {1})):
         rule = AutoLength(known)
         rule.use_prepared(ready)
         assert rule.limit in first
@@ -305,7 +305,7 @@ def test_prepared_drafts_take_all_steps_where_rows_stop() -> None:
 
 def test_a_catch_up_pass_is_a_probe_s_cost_and_no_step_s() -> None:
     """It costs as much for one token as for many, which nothing but a round that made one can tell."""
-    times = Times()
+    times = PassTimes()
     times.add(Round((0,), (0,), (1,), (0.0,), 0, 1, 0.0, 1.0, 1.0), 0.0)
     assert times.catch_up(1.0) < 0.1
     for _ in range(3):
@@ -323,7 +323,7 @@ def test_a_width_s_time_ages_where_passes_may_have_become_faster() -> None:
     """They do when they are recorded; what was known of a width before would keep it from being tried again."""
     estimates = {}
     for prepared in (False, True):
-        times = Times(prepared=prepared)
+        times = PassTimes(prepared=prepared)
         for _ in range(5):
             times.add(Round((4,), (0,), (1,), (0.0,), 4, 5, 0.4, 1.6, 2.0), 0.0)
         for _ in range(100):
@@ -356,7 +356,7 @@ def test_rounds_without_times_are_learnt_from_as_far_as_they_go() -> None:
 
 
 def test_a_position_borrows_from_the_one_before_until_it_is_seen() -> None:
-    positions = Positions(0.5)
+    positions = PositionRates(0.5)
     for _ in range(50):
         positions.add(2, 4, 1.0)
     reach = positions.reach()

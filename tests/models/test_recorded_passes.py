@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 import hf_specdec
 from hf_specdec.models import recorded_passes
 from hf_specdec.models.fingerprint import state_of
-from hf_specdec.models.recorded_passes import MOST, Recorded, recordable
+from hf_specdec.models.recorded_passes import MAX_RECORDINGS, Recorded, recordable
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
@@ -27,7 +27,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Recordings are made at once; one entry for every replay."""
     seen: list[int] = []
     replay = recorded_passes._replay
-    monkeypatch.setattr(recorded_passes, "PASSES", 1)
+    monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     monkeypatch.setattr(recorded_passes, "_replay", lambda made, inputs: (seen.append(1), replay(made, inputs))[1])
     return seen
 
@@ -46,7 +46,7 @@ def test_replayed_passes_are_the_model_s_own_to_the_bit(
     target, draft = pair(family, dtype=torch.float32)
     lookaheads = (1, 4, 7)
     with monkeypatch.context() as unrecorded:
-        unrecorded.setattr(recorded_passes, "PASSES", 10**9)
+        unrecorded.setattr(recorded_passes, "EAGER_PASSES", 10**9)
         asked = [_speculate(target, draft, rows, num_assistant_tokens=n) for n in lookaheads]
     assert not replays
     found = [_speculate(target, draft, rows, num_assistant_tokens=n) for n in lookaheads for _ in range(2)]
@@ -150,7 +150,7 @@ def test_a_step_that_python_changes_is_never_replayed() -> None:
     passes = Recorded()
     found = [passes.run(step, [torch.zeros(2)], 1)[0].item() for _ in range(60)]
     assert found == sorted(set(found)), "each call gives another number"
-    assert len(passes._recordings) == MOST
+    assert len(passes._recordings) == MAX_RECORDINGS
 
 
 @pytest.mark.parametrize("change", ["attribute", "activation", "class method", "function", "buffer", "dropout"])

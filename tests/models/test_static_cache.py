@@ -12,7 +12,7 @@ import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.models.masks import SlotMasks
 from hf_specdec.models.static_cache import RowsCache, RowsLayer
-from hf_specdec.models.static_runner import StaticRunner, keeps_rows
+from hf_specdec.models.static_runner import StaticRunner, supports_rows_cache
 
 NEW_TOKENS = 16
 LOSSLESS = {"rollback_threshold": 0.0, "fallback_threshold": 0.2}
@@ -164,9 +164,9 @@ def test_a_mask_that_shows_rejected_drafts_gives_other_logits(monkeypatch) -> No
 
 def test_models_that_cannot_say_so() -> None:
     for family in FAMILIES:
-        assert keeps_rows(pair(family)[0], {}) == (family in ROWS_FAMILIES), family
+        assert supports_rows_cache(pair(family)[0], {}) == (family in ROWS_FAMILIES), family
     target, _ = pair("llama")
-    assert not keeps_rows(target, {"token_type_ids": torch.zeros(1, 1)})
+    assert not supports_rows_cache(target, {"token_type_ids": torch.zeros(1, 1)})
 
 
 def test_a_static_cache_of_the_caller_s_own_is_refused_by_name() -> None:

@@ -16,7 +16,7 @@ from helpers.families import EAGER, FAMILIES, ROWS_FAMILIES, pair, prompts
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
-from hf_specdec.lengths.auto_length import LADDER, AutoLength
+from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.prepared import captured, decoder, engines
 from hf_specdec.prepared.decoder import PreparedDecoder
 from hf_specdec.prepared.engines import KEPT_ENGINES, Engine, prepared_capacity
@@ -156,7 +156,7 @@ def test_auto_gives_plain_tokens_in_prepared_rounds(batch_size: int, fast_rounds
             out = target.generate(**inputs, **settings, **variant, return_dict_in_generate=True)
             assert torch.equal(out.sequences, plain)
             assert len(fast_rounds) == len(out.speculation.rounds)
-            assert set(fast_rounds[0].engine.steps) <= set(LADDER)
+            assert set(fast_rounds[0].engine.steps) <= set(PREPARED_LENGTHS)
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["looks", "no looks"])

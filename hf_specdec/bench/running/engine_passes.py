@@ -16,7 +16,7 @@ from hf_specdec.bench.running.bare_passes import build_step, text_behind
 from hf_specdec.bench.running.timed_call import synchronize
 from hf_specdec.bench.settings import Settings
 from hf_specdec.models.static_cache import RowsCache
-from hf_specdec.models.static_runner import StaticRunner, keeps_rows, serves_one_row, static_pass
+from hf_specdec.models.static_runner import StaticRunner, static_pass, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.traits import pass_mode
 from hf_specdec.prepared import engines
 from hf_specdec.prepared.engines import kept_engines
@@ -149,7 +149,7 @@ class BatchForwards:
 
 def static_step(pair: LoadedPair, model: Any, rows: Sequence[Sequence[int]], behind: int, widest: int) -> Step:
     """As `raw_forwards.build_step`, in a per-row static cache; the same where the model can't be fed from one."""
-    if not keeps_rows(model, {}):
+    if not supports_rows_cache(model, {}):
         return build_step(pair, model, rows, behind, widest)
     text = text_behind(model, rows, behind + widest)
     filled = text.shape[1] - widest
@@ -184,7 +184,7 @@ def recorded_step(pair: LoadedPair, model: Any, rows: Sequence[Sequence[int]], b
 
 def records(pair: LoadedPair) -> bool:
     """Whether passes of both models are recorded by default."""
-    return all(serves_one_row(model, {}) for model in pair.models)
+    return all(supports_recorded_row(model, {}) for model in pair.models)
 
 
 # How bare passes run on each engine.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from hf_specdec.models.call_memory import KEPT_SITUATIONS, CallMemory
+from hf_specdec.models.per_target import KEPT_SITUATIONS, PerTarget
 
 
 class Target:
@@ -13,7 +13,7 @@ class Target:
 
 
 def test_a_lesson_is_a_situation_s_own_and_goes_with_the_target() -> None:
-    lessons: CallMemory[set[str]] = CallMemory()
+    lessons: PerTarget[set[str]] = PerTarget()
     target = Target()
     first = lessons.of(target, "greedy", set)
     assert lessons.of(target, "greedy", set) is first
@@ -27,7 +27,7 @@ def test_a_lesson_is_a_situation_s_own_and_goes_with_the_target() -> None:
 
 
 def test_of_many_situations_the_least_used_is_forgotten() -> None:
-    lessons: CallMemory[list[int]] = CallMemory()
+    lessons: PerTarget[list[int]] = PerTarget()
     target = Target()
     first, second = lessons.of(target, "first", list), lessons.of(target, "second", list)
     for number in range(KEPT_SITUATIONS - 1):

@@ -12,10 +12,10 @@ KEPT_SITUATIONS = 16  # of a target
 T = TypeVar("T")
 
 
-class CallMemory(Generic[T]):
+class PerTarget(Generic[T]):
     """One lesson for each target and situation; of a target's too many situations the least used goes.
 
-    CallMemory must not refer to their target, which they would keep alive.
+    PerTarget must not refer to their target, which they would keep alive.
     """
 
     def __init__(self) -> None:
