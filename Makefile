@@ -11,12 +11,13 @@ benchmark: $(READY)
 	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation --do_sample
 
 test: $(READY)
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n 2 --dist loadfile -m "not install"
 
 lint: $(READY)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy hf_specdec
+	$(VENV)/bin/lint-imports
 
 $(READY): requirements.txt
 	$(PYTHON) -m venv $(VENV)

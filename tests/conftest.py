@@ -1,16 +1,34 @@
-"""Settings of every test: offline, and one thread, as tiny models lose more by waiting for threads than they gain."""
+"""Settings of every test: offline, no fork, and one thread, as tiny models lose more by waiting for threads.
+
+Fixtures of the whole session are built once in each of pytest-xdist's workers.
+"""
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from pathlib import Path
+from typing import NoReturn
+
 import pytest
 import torch
 from helpers.distributions import VOCABULARY
 from helpers.models import llama, noisy
+from helpers.tiny_pair import save_pair
 from transformers import PreTrainedModel
 
 torch.set_num_threads(1)
+
+
+def _no_fork() -> NoReturn:
+    raise AssertionError(
+        "a test forks the test process: locks that another thread holds stay locked in the child, and it may hang; "
+        "start a process of its own with subprocess"
+    )
+
+
+# `multiprocessing` and `pty` look it up here; `subprocess` runs another program and does without.
+os.fork = _no_fork
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +36,9 @@ def toy_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     """A target whose outputs can be enumerated, and a draft near it."""
     target = llama(seed=5, vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
     return target, noisy(target, 0.35)
+
+
+@pytest.fixture(scope="session")
+def saved_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a tiny target and its draft, decoder-only, to be read by any test and changed by none."""
+    return save_pair(tmp_path_factory.mktemp("decoder-only"))

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import random
-import signal
-from collections.abc import Callable
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.tiny_pair import save_pair
+from helpers.script import SCRIPT, load_script
 
-from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage.journal import Journal, discard, parts
 from hf_specdec.bench.storage.results import stem
-from hf_specdec.bench.tasks.benchmark import run_benchmark
 from hf_specdec.bench.tasks.decode import run_decode
-from hf_specdec.bench.tasks.subtasks import run_subtasks
 
 ARGUMENTS = {"max_new_tokens": 8, "draft_models": ("a", "b")}
 
@@ -111,9 +108,13 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
 
 
 def test_a_disk_too_full_for_the_result_loses_nothing(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked_for = Settings(**vars(settings) | {"task": "decode", "output_dir": tmp_path, "prompts": ("One", "Two")})
+    target, draft = map(str, saved_pair)
+    asked_for = Settings(
+        task="decode", model_name=target, assistant_model=draft, assisted_generation=True, max_new_tokens=8,
+        repeats=2, do_sample=True, prompts=("One", "Two"), output_dir=tmp_path,
+    )  # fmt: skip
     written = tmp_path / f"{stem(asked_for)}.json"
     written.write_text("an earlier result")
 
@@ -131,33 +132,59 @@ def test_a_disk_too_full_for_the_result_loses_nothing(
     assert [run["seconds"] for run in json.loads(written.read_text())["runs"]] == seconds and len(seconds) == 4
 
 
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    folder = tmp_path_factory.mktemp("journal")
-    target, draft = save_pair(folder)
-    return Settings(
-        task="subtasks", model_name=str(target), assistant_model=str(draft), assisted_generation=True, limit=1,
-        max_new_tokens=8, repeats=2, do_sample=True, output_dir=folder / "whole",
-    )  # fmt: skip
-
-
-RUNS: dict[str, Callable[[Settings], None]] = {
-    "subtasks": lambda settings: run_subtasks(settings, Processes()),
-    "benchmark": run_benchmark,
-    "decode": run_decode,
+# Each draws its tokens, and is long enough to be killed several times.
+LINES = {
+    "subtasks": "--task subtasks --limit 1 --repeats 2",
+    "benchmark": "--task benchmark --prompt_lengths 20 30 --repeats 2",
+    "decode": "--task decode --repeats 4",
 }
-KILLED = ("subtasks", "benchmark", "decode")
+STEMS = {"subtasks": "subtasks-sampling"} | {task: f"{task}-speculative-sampling" for task in ("benchmark", "decode")}
 
 
-def asked(settings: Settings, task: str, folder: Path) -> Settings:
-    """Short enough for a test, long enough to be killed three times."""
-    more = {"benchmark": {"prompt_lengths": (20, 30)}, "decode": {"repeats": 4}}.get(task, {})
-    return Settings(**vars(settings) | {"task": task, "output_dir": folder} | more)
+def arguments(task: str, pair: tuple[Path, Path], folder: Path) -> list[str]:
+    models = ["--model_name", str(pair[0]), "--assistant_model", str(pair[1]), "--device", "cpu"]
+    return [
+        *LINES[task].split(), *models, "--assisted_generation", "--do_sample", "--max_new_tokens", "8",
+        "--output_dir", str(folder),
+    ]  # fmt: skip
 
 
-def without_times(settings: Settings) -> dict[str, Any]:
+def run(task: str, pair: tuple[Path, Path], folder: Path) -> dict[str, Any]:
+    """Runs a task to its end, in this process; returns the result."""
+    assert load_script().main(arguments(task, pair, folder)) == 0
+    result: dict[str, Any] = json.loads((folder / f"{STEMS[task]}.json").read_text())
+    return result
+
+
+def kill_after(records: int, delay: float, task: str, pair: tuple[Path, Path], folder: Path) -> None:
+    """Starts a task as a user does, and kills it `delay` seconds after its journal has so many lines."""
+    with open(folder.parent / "killed.txt", "a+") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), *arguments(task, pair, folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            while process.poll() is None and len(lines_of(task, folder)) < records:
+                time.sleep(0.001)
+            time.sleep(delay)
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        assert process.returncode < 0, f"ended before it was killed:\n{output.read()}"
+
+
+def lines_of(task: str, folder: Path) -> list[bytes]:
+    """The whole lines of a journal; a torn one is left out."""
+    return [line for path in parts(folder, STEMS[task]) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def without_times(result: dict[str, Any]) -> dict[str, Any]:
     """What has to be the same in every run."""
-    result = json.loads((settings.output_dir / f"{stem(settings)}.json").read_text())
+    result = json.loads(json.dumps(result))
     for run in result["runs"]:
         del run["seconds"], run["puts"]
         for item in run["rounds"] or ():
@@ -173,68 +200,70 @@ def counts(forwards: dict[str, Any]) -> list[int]:
     return [len(forwards["draft_step"]), *(len(times) for times in forwards["target"].values())]
 
 
-def start_and_kill(settings: Settings, records: int, delay: float) -> bool:
-    """Kills a run some time after its journal has so many lines; returns whether it was still running."""
-    process = multiprocessing.get_context("fork").Process(target=RUNS[settings.task], args=(settings,))
-    process.start()
-    while process.is_alive() and count_lines(settings) < records:
-        process.join(0.001)
-    process.join(delay)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    return process.exitcode == -signal.SIGKILL
-
-
-def count_lines(settings: Settings) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in parts(settings.output_dir, stem(settings)))
-
-
-@pytest.mark.parametrize("task", KILLED)
-def test_killed_at_random_points_it_ends_with_the_same_table(
-    settings: Settings, tmp_path: Path, task: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("task", "kills"), [("subtasks", 2), ("benchmark", 1), ("decode", 1)])
+def test_killed_at_any_point_it_ends_with_the_same_table(
+    saved_pair: tuple[Path, Path], tmp_path: Path, task: str, kills: int
 ) -> None:
-    whole_settings, broken = (asked(settings, task, tmp_path / name) for name in ("whole", "broken"))
-    RUNS[task](whole_settings)
-    whole = without_times(whole_settings)
-    seed = random.randrange(10**6)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    expected = run(task, saved_pair, whole)
+    seed = 14
     print("seed", seed)
     rng = random.Random(seed)
-    broken.output_dir.mkdir()
+    broken.mkdir()
     kept = []
-    for records in sorted(rng.sample(range(2, len(whole["runs"]) - 5), 3)):
-        assert start_and_kill(broken, records, rng.random() * 0.01)
-        kept.append(count_lines(broken))
-    assert kept == sorted(kept) and kept[0] >= 2
-    before = Journal(broken.output_dir, stem(broken), kept_arguments(broken)).records
-    RUNS[task](broken)
-    assert without_times(broken) == whole
+    # In the first half, so that a process that this one looks at late is not done yet.
+    for records in sorted(rng.sample(range(2, len(expected["runs"]) // 2), kills)):
+        kill_after(records, rng.random() * 0.01, task, saved_pair, broken)
+        kept.append(len(lines_of(task, broken)))
+        assert kept[-1] >= records
+    assert kept == sorted(kept)
+    before = [json.loads(line) for line in lines_of(task, broken)]
+    result = run(task, saved_pair, broken)
+    assert without_times(result) == without_times(expected)
     # Times of what was measured before the kills are the ones in the result, so nothing was measured twice.
-    result = json.loads((broken.output_dir / f"{stem(broken)}.json").read_text())
     seconds = {(r["repeat"], r["prompt"], r["method"]): r["seconds"] for r in result["runs"]}
     runs = [record for record in before if record["kind"] == "run"]
     assert runs and all(seconds[r["repeat"], r["prompt"], r["method"]] == r["seconds"] for r in runs)
-    assert parts(broken.output_dir, stem(broken)) == []
+    assert parts(broken, STEMS[task]) == []
 
 
-def kept_arguments(settings: Settings) -> dict[str, Any]:
-    return {key: value for key, value in settings.to_dict().items() if key != "output_dir"}
+def interrupt_after(
+    records: int, task: str, pair: tuple[Path, Path], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C once the journal has so many records."""
+    append = Journal.append
+
+    def appended(self: Journal, record: dict[str, Any]) -> None:
+        append(self, record)
+        if len(self.records) == records:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", appended)
+        assert load_script().main(arguments(task, pair, folder)) == 130
 
 
 def test_what_was_decoded_before_is_shown_again(
-    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved_pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    broken = asked(settings, "decode", tmp_path)
-    assert start_and_kill(broken, 4, 0.0)
-    capsys.readouterr()
-    run_decode(broken)
+    interrupt_after(4, "decode", saved_pair, tmp_path, monkeypatch)
+    assert "the same command continues it" in capsys.readouterr().err
+    run("decode", saved_pair, tmp_path)
     again = capsys.readouterr().out.split("# Decode")[0]
-    run_decode(broken)
+    run("decode", saved_pair, tmp_path)
     assert capsys.readouterr().out.split("# Decode")[0] == again and again.count("--- ") == 8
 
 
-def test_a_restart_with_other_arguments_is_refused(settings: Settings, tmp_path: Path) -> None:
-    broken = asked(settings, "subtasks", tmp_path)
-    assert start_and_kill(broken, 3, 0.0)
-    with pytest.raises(BenchError, match="seed=0, which is now 1"):
-        run_subtasks(Settings(**vars(broken) | {"seed": 1}), Processes())
+def test_a_restart_with_other_arguments_is_refused(
+    saved_pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupt_after(3, "subtasks", saved_pair, tmp_path, monkeypatch)
+    capsys.readouterr()
+    assert load_script().main([*arguments("subtasks", saved_pair, tmp_path), "--seed", "1"]) == 1
+    assert "seed=0, which is now 1" in capsys.readouterr().err
