@@ -101,7 +101,8 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     model_help = (
         "target: hub name, folder, short name of a known pair, embedded model (%(default)s), or a pair with random "
-        "weights, synthetic:SHAPE[:layers=N][:epsilon=E | :alpha=A], with SHAPE llama-2-7b, qwen2-7b or opt-6.7b"
+        "weights, synthetic:SHAPE[:alpha=A][:draft=WIDTHxLAYERS | :c=C], with SHAPE smollm-135m, qwen2-0.5b, "
+        "tinyllama-1.1b, llama-2-7b, qwen2-7b or opt-6.7b, A the acceptance and C the draft's cost (0.8, 0.05)"
     )
     add("--model_name", "--target_model_name", default="target", metavar="NAME", help=model_help)
     add(

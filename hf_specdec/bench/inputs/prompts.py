@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import torch
+
 from hf_specdec import embedded
 from hf_specdec.bench.inputs.questions import Question
 from hf_specdec.bench.models.loading import LoadedPair
@@ -17,6 +19,7 @@ _MARKER = "\u2042filler\u2042"
 # Asks for an answer that is long enough to be timed.
 _CHAT_TASK = "\n\nTell in your own words, at length, what the text above says."
 _ENCODER_TASK = "summarize: "
+_PROMPT_SEED = 1
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ def benchmark_prompts(
 
     The embedded pairs get held-out examples of all subtasks in turn, those first whose reference answer has at least
     `new_tokens` tokens, so that decoding is not over before it can be timed. Other models get text of the same
-    corpus, cut by their own tokenizer, inside their chat template where they have one. The context has to hold
-    `spare` tokens more. Raises `BenchError` for a length that can't be had.
+    corpus, cut by their own tokenizer, inside their chat template where they have one; synthetic pairs get random
+    tokens, since the last one alone decides what follows. The context has to hold `spare` tokens more. Raises
+    `BenchError` for a length that can't be had.
     """
     room = context_length(pair)
     for length in lengths:
@@ -49,6 +53,9 @@ def benchmark_prompts(
     if pair.target_name in embedded.names():
         examples = _long_answers(pair, per_length, new_tokens)
         labelled = [(ex.subtask, _embedded_prompt(pair, ex, length)) for length in lengths for ex in examples]
+    elif pair.synthetic is not None:
+        rows = _random_tokens(pair, per_length, max(lengths))
+        labelled = [("random tokens", row[-length:]) for length in lengths for row in rows]
     else:
         numbers = range(per_length)
         labelled = [("corpus text", _filled_prompt(pair, length, n)) for length in lengths for n in numbers]
@@ -128,6 +135,13 @@ def _embedded_prompt(pair: LoadedPair, example: embedded.Example, length: int) -
     except ValueError as error:
         raise BenchError(f"--prompt_lengths: {length} can't be had ({error}); give a longer length") from error
     return list(token_ids)
+
+
+def _random_tokens(pair: LoadedPair, count: int, length: int) -> list[list[int]]:
+    vocabulary = pair.target.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(_PROMPT_SEED)
+    rows: list[list[int]] = torch.randint(vocabulary, (count, length), generator=generator).tolist()
+    return rows
 
 
 def _filled_prompt(pair: LoadedPair, length: int, offset: int) -> list[int]:

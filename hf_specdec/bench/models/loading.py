@@ -134,7 +134,7 @@ def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torc
     tokenizer = _read("--model_name", "target", AutoTokenizer)
     pair = LoadedPair(settings.model_name, target, tokenizer, synthetic=sentence)
     if settings.assisted_generation:
-        name = f"{settings.model_name} (first {spec.layers} layers)"
+        name = f"{settings.model_name} (draft {spec.width}x{spec.layers})"
         pair = replace(pair, draft_name=name, draft=draft, draft_tokenizer=tokenizer)
     if settings.better_transformer:
         better_transformer(pair)

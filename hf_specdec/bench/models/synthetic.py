@@ -1,12 +1,17 @@
-"""Pairs for timing at real sizes without real weights: a random target, and its own first layers as the draft.
+"""Pairs for timing at real sizes without real weights: random weights, with the acceptance rate imposed by the heads.
 
-Layers of the target beyond the draft's write to the residual stream through projections scaled by ε, so that the
-draft nearly knows the target's answer: timings are those of the shape, acceptance is set by ε, texts mean nothing.
+Random models soon repeat themselves, and then every draft is accepted. Here the target's head makes each token's
+successor its successor on one cycle through the whole vocabulary, so that a text repeats nothing before the vocabulary
+is used up. The draft's head has the same successor for a share α of the tokens and a wrong one, with all its
+probability, for the others. Every engine and every way of decoding runs such a pair as it is, greedy or sampling.
+
+What it can't show: acceptance is independent from token to token, and a draft is as confident where it is wrong, so
+that rules which stop a draft by its confidence gain nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,62 +19,32 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hf_specdec.bench.models.shapes import OUTPUT_PROJECTIONS, SHAPES, draft_shape, relative_cost, width_for_cost
 from hf_specdec.bench.settings import BenchError
-from hf_specdec.embedded.tokenization import VOCAB_SIZE
 
 PREFIX = "synthetic:"
 
-# As the published configurations have them; the tiny ones are for tests and for trying a command out. Their wider
-# initial weights give tokens as much weight as the layers of real sizes do.
-_TINY = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-2-7b": {
-        "model_type": "llama", "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-    },
-    "qwen2-7b": {
-        "model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-    "opt-6.7b": {
-        "model_type": "opt", "vocab_size": 50_272, "hidden_size": 4096, "ffn_dim": 16_384,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
-    },
-    "tiny-llama": {"model_type": "llama", "intermediate_size": 128, "initializer_range": 0.2, **_TINY},
-    "tiny-qwen2": {
-        "model_type": "qwen2", "intermediate_size": 128, "initializer_range": 0.2, "num_key_value_heads": 2, **_TINY,
-    },
-    "tiny-opt": {"model_type": "opt", "ffn_dim": 128, "init_std": 0.2, "tie_word_embeddings": False, **_TINY},
-}  # fmt: skip
-
-# What writes to the residual stream in each layer.
-_OUTPUT_PROJECTIONS = {
-    "llama": ("self_attn.o_proj", "mlp.down_proj"),
-    "qwen2": ("self_attn.o_proj", "mlp.down_proj"),
-    "opt": ("self_attn.out_proj", "fc2"),
-}
-_CALIBRATION_TOKENS = 512
-_CALIBRATION_STEPS = 12
+# The successor's logit above the mean of all, in nats: at a vocabulary of 152k it holds all but 1e-4 of the mass.
+_PEAK = 20.0
+# Factor on what layers write to the residual stream, which then keeps the last token's embedding legible.
+_WRITES = 0.1
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a name such as `synthetic:llama-2-7b:layers=2:epsilon=0.02` asks for.
+    """What a name such as `synthetic:smollm-135m:alpha=0.7:draft=128x2` asks for.
 
     Args:
         shape: a key of `SHAPES`.
-        layers: how many of the target's layers the draft has.
-        epsilon: factor on the output projections of the target's other layers; None finds the one that gives `alpha`.
-        alpha: share of positions at which target and draft have the same argmax, where ε is to be found.
+        alpha: share of the tokens on whose successor target and draft agree.
+        width: the draft's hidden size.
+        layers: the draft's depth.
     """
 
     shape: str
-    layers: int = 2
-    epsilon: float | None = None
-    alpha: float = 0.8
+    alpha: float
+    width: int
+    layers: int
 
 
 def is_synthetic(name: str) -> bool:
@@ -78,7 +53,10 @@ def is_synthetic(name: str) -> bool:
 
 
 def parse(name: str) -> Spec:
-    """The pair that a name asks for: `synthetic:SHAPE[:layers=N][:epsilon=E | :alpha=A]`.
+    """The pair that a name asks for: `synthetic:SHAPE[:alpha=A][:draft=WIDTHxLAYERS | :c=C]`.
+
+    `c` is the draft's cost: the bytes that its step reads, over those of the target's; it chooses the width of a draft
+    of two layers. Without either option it is 0.05, and α is 0.8.
 
     Raises:
         BenchError: an unknown shape or option, or a value out of range.
@@ -86,21 +64,45 @@ def parse(name: str) -> Spec:
     shape, *options = name.removeprefix(PREFIX).split(":")
     if shape not in SHAPES:
         raise BenchError(f"--model_name: {name!r} has no known shape; choose one of {', '.join(SHAPES)}")
-    spec, deepest = Spec(shape), SHAPES[shape]["num_hidden_layers"]
+    spec = Spec(shape, alpha=0.8, width=width_for_cost(shape, 0.05), layers=2)
     for option in options:
         key, _, text = option.partition("=")
         try:
-            value = {"layers": int, "epsilon": float, "alpha": float}[key](text)
-        except (KeyError, ValueError):
-            value = None
-        good = value is not None and (1 <= value < deepest if key == "layers" else 0 <= value <= 1)
-        if not good:
+            spec = replace(spec, **_READERS[key](shape, text))
+        except (KeyError, ValueError) as error:
             raise BenchError(
-                f"--model_name: {option!r} in {name!r} can't be used; options are layers=1 to {deepest - 1}, "
-                "epsilon=0 to 1, alpha=0 to 1"
-            )
-        spec = replace(spec, **{key: value})
+                f"--model_name: {option!r} in {name!r} can't be used; options are alpha=0 to 1 and either "
+                "draft=WIDTHxLAYERS, the width a multiple of 32 from 64 on, or c=C, of at least "
+                f"{relative_cost(shape, 64):.2g} and at most 1"
+            ) from error
     return spec
+
+
+def _alpha(shape: str, text: str) -> dict[str, Any]:
+    return {"alpha": _between(0, float(text), 1)}
+
+
+def _draft(shape: str, text: str) -> dict[str, Any]:
+    width, layers = (int(number) for number in text.split("x"))
+    if width % 32:
+        raise ValueError(width)
+    return {"width": int(_between(64, width, float("inf"))), "layers": int(_between(1, layers, float("inf")))}
+
+
+def _cost(shape: str, text: str) -> dict[str, Any]:
+    cost = _between(0.001, float(text), 1)
+    width = width_for_cost(shape, cost)
+    _between(0.8 * cost, relative_cost(shape, width), 1.25 * cost)
+    return {"width": width, "layers": 2}
+
+
+def _between(least: float, value: float, most: float) -> float:
+    if not least <= value <= most:
+        raise ValueError(value)
+    return value
+
+
+_READERS = {"alpha": _alpha, "draft": _draft, "c": _cost}
 
 
 def build(
@@ -113,21 +115,24 @@ def build(
 ) -> tuple[PreTrainedModel, PreTrainedModel, str]:
     """The target, its draft, and a sentence that says what they are; made where and as what they will be used.
 
-    The draft holds copies, so that its passes don't bring the target's weights into a processor's cache.
+    The permuted head can't be tied to the embedding. Where the published model ties them, this one holds
+    `vocabulary × hidden size` weights more, of which a step reads one row: the bytes read per token are the published
+    model's. `seed` decides the cycle and the tokens on which the draft is wrong, in every dtype and on every device
+    alike; the wrong tokens at a higher α are among those at a lower one.
     """
-    torch.manual_seed(seed)
-    target = _random_model(SHAPES[spec.shape], device, dtype)
-    draft = _random_model({**SHAPES[spec.shape], "num_hidden_layers": spec.layers}, draft_device, draft_dtype)
-    values = target.state_dict()
-    draft.load_state_dict({name: values[name] for name in draft.state_dict()})
-    epsilon, how = spec.epsilon, ""
-    if epsilon is None:
-        epsilon, how = _calibrated(target, draft, spec), f", found for α = {spec.alpha:g} in greedy decoding"
-    else:
-        _scale(_damped(target, spec.layers), epsilon)
+    shape = SHAPES[spec.shape]
+    before = cycle(shape["vocab_size"], seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        target = _random_model(shape, before, device, dtype)
+        draft = _random_model(
+            draft_shape(spec.shape, spec.width, spec.layers), misled(before, spec.alpha, seed), draft_device, draft_dtype
+        )
+    cost = relative_cost(spec.shape, spec.width, spec.layers)
     sentence = (
-        f"Synthetic pair: random weights in the shape of {spec.shape}; its draft is its first {spec.layers} layers, "
-        f"the others are scaled by ε = {epsilon:.4g}{how}"
+        f"Synthetic pair: random weights in the shape of {spec.shape}; its draft is {spec.width} wide, {spec.layers} "
+        f"layers deep and reads {100 * cost:.3g}% of the target's bytes a step; acceptance is imposed by the output "
+        f"heads, α = {spec.alpha:g}"
     )
     return target, draft, sentence
 
@@ -137,41 +142,42 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def _random_model(shape: dict[str, Any], device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    config = AutoConfig.for_model(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+def cycle(vocabulary: int, seed: int) -> Tensor:
+    """Each token's predecessor on one random cycle through all tokens, `[V]`."""
+    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(seed))
+    before = torch.empty_like(order)
+    before[order.roll(-1)] = order
+    return before
+
+
+def misled(before: Tensor, alpha: float, seed: int) -> Tensor:
+    """The predecessors `[V]` as a draft has them that is right about a share `alpha` of the successors.
+
+    Where it is wrong, its successor is that of another token that it is wrong about, so that every token still has
+    one predecessor.
+    """
+    order = torch.randperm(len(before), generator=torch.Generator().manual_seed(seed + 1))
+    wrong = order[: round((1 - alpha) * len(before))]
+    found = before.clone()
+    found[wrong] = before[wrong.roll(1)]
+    return found
+
+
+@torch.no_grad()
+def _random_model(
+    shape: Mapping[str, Any], before: Tensor, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Random layers between an embedding of ±1 and a head whose row for a token is its predecessor's embedding."""
+    untied = {**shape, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(**untied, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for name in OUTPUT_PROJECTIONS[config.model_type]:
+        for layer in model.get_decoder().layers:
+            layer.get_submodule(name).weight.mul_(_WRITES)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding.bernoulli_(0.5).mul_(2).sub_(1)
+    torch.index_select(embedding, 0, before.to(device), out=head.data)
+    # The last norm leaves vectors of length √d, so that a row's product with its own embedding is d.
+    head.mul_(_PEAK / head.shape[1])
     return model.eval()
-
-
-def _damped(target: PreTrainedModel, layers: int) -> list[Tensor]:
-    """The parameters that ε scales: output projections, biases included, of all layers but the first `layers`."""
-    names = _OUTPUT_PROJECTIONS[target.config.model_type]
-    later = target.get_decoder().layers[layers:]
-    return [parameter for layer in later for name in names for parameter in layer.get_submodule(name).parameters()]
-
-
-@torch.no_grad()
-def _scale(parameters: Sequence[Tensor], factor: float) -> None:
-    for parameter in parameters:
-        parameter.mul_(factor)
-
-
-@torch.no_grad()
-def _calibrated(target: PreTrainedModel, draft: PreTrainedModel, spec: Spec) -> float:
-    """Scales the target's later layers so that both argmaxes agree on a share `spec.alpha` of random text's positions.
-
-    Returns ε; found by bisection of its logarithm, since agreement falls as ε grows.
-    """
-    parameters = _damped(target, spec.layers)
-    originals = [parameter.clone() for parameter in parameters]
-    ids = torch.randint(0, target.config.vocab_size, (1, _CALIBRATION_TOKENS), device=target.device)
-    guesses = draft(ids.to(draft.device)).logits.argmax(-1).to(ids.device)
-    low, high = -16.0, 0.0  # of log2 ε
-    for _ in range(_CALIBRATION_STEPS):
-        middle = (low + high) / 2
-        for parameter, original in zip(parameters, originals, strict=True):
-            torch.mul(original, 2.0**middle, out=parameter.data)
-        agreement = (target(ids).logits.argmax(-1) == guesses).float().mean().item()
-        low, high = (middle, high) if agreement > spec.alpha else (low, middle)
-    return 2.0**middle

@@ -1,0 +1,95 @@
+"""Shapes of published models, and of drafts that cost a given part of them; nothing is built here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_specdec.embedded.tokenization import VOCAB_SIZE
+
+_TINY = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+_ROPE = "rope_parameters"
+
+# As the published configurations have them, but for the contexts of SmolLM and TinyLlama: theirs are 2048, which holds
+# no answer after a prompt of 2048. The tiny ones are for tests and for trying a command out; their wider initial
+# weights give layers as much weight as those of real sizes have.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "smollm-135m": {
+        "model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    },
+    "qwen2-0.5b": {
+        "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        _ROPE: {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "tinyllama-1.1b": {
+        "model_type": "llama", "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    },
+    "llama-2-7b": {
+        "model_type": "llama", "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    },
+    "qwen2-7b": {
+        "model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6,
+        _ROPE: {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "opt-6.7b": {
+        "model_type": "opt", "vocab_size": 50_272, "hidden_size": 4096, "ffn_dim": 16_384,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    "tiny-llama": {"model_type": "llama", "intermediate_size": 128, "initializer_range": 0.1, **_TINY},
+    "tiny-qwen2": {
+        "model_type": "qwen2", "intermediate_size": 128, "initializer_range": 0.1, "num_key_value_heads": 2, **_TINY,
+    },
+    "tiny-opt": {"model_type": "opt", "ffn_dim": 128, "init_std": 0.1, **_TINY},
+}  # fmt: skip
+
+# What writes to the residual stream in each layer.
+OUTPUT_PROJECTIONS = {
+    "llama": ("self_attn.o_proj", "mlp.down_proj"),
+    "qwen2": ("self_attn.o_proj", "mlp.down_proj"),
+    "opt": ("self_attn.out_proj", "fc2"),
+}
+
+
+def draft_shape(target: str, width: int, layers: int) -> dict[str, Any]:
+    """A draft of the target's architecture, vocabulary and context: heads of 64 (or 32), an inner width of 4 × `width`.
+
+    At `width` 768 and 2 layers that is LLaMA-68M.
+    """
+    heads = width // (32 if width % 64 else 64)
+    inner = "ffn_dim" if SHAPES[target]["model_type"] == "opt" else "intermediate_size"
+    shape = {**SHAPES[target], "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    if "num_key_value_heads" in shape:
+        shape["num_key_value_heads"] = heads
+    return {**shape, inner: 4 * width}
+
+
+def width_for_cost(target: str, cost: float, layers: int = 2) -> int:
+    """The width, a multiple of 32 from 64 on, at which a draft costs most nearly `cost`."""
+    return min(range(64, 32_768, 32), key=lambda width: abs(relative_cost(target, width, layers) - cost))
+
+
+def relative_cost(target: str, width: int, layers: int = 2) -> float:
+    """Bytes that a step of such a draft reads, over those of the target's, both in one dtype."""
+    return _read_weights(draft_shape(target, width, layers)) / _read_weights(SHAPES[target])
+
+
+def _read_weights(shape: Mapping[str, Any]) -> int:
+    """Weights of the matrices that a step reads: the layers' and the head's."""
+    width, heads = shape["hidden_size"], shape["num_attention_heads"]
+    attention = 2 * width * width * (1 + shape.get("num_key_value_heads", heads) / heads)
+    inner = 2 * width * shape["ffn_dim"] if "ffn_dim" in shape else 3 * width * shape["intermediate_size"]
+    return int(shape["num_hidden_layers"] * (attention + inner) + width * shape["vocab_size"])
