@@ -126,7 +126,10 @@ def build(
         torch.manual_seed(seed)
         target = _random_model(shape, before, device, dtype)
         draft = _random_model(
-            draft_shape(spec.shape, spec.width, spec.layers), misled(before, spec.alpha, seed), draft_device, draft_dtype
+            draft_shape(spec.shape, spec.width, spec.layers),
+            misled(before, spec.alpha, seed),
+            draft_device,
+            draft_dtype,
         )
     cost = relative_cost(spec.shape, spec.width, spec.layers)
     sentence = (

@@ -25,7 +25,7 @@ def render(result: Mapping[str, Any]) -> str:
     """The whole report of a result; every title says where the pair is synthetic."""
     text = _RENDERERS[result["task"]](result)
     if synthetic_pair(result):
-        text = re.sub(r"^(#+ .*)$", r"\1 (synthetic pair)", text, flags=re.MULTILINE)
+        text = re.sub(r"^(#+ .*)$", r"\1 (synthetic pair, acceptance imposed)", text, flags=re.MULTILINE)
     return text
 
 

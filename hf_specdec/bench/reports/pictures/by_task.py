@@ -45,5 +45,5 @@ def pictures(result: Result) -> dict[str, Figure]:
             found["acceptance-by-position"] = rounds.acceptance_by_position(result)
     if synthetic_pair(result):
         for figure in found.values():
-            figure.axes[0].set_title("Synthetic pair (random weights)\n" + figure.axes[0].get_title())
+            figure.axes[0].set_title("Synthetic pair, acceptance imposed\n" + figure.axes[0].get_title())
     return found
