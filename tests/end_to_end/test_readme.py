@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -9,11 +10,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig
 
 import hf_specdec
 from hf_specdec import embedded
-from hf_specdec.config import SpeculationConfig
-from hf_specdec.plugin import KNOWN
+from hf_specdec.config import FIELDS, SpeculationConfig
+from hf_specdec.plugin import ARGUMENTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,6 +92,7 @@ def test_commands_exist() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     parser = script.build_parser()
+    options = {option for action in parser._actions for option in action.option_strings}
     targets = re.findall(r"^(\w+):", read("Makefile"), flags=re.MULTILINE)
     parsed = 0
     for name in DOCUMENTS:
@@ -97,62 +100,65 @@ def test_commands_exist() -> None:
         for command in re.findall(r"(?:^|`)make (\w+)", text, flags=re.MULTILINE):
             assert command in targets, f"{name}: make {command}"
         # Whole lines, and arguments in backticks.
-        lines = re.findall(r"assisted_generation\.py (--.*)$", text, flags=re.MULTILINE)
+        lines = re.findall(r"assisted_generation\.py (--[^`\n]*)$", text, flags=re.MULTILINE)
         for line in [*lines, *re.findall(r"`(--[^`]+)`", text)]:
-            arguments = [word for word in shlex.split(line.replace("…", "x")) if word != "x"]
-            if " " not in line:
-                assert arguments[0] in parser._option_string_actions, f"{name}: {line}"
-                continue
-            script.complete(parser, vars(parser.parse_args(arguments)))
-            parsed += 1
+            words = shlex.split(line)
+            if len(words) == 1:
+                assert words[0] in options, f"{name}: {line}"
+            else:
+                script.complete(parser, vars(parser.parse_args(words)))
+                parsed += 1
     assert parsed > 10
 
 
 def test_settings_exist() -> None:
-    """Arguments of `generate` that documents name in backticks are the package's or transformers', and valid."""
-    known = KNOWN | {"assistant_model", "generation_strategy", *SpeculationConfig.__dataclass_fields__}
-    found = 0
+    """Settings that the documents show as `name=value` are accepted, and `generate` knows the other names."""
+    fields, found = set(FIELDS), 0
     for name in ("README.md", "docs/settings.md"):
-        for call in re.findall(r"`([a-z_]+=[^`]*)`", read(name)):
-            arguments = eval(f"dict({call})", {"draft": None, "hf_specdec": hf_specdec})
-            settings = {key: value for key, value in arguments.items() if key in SpeculationConfig.__dataclass_fields__}
-            SpeculationConfig(arguments.get("generation_strategy") or "speculative", **settings)
-            unknown = set(arguments) - known - {"cache_implementation", "use_cache", "return_dict_in_generate"}
-            assert not unknown, f"{name}: {call}"
+        for code in re.findall(r"`([a-z_]+=[^`]*)`", read(name)):
+            call = ast.parse(f"f({code})", mode="eval").body
+            assert isinstance(call, ast.Call)
+            given = {str(argument.arg): argument.value for argument in call.keywords}
+            assert set(given) <= {*ARGUMENTS, *vars(GenerationConfig())}, f"{name}: {code}"
+            values = {key: ast.literal_eval(value) for key, value in given.items() if key in fields}
+            SpeculationConfig(**values)
             found += 1
     assert found > 10
 
 
 def test_requirements_are_those_of_setup() -> None:
-    setup, readme = read("setup.py"), read("README.md")
-    versions = re.search(r"Python ([\d.]+), torch ([\d.]+) and transformers ([\d.]+)", readme)
-    assert versions
-    for requirement in ("{}>=" + version for version in versions.groups()):
-        assert any(requirement.format(name) in setup for name in ("torch", "transformers")) or (
-            f'python_requires="{requirement.format("")}"' in setup
-        )
+    setup = read("setup.py")
+    stated = re.search(r"Python ([\d.]+), torch ([\d.]+) and transformers ([\d.]+)", read("README.md"))
+    assert stated
+    python, torch, transformers = stated.groups()
+    assert f'python_requires=">={python}"' in setup
+    assert f'"torch>={torch}"' in setup
+    assert f'"transformers>={transformers},' in setup
 
 
-def figures(row: str) -> list[str]:
-    """The figures of a table's row: cells, or parts of them, that are numbers with a decimal point."""
-    return re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", row)
+def figures(text: str) -> set[str]:
+    """The numbers with a decimal point that are words of their own."""
+    return set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", text))
 
 
 def test_figures_are_those_of_the_results() -> None:
-    """Rows of results/README.md name a file of results that holds their figures; README's figures are in one of them."""
+    """A row that links to a file of results holds no figure that the file lacks."""
     checked = 0
-    for row in read("results/README.md").splitlines():
-        target = re.search(r"\]\(([^)]+\.md)\)", row)
-        if row.startswith("|") and target:
-            known = figures((ROOT / "results" / target[1]).read_text(encoding="utf-8"))
-            missing = set(figures(row)) - set(known)
-            assert not missing, f"{target[1]} lacks {missing}"
-            checked += len(figures(row))
-    assert checked > 20
-    everywhere = {n for path in (ROOT / "results").rglob("*.md") if path.name != "README.md"
-                  for n in figures(path.read_text(encoding="utf-8"))}  # fmt: skip
-    rows = [row for row in read("README.md").splitlines() if re.match(r"\| (Plain|Spec|Transf|\d)", row)]
-    assert len(rows) > 4
-    for row in rows:
-        missing = {n for n in figures(row.split("|", 2)[2])} - everywhere
-        assert not missing, f"README: {missing} in {row}"
+    for name in ("README.md", "results/README.md"):
+        for row in read(name).splitlines():
+            target = re.search(r"\]\(([^)]+/[^)]+-[^)]+\.md)\)", row)
+            if row.startswith("|") and target:
+                found = (ROOT / name).parent / target[1]
+                assert figures(row) <= figures(found.read_text(encoding="utf-8")), row
+                checked += len(figures(row))
+    assert checked > 60
+
+
+def test_the_summary_is_the_one_in_the_results() -> None:
+    readme = read("README.md")
+    report = re.search(r"\[full report\]\(([^)]+)\)", readme)
+    assert report
+    shown = {" ".join(row.split()) for row in read(report[1]).splitlines()}
+    rows = [row for row in readme.splitlines() if re.match(r"\| (Method|Plain|Spec|Transf)", row)]
+    assert len(rows) == 4
+    assert {" ".join(row.split()) for row in rows} <= shown
