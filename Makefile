@@ -11,7 +11,7 @@ benchmark: $(READY)
 	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation --do_sample
 
 test: $(READY)
-	$(RUN) -m pytest -q -n 2 --dist loadfile -m "not install"
+	$(RUN) -m pytest -q -n 2 --dist loadfile --max-worker-restart 1 -m "not install"
 
 lint: $(READY)
 	$(VENV)/bin/ruff format --check .

@@ -48,7 +48,7 @@ def log(monkeypatch) -> Log:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral-sliding", "t5"])
 def test_greedy_tokens_are_those_of_plain_generate(family: str, variant: str, log) -> None:
     target, draft = pair(family, noise=0.03)
-    for seed in (10, 5, 7):
+    for seed in (10, 5):
         call = {**prompts(1, seed=seed), **GREEDY, "eos_token_id": None, "use_cache": variant != "no cache"}
         fallback = {"fallback_threshold": SURE[family]} if variant == "bild" else {}
         decoding = SpeculativeDecoding(draft, **VARIANTS[variant], **fallback)

@@ -41,6 +41,18 @@ def claims():
 # The corpus
 
 
+def alone(code: str) -> str:
+    """What code prints in a process of its own; hf_specdec itself loads torch, so the corpus is loaded without it."""
+    start = (
+        "import sys, types; package = types.ModuleType('hf_specdec'); package.__path__ = ['hf_specdec'];"
+        "sys.modules['hf_specdec'] = package; import hf_specdec.embedded;"
+    )
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, "-c", start + code], capture_output=True, text=True, check=True, cwd=root
+    ).stdout
+
+
 def test_the_eight_subtasks_have_references_and_a_metric():
     assert set(embedded.SUBTASKS) == {
         "multi-turn", "translation", "summarization", "qa", "math_reasoning", "rag", "law analytics",
@@ -56,8 +68,7 @@ def test_the_eight_subtasks_have_references_and_a_metric():
 
 
 def test_examples_are_determined_by_their_seed_in_every_process():
-    code = "from hf_specdec import embedded; print(embedded.examples('rag', n=3, seed=7))"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    other = alone("print(hf_specdec.embedded.examples('rag', n=3, seed=7))")
     assert other.strip() == str(embedded.examples("rag", n=3, seed=7))
     assert embedded.examples("rag", n=3, seed=7) != embedded.examples("rag", n=3, seed=8)
     assert embedded.examples("rag", n=3, seed=7) == embedded.examples("rag", n=5, seed=7)[:3]
@@ -85,13 +96,7 @@ def test_what_is_unknown_is_refused_by_name():
 
 
 def test_importing_the_corpus_loads_neither_torch_nor_transformers():
-    # hf_specdec itself needs both, so the room is loaded as if it stood alone.
-    code = (
-        "import sys, types; package = types.ModuleType('hf_specdec'); package.__path__ = ['hf_specdec'];"
-        "sys.modules['hf_specdec'] = package; import hf_specdec.embedded;"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    assert alone("print({'torch', 'transformers'} & set(sys.modules))").strip() == "set()"
 
 
 # Prompts

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import EAGER, PAD, VOCABULARY, pair, prompts
+from helpers.pairwise import pairwise
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
@@ -91,20 +92,22 @@ def test_passes_of_both_models_hold_the_rows_that_have_not_ended(family: str, se
         assert (text[len(single) :] == PAD).all()
 
 
-@pytest.mark.parametrize("drafts", DRAFTERS)
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2"])
-def test_rows_are_left_out_whoever_drafts(family: str, drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "family", "first"), pairwise(tuple(DRAFTERS), ("llama", "mistral-sliding", "gemma2"), (1, 2, 6))
+)
+def test_rows_are_left_out_whoever_drafts(
+    family: str, drafts: str, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hybrid's model and `auto`'s read in some rounds only: rows end before it has read them, or anything."""
     monkeypatch.setattr("hf_specdec.drafting.drafter_choice.HYBRID_SIZES", (2, 1))
-    for first in (1, 2, 6):
-        (target, draft), inputs, call = ragged_call(family, first)
-        plain = target.generate(**inputs, **call).sequences
-        passes, draft_passes = rows_fed(target), rows_fed(draft)
-        out = target.generate(**inputs, **call, custom_generate=SpeculativeDecoding(draft, **DRAFTERS[drafts]))
-        rounds = out.speculation.rounds
-        assert torch.equal(out.sequences, plain)
-        assert passes == live(rounds) and min(passes) < ROWS
-        assert draft_passes == by_step(passes, rounds)
+    (target, draft), inputs, call = ragged_call(family, first)
+    plain = target.generate(**inputs, **call).sequences
+    passes, draft_passes = rows_fed(target), rows_fed(draft)
+    out = target.generate(**inputs, **call, custom_generate=SpeculativeDecoding(draft, **DRAFTERS[drafts]))
+    rounds = out.speculation.rounds
+    assert torch.equal(out.sequences, plain)
+    assert passes == live(rounds) and min(passes) < ROWS
+    assert draft_passes == by_step(passes, rounds)
 
 
 @pytest.mark.parametrize("first", [1, 3, 7])

@@ -13,6 +13,8 @@ import pytest
 import torch
 from helpers.distributions import FALSE_FAILURE, odds
 from helpers.families import EAGER, FAMILIES, ROWS_FAMILIES, pair, prompts
+from helpers.models import llama, noisy
+from helpers.pairwise import pairwise
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
@@ -159,10 +161,11 @@ def test_auto_gives_plain_tokens_in_prepared_rounds(batch_size: int, fast_rounds
             assert set(fast_rounds[0].engine.steps) <= set(PREPARED_LENGTHS)
 
 
-@pytest.mark.parametrize("looks", [True, False], ids=["looks", "no looks"])
-@pytest.mark.parametrize("ends", [{}, {"eos_token_id": None}], ids=["rows end", "rows go on"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=["length alone", "entropy", "bild"])
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "variant", "ends", "looks"),
+    pairwise(("llama", "mistral-sliding", "gpt2"), VARIANTS, ({}, {"eos_token_id": None}), (True, False)),
+    ids=str,
+)
 def test_rounds_of_all_lengths_draft_what_the_general_ones_do(
     family: str, variant: dict, ends: dict, looks: bool, fast_rounds, monkeypatch
 ) -> None:
@@ -375,8 +378,9 @@ def test_a_failed_compilation_is_told_and_decoding_goes_on(monkeypatch) -> None:
 
 
 def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing() -> None:
-    """The one test that compiles: a step to draft, a step to verify."""
-    target, draft = pair("llama")
+    """The one test that compiles a model, of one layer as that takes long: a step to draft, a step to verify."""
+    target = llama(num_hidden_layers=1)
+    draft = noisy(target)
     torch._dynamo.reset()
     # The counter goes on over resets, and other tests compile, too.
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

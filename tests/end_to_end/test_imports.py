@@ -1,0 +1,58 @@
+"""What importing the package loads and changes, seen in a process of its own, as this one has loaded everything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+import json, sys
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.generation import CandidateGenerator
+facts, loaded = {}, set(sys.modules)
+before = dict(vars(GenerationMixin))
+import hf_specdec
+facts["package"] = sorted(set(sys.modules) - loaded)
+facts["changed"] = [dict(vars(GenerationMixin)) != before]
+hf_specdec.enable()
+facts["changed"].append(dict(vars(GenerationMixin)) != before)
+hf_specdec.disable()
+facts["changed"].append(dict(vars(GenerationMixin)) != before)
+facts["late"] = str(hf_specdec.to_better_transformer)
+import hf_specdec.bench.figures.quality
+facts["quality"] = sorted(sys.modules)
+json.dump(facts, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_only_enable_patches_transformers_and_disable_undoes_it(facts: dict[str, Any]) -> None:
+    assert facts["changed"] == [False, True, False]
+
+
+def test_the_package_loads_nothing_that_transformers_has_not_loaded(facts: dict[str, Any]) -> None:
+    assert "hf_specdec.decoding" in facts["package"]
+    assert {name.split(".")[0] for name in facts["package"]} == {"hf_specdec"}
+    assert "hf_specdec.bench" not in facts["package"]
+
+
+def test_better_transformer_is_exported_and_imported_late(facts: dict[str, Any]) -> None:
+    assert "hf_specdec.models.better_transformer" not in facts["package"]
+    assert facts["late"].startswith("<function to_better_transformer")
+
+
+def test_scores_do_not_wait_for_evaluate(facts: dict[str, Any]) -> None:
+    assert "hf_specdec.bench.figures.quality" in facts["quality"]
+    assert not {"evaluate", "datasets"} & set(facts["quality"])
