@@ -1,4 +1,4 @@
-"""The only loop: draft, verify, accept, commit, roll back; any batch size, any drafter, rule and relaxation."""
+"""The decoding loop: draft, verify, accept, commit, roll back; for any batch size, drafter, rule and relaxation."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from hf_specdec.rules.verification import Rule, Verification
 
 @dataclass(frozen=True)
 class Decoder:
-    """Everything a round needs; `decode` runs rounds until the transcript is finished.
+    """The parts of a round; `decode` runs rounds until the transcript is finished.
 
     Args:
         target: feeds the target model.
         drafter: proposes tokens.
-        processors: the host's, applied to the target's scores.
+        processors: the caller's, applied to the target's scores.
         relaxation: changes the target's processed scores; None is lossless.
         rule: accepts drafted tokens.
         do_sample: whether the rule needs probabilities and uniform draws.
-        mode: how rounds are kept from recording gradients; see `runner.pass_mode`.
-        max_positions: the target's own context; no pass goes beyond it with drafts. None where it has no bound.
+        mode: the context manager of a round, see `traits.pass_mode`.
+        max_positions: the target's context length, which no drafts exceed; None if it has no limit.
     """
 
     target: Runner
@@ -46,8 +46,9 @@ class Decoder:
     def decode(self, transcript: Transcript, stats: SpeculationStats) -> None:
         """Decode until every row has ended; each round is added to `stats`.
 
-        A cache then holds all but the last token shown, as plain `generate` leaves it, also after an exception.
-        Where rows ended apart it ends with the shortest: the others' padding is read by whoever goes on from it.
+        Afterwards, even after an exception, a cache holds all shown tokens but the last, as plain `generate` leaves
+        it. If rows ended at different lengths, it holds the shortest one's; the others' padding is read again when
+        the cache is continued.
         """
         try:
             while not transcript.finished:
@@ -56,7 +57,7 @@ class Decoder:
                 self.drafter.observe(stats.rounds[-1])
                 transcript.show()
         finally:
-            # Only now: a sliding window that has forgotten a round's drafts can't go back once more.
+            # Not earlier: a sliding window that has dropped a round's drafts can't be rolled back again.
             self.target.end(transcript.common_length - 1)
 
     def _round(self, transcript: Transcript) -> Round:
@@ -72,27 +73,29 @@ class Decoder:
         drafted = perf_counter()
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
         tokens = torch.cat([last_tokens(transcript.ids, lengths, unread), proposal.tokens], dim=1)
-        verified, scores, logits = self._verify(transcript, tokens, proposal, open_rows)
-        # The target's one copy from device to host in a round; float32 holds every token id below 2^24.
+        verified, recorded = self._verify(transcript, tokens, proposal, open_rows)
+        # One copy from device to host per round; float32 holds every token id below 2^24.
         decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
-        decided = torch.cat([decided, verified.overlap], dim=1)
-        # An accelerator is at work on it; until its answer is waited for, the draft can go on.
+        decided = torch.cat([decided, verified.overlap, proposal.tokens], dim=1)
+        # On an accelerator this doesn't wait for the verification, so that the draft can work in the meantime.
         steps_ahead = self.drafter.ahead()
         answers = decided.tolist()
         checked = perf_counter()
         accepted = tuple(int(n) for n, *_ in answers)
-        rows = zip(proposal.tokens.tolist(), answers, strict=True)
-        new_tokens = [[*drafts[: int(n)], int(token)] for drafts, (n, token, *_) in rows]
+        lookahead = proposal.tokens.shape[1]
+        new_tokens = [
+            [*map(int, row[2 + lookahead :][:n]), int(row[1])] for n, row in zip(accepted, answers, strict=True)
+        ]
         kept = transcript.append(new_tokens)
-        transcript.record("scores", scores, kept)
-        transcript.record("logits", logits, kept)
+        for kind, values in recorded.items():
+            transcript.record(kind, values, kept)
         return Round(
             drafted=proposal.lengths,
             accepted=accepted,
             new_tokens=kept,
             overlap=tuple(
-                reached_overlap(overlap, n, drafted)
-                for (_, _, *overlap), n, drafted in zip(answers, accepted, proposal.lengths, strict=True)
+                reached_overlap(row[2:], n, drafted)
+                for row, n, drafted in zip(answers, accepted, proposal.lengths, strict=True)
             ),
             draft_steps=proposal.steps + steps_ahead,
             width=tokens.shape[1],
@@ -103,41 +106,49 @@ class Decoder:
         )
 
     def _most_drafts(self, lengths: Sequence[int]) -> int:
-        """How many drafts a pass may hold: as wide for all rows, it ends beyond the longest of them."""
+        """How many drafts a pass may hold; it is equally wide for all rows, so the longest row decides."""
         return MAX_ASSISTANT_TOKENS if self.max_positions is None else self.max_positions - max(lengths)
 
     def _verify(
         self, transcript: Transcript, tokens: Tensor, proposal: DraftProposal, open_rows: Sequence[int]
-    ) -> tuple[Verification, Tensor, Tensor]:
-        """One target pass over `tokens` `[B, k]`, what it has not read yet and the drafts, which are judged.
+    ) -> tuple[Verification, dict[str, Tensor]]:
+        """Run the target over `tokens` `[B, k]`, those that it has not read yet and the drafts, and judge the drafts.
+
+        At most three tensors of the size `[B, γ+1, V]` exist at a time, the drafts' probabilities included.
 
         Returns:
-            The verdict, with processed scores and logits `[B, γ+1, V]`.
+            The verdict, and the "scores" and "logits" `[B, γ+1, V]` if they are recorded.
         """
         ids, lookahead = transcript.ids, proposal.tokens.shape[1]
-        # What comes from the host or goes there does so before the pass, which it would wait for on an accelerator.
+        # Copies between host and device come before the pass, since on an accelerator they would wait for it.
         draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
         scores_only = self.processors.scores_only
         counts = [] if scores_only else _judged(proposal, open_rows, transcript.eos_tokens)
-        # Processors of the caller's own may write into scores, which passes in inference mode forbid outside it.
-        logits = self.target.forward(tokens, lookahead + 1).to(ids.device, torch.float32, copy=not scores_only)
-        scores = logits
+        logits = self.target.forward(tokens, lookahead + 1)
+        recorded = {"logits": logits} if transcript.keeps_logits else {}
+        # Processors of the caller's own may write into the scores, so these get a copy.
+        scores = logits.to(ids.device, torch.float32, copy=not scores_only)
+        del logits
         if self.processors:
-            scores = self.processors(
-                ids, transcript.lengths, counts, logits.clone() if transcript.keeps_logits else logits
-            )
-        relaxed = scores
+            scores = self.processors(ids, transcript.lengths, counts, scores)
+        if transcript.records:
+            recorded["scores"] = scores
         if self.relaxation is not None and lookahead:
-            relaxed = self.relaxation.relax(scores, proposal.tokens, draft_lengths)
+            scores = self.relaxation.relax(scores, proposal.tokens, draft_lengths)
         uniforms = None
         if self.do_sample:
-            relaxed = sampling.probabilities(relaxed)
-            uniforms = sampling.uniforms(*relaxed.shape[:2], device=ids.device)
-        verified = self.rule(relaxed, proposal.tokens, draft_lengths, proposal.probs, uniforms)
-        return verified, scores, logits
+            scores = sampling.probabilities(scores)
+            uniforms = sampling.uniforms(*scores.shape[:2], device=ids.device)
+        verified = self.rule(scores, proposal.tokens, draft_lengths, proposal.probs, uniforms)
+        return verified, recorded
 
 
 def _judged(proposal: DraftProposal, open_rows: Sequence[int], eos_tokens: frozenset[int]) -> list[int]:
-    """Positions of each row that processors have to see: none follows a drafted EOS, as in plain `generate`."""
-    drafts = enumerate(zip(proposal.lengths, proposal.tokens.tolist(), strict=True))
-    return [(row in open_rows) * (n + (n == 0 or tokens[n - 1] not in eos_tokens)) for row, (n, tokens) in drafts]
+    """How many positions of each row the processors see: none after a drafted EOS, as in plain `generate`."""
+    counts = [0] * len(proposal.lengths)
+    drafts = proposal.tokens.tolist()
+    for row in open_rows:
+        drafted = proposal.lengths[row]
+        ends = drafted > 0 and drafts[row][drafted - 1] in eos_tokens
+        counts[row] = drafted if ends else drafted + 1
+    return counts

@@ -166,7 +166,7 @@ class ModelDrafter(BaseDrafter):
         scores_only = self.processors.scores_only
         scores = align_vocabulary(logits, self.vocabulary).to(ids.device, torch.float32, copy=not scores_only)
         if scores_only:
-            scores = self.processors.at_once(ids, scores)
+            scores = self.processors.process_flat(ids, scores)
         else:
             counts = [int(row in open_rows) for row in range(len(lengths))]
             scores = self.processors(ids, lengths, counts, scores.unsqueeze(1)).squeeze(1)

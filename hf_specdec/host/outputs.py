@@ -1,4 +1,4 @@
-"""What `generate` returns with `return_dict_in_generate=True`: its own outputs, and the call's statistics."""
+"""The outputs of `generate` with `return_dict_in_generate=True`, plus the call's statistics."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hf_specdec.rules.statistics import SpeculationStats
 class _Speculated:
     """The statistics as `output.speculation` and `output["speculation"]`.
 
-    They are no item beside the tensors: who goes through these (Whisper's own `generate` row by row) expects
-    nothing else.
+    They are not among the items: code that iterates over these (Whisper's `generate`) expects tensors only.
     """
 
     speculation: SpeculationStats | None = None

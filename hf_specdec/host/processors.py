@@ -1,4 +1,4 @@
-"""Scores on their way to a decision: the host's processors as plain `generate` applies them, and relaxations."""
+"""Score processing: the caller's logits processors, applied as plain `generate` applies them, and relaxations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
-# They read the scores alone, row by row, so that all positions may go through them at once.
+# They read the scores only, row by row, so all positions can be processed at once.
 SCORES_ONLY = (
     host.TemperatureLogitsWarper,
     host.TopKLogitsWarper,
@@ -24,7 +24,7 @@ SCORES_ONLY = (
     host.SuppressTokensLogitsProcessor,
 )
 
-# They carry state from call to call, or run a model of their own, and so can't look at drafts and forget them.
+# They keep state between calls or run a model of their own, so they can't process drafts that may be rejected.
 STATEFUL = (
     host.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     host.ClassifierFreeGuidanceLogitsProcessor,
@@ -32,27 +32,30 @@ STATEFUL = (
 )
 
 
+PIECE = 1 << 21  # the most scores that are processed at once
+
+
 class Relaxation(Protocol):
-    """Changes the target's processed scores so that the lossless rules accept more."""
+    """Changes the target's processed scores so that the lossless rules accept more drafts."""
 
     def relax(self, scores: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Tensor:
         """Relaxed scores `[B, γ+1, V]` of a round; `draft_tokens` `[B, γ]`, `lengths` `[B]`."""
 
 
 class HostProcessors:
-    """The host's processors applied to several positions of rows of uneven length.
+    """The caller's processors, applied to several positions of rows with different lengths.
 
-    Each call of a processor gets what plain `generate` would give it: all rows of the batch in their order, at
-    one prefix length, padding included. Rows that have no position of that length are shown their own text, cut
-    or padded to it, and what comes back for them is dropped. `prefix_allowed_tokens_fn` is asked for the rows
-    in question only, since a constraint need not have an answer for text that never was.
+    Each call of a processor gets what plain `generate` would pass: all rows of the batch in order, at one prefix
+    length, padding included. Rows without a position of that length are passed with their own text, cut or padded
+    to it, and the result is dropped. `prefix_allowed_tokens_fn` is only called for rows that have the position,
+    since a constraint may not have an answer for text that was never generated.
 
     Args:
         processors: as `generate` built them, in order.
-        pad_token: fills rows that are shown longer than they are.
+        pad_token: pads rows that are shorter than the prefix.
 
     Attributes:
-        scores_only: whether all of them are transformers' own that read the scores alone.
+        scores_only: whether all of them belong to transformers and read the scores only.
     """
 
     def __init__(self, processors: LogitsProcessorList, pad_token: int = 0) -> None:
@@ -65,25 +68,25 @@ class HostProcessors:
 
     @property
     def portable(self) -> bool:
-        """Whether they process scores on any device: they read these alone, and hold no tensor of another one."""
+        """Whether they work on any device: they read the scores only and hold no tensors of their own."""
         return self.scores_only and not any(
             isinstance(held, Tensor) for p in self.processors for held in vars(p).values()
         )
 
     def __call__(self, ids: Tensor, starts: Sequence[int], counts: Sequence[int], scores: Tensor) -> Tensor:
-        """Process scores in place where processors do.
+        """Process scores. `scores` itself is changed only if not `scores_only`.
 
         Args:
             ids: `[B, N]` left-aligned texts, drafts included.
-            starts: per row the length of the prefix at position 0.
-            counts: per row the positions that matter; 0 for rows that have ended. Not read where `scores_only`.
-            scores: `[B, K, V]` float32, owned by the caller where processors of other kinds may write into them.
+            starts: each row's prefix length at position 0.
+            counts: how many positions of each row matter; 0 for rows that have ended. Unused if `scores_only`.
+            scores: `[B, K, V]` float32.
 
         Returns:
             Processed scores `[B, K, V]`.
         """
         if self.scores_only:
-            return self.at_once(ids, scores.flatten(0, 1)).view_as(scores)
+            return self.process_flat(ids, scores.flatten(0, 1)).view_as(scores)
         for processor in self.processors:
             if type(processor) in SCORES_ONLY:
                 scores = processor(ids, scores.flatten(0, 1)).view_as(scores)
@@ -91,14 +94,24 @@ class HostProcessors:
                 self._by_prefix(processor, ids, starts, counts, scores)
         return scores
 
-    def at_once(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Process the scores `[N, V]` of any positions; only where `scores_only`, and never in place."""
+    def process_flat(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Process scores `[N, V]` of any positions without changing them; requires `scores_only`."""
+        rows = max(PIECE // scores.shape[-1], 1)
+        if rows >= len(scores) or not self:
+            return self._all(ids, scores)
+        # Top-p alone holds five times its input, so large inputs are processed in pieces.
+        processed = torch.empty_like(scores)
+        for start in range(0, len(scores), rows):
+            processed[start : start + rows] = self._all(ids, scores[start : start + rows])
+        return processed
+
+    def _all(self, ids: Tensor, scores: Tensor) -> Tensor:
         for processor in self.processors:
             scores = processor(ids, scores)
         return scores
 
     def allowed(self, row: int, text: Tensor, tokens: Sequence[int]) -> int:
-        """How many of the `tokens` that may follow a row's `text` `[n]` a `prefix_allowed_tokens_fn` lets through."""
+        """How many of `tokens`, appended to a row's `text` `[n]`, any `prefix_allowed_tokens_fn` allows."""
         constraints = [p for p in self.processors if isinstance(p, host.PrefixConstrainedLogitsProcessor)]
         for position, token in enumerate(tokens if constraints else ()):
             prefix = torch.cat([text, text.new_tensor(tokens[:position])])
@@ -109,7 +122,7 @@ class HostProcessors:
     def _by_prefix(
         self, processor: LogitsProcessor, ids: Tensor, starts: Sequence[int], counts: Sequence[int], scores: Tensor
     ) -> None:
-        """Run one processor once for each prefix length that occurs, writing into `scores`."""
+        """Run a processor once per prefix length and write the results into `scores`."""
         spans = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
         for length in sorted({n for span in spans for n in span}):
             rows = [row for row, span in enumerate(spans) if length in span]
@@ -123,7 +136,7 @@ class HostProcessors:
             scores[rows, [positions[row] for row in rows]] = processed[rows]
 
     def _prefixes(self, ids: Tensor, spans: list[range], length: int, rows: list[int]) -> Tensor:
-        """`[B, length]`: the rows' texts at one length."""
+        """`[B, length]`: the rows' texts, cut or padded to one length."""
         prefixes = ids[:, :length]
         if len(rows) == len(spans):
             return prefixes
@@ -136,7 +149,7 @@ class HostProcessors:
 def _constrain(
     processor: host.PrefixConstrainedLogitsProcessor, prefixes: Tensor, scores: Tensor, rows: list[int]
 ) -> Tensor:
-    """`PrefixConstrainedLogitsProcessor.__call__` for some rows of a batch, each under its own batch index."""
+    """`PrefixConstrainedLogitsProcessor.__call__` for some rows of a batch, with their own batch indices."""
     mask = torch.full_like(scores, -torch.inf)
     for row in rows:
         allowed = processor._prefix_allowed_tokens_fn(row, prefixes[row])
@@ -152,15 +165,15 @@ def _constrain(
 class BildRollback(LogitsProcessor):
     """BiLD's rollback (Kim et al. 2023, section 3.3) on the target's processed scores.
 
-    A drafted token x stands where -ln p_target(x) is at most `threshold` nats; in greedy decoding also where it
-    is the target's argmax. There the scores become certain of x; where it falls they stay as they are. The
-    lossless rules then do the rest: at a fallen token the target's own choice follows in the same pass.
+    A drafted token x is kept if -ln p_target(x) is at most `threshold` nats, and in greedy decoding also if it is
+    the target's argmax. At such a position the scores become certain of x; elsewhere they are unchanged. A lossless
+    rule then accepts the kept tokens and replaces the first other one by the target's choice, in the same pass.
 
-    In our loop `relax` sees the whole round. As a `LogitsProcessor` it sees prefixes only, so that it holds the
-    round's proposal (`hold`), batch size 1.
+    In this package's loop, `relax` gets the whole round. As a `LogitsProcessor` it only gets prefixes, so the
+    round's proposal is set beforehand by `hold` (batch size 1).
 
     Args:
-        threshold: nats; 0 changes nothing that the target would not choose itself.
+        threshold: nats; 0 keeps the target's output.
         greedy: whether the target decodes greedily.
     """
 
@@ -173,22 +186,22 @@ class BildRollback(LogitsProcessor):
     def relax(self, scores: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Tensor:
         """See `Relaxation.relax`."""
         lookahead = draft_tokens.shape[1]
-        drafted = scores[:, :lookahead]
-        token_scores = drafted.gather(2, draft_tokens.unsqueeze(2)).squeeze(2)
-        stands = drafted.logsumexp(dim=2) - token_scores <= self.threshold
+        drafted, tokens = scores[:, :lookahead], draft_tokens.unsqueeze(2)
+        token_scores = drafted.gather(2, tokens)
+        kept = drafted.logsumexp(dim=2, keepdim=True) - token_scores <= self.threshold
         if self.greedy:
-            stands |= drafted.argmax(dim=2) == draft_tokens
-        stands &= torch.arange(lookahead, device=lengths.device) < lengths.unsqueeze(1)
-        certain = torch.full_like(drafted, -torch.inf).scatter_(2, draft_tokens.unsqueeze(2), 0.0)
-        relaxed = torch.where(stands.unsqueeze(2), certain, drafted)
-        return torch.cat([relaxed, scores[:, lookahead:]], dim=1)
+            kept |= drafted.argmax(dim=2, keepdim=True) == tokens
+        kept &= (torch.arange(lookahead, device=lengths.device) < lengths.unsqueeze(1)).unsqueeze(2)
+        relaxed = scores.clone()
+        relaxed[:, :lookahead].masked_fill_(kept, -torch.inf).scatter_(2, tokens, token_scores.masked_fill(kept, 0.0))
+        return relaxed
 
     def hold(self, start: int, tokens: Sequence[int]) -> None:
-        """Hold a proposal: `tokens` drafted after a prefix of `start` tokens."""
+        """Set the proposal: `tokens` drafted after a prefix of `start` tokens."""
         self._start, self._tokens = start, list(tokens)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Relax the scores `[1, V]` after the prefix `[1, n]` if the held proposal has a token there."""
+        """Relax the scores `[1, V]` after the prefix `[1, n]` if a token was drafted there."""
         position = input_ids.shape[1] - self._start
         if not 0 <= position < len(self._tokens):
             return scores
@@ -197,7 +210,7 @@ class BildRollback(LogitsProcessor):
 
 
 def check_stateless(processors: LogitsProcessorList, generation_config: GenerationConfig) -> None:
-    """Refuse processors that keep state from call to call.
+    """Refuse processors that keep state between calls.
 
     Raises:
         ValueError: names the processor, the argument that made it, its value, and the way out.
@@ -209,9 +222,9 @@ def check_stateless(processors: LogitsProcessorList, generation_config: Generati
             argument = "watermarking_config" if synthid else "guidance_scale"
             value = getattr(generation_config, argument, None)
             shown = value if value is None or argument == "guidance_scale" else value.to_dict()
-            # Without a value in the call's settings it was given as an object.
+            # Without such a setting, the processor itself was passed.
             given = f"logits_processor=[{name}]" if value is None else f"{argument}={shown}"
             raise ValueError(
-                f"{given}: {name} keeps state from call to call and can't take back what it saw of rejected drafts: "
-                "drop it, or decode without speculation."
+                f"{given}: {name} keeps state between calls, which can't be undone when a draft is rejected: leave it "
+                "out, or decode without speculation."
             )

@@ -1,12 +1,13 @@
-"""What the caller sees: texts, streamer, stopping criteria and scores, column by column as plain `generate` would.
+"""The caller's view: texts, streamer, stopping criteria and scores, one column at a time as in plain `generate`.
 
-Rows advance unevenly. A column is shown once every row that has not ended holds a token there; only then are the
-criteria asked and the streamer fed, so that both see the batch just as plain `generate` shows it. Ends that a
-token or a length decides by itself (EOS, maximum length) are known at once and cost a row no further drafts.
+Rows advance unevenly. A column is released once every unfinished row has a token there; only then do the criteria
+and the streamer see it, so they always see a whole batch. Ends that follow from a token or a length alone (EOS,
+maximum length) take effect at once, so no further drafts are made for the row.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +22,10 @@ class Transcript:
     Args:
         input_ids: `[B, P]` prompts.
         criteria: as `generate` built them; a `MaxLengthCriteria` among them bounds the length.
-        pad_token: follows the end of a row; None where `generate` has none.
-        streamer: fed one column `[B]` at a time.
-        spare: columns of working space behind the longest text, for drafts.
-        keep_scores, keep_logits: record processed scores and raw logits.
+        pad_token: pads finished rows; None if `generate` has none.
+        streamer: gets one column `[B]` at a time.
+        spare: extra columns after the maximum length, for drafts.
+        keep_scores, keep_logits: record processed scores, raw logits.
     """
 
     def __init__(
@@ -52,19 +53,20 @@ class Transcript:
         capacity = max(self.max_length, self.prompt_length + 1) + spare
         self.ids = input_ids.new_full((self.batch_size, capacity), self._pad_token)
         self.ids[:, : self.prompt_length] = input_ids
-        # The same memory; a few numbers are written there in a tenth of the time that a tensor takes.
+        # A view: writing a few numbers through numpy takes a tenth of the time.
         self._host_ids = self.ids.numpy() if self.ids.device.type == "cpu" else None
         self.lengths = [self.prompt_length] * self.batch_size
         self._shown = self.prompt_length
-        self._first_end = capacity  # tokens shown when the first row ended, where it is padded from there
+        self._first_end = capacity  # length at which the first row ended, if rows are padded from there
         self._done = [False] * self.batch_size
         self._at_eos = [False] * self.batch_size
-        self._rows: dict[str, list[list[Tensor]]] = {
-            kind: [[] for _ in range(self.batch_size)]
+        # What is recorded for tokens that are not shown yet.
+        self._rows: dict[str, list[deque[Tensor]]] = {
+            kind: [deque() for _ in range(self.batch_size)]
             for kind, kept in (("scores", keep_scores), ("logits", keep_logits))
             if kept
         }
-        self._columns: dict[str, tuple[Tensor, ...]] = {kind: () for kind in self._rows}
+        self._columns: dict[str, list[Tensor]] = {kind: [] for kind in self._rows}
 
     @property
     def finished(self) -> bool:
@@ -81,23 +83,23 @@ class Transcript:
 
     @property
     def common_length(self) -> int:
-        """Tokens of its own that every row shows."""
+        """The number of shown tokens, padding excluded, that all rows have."""
         return min(*self.lengths, self._shown, self._first_end)
 
     @property
     def sequences(self) -> Tensor:
-        """`[B, N]`: prompts and everything shown; a view of working space."""
+        """`[B, N]`: prompts and all shown tokens; a view of the working buffer."""
         return self.ids[:, : self._shown]
 
     @property
     def scores(self) -> tuple[Tensor, ...] | None:
-        """Processed scores, a `[B, V]` per shown column; rows that had ended hold zeros."""
-        return self._columns.get("scores")
+        """Processed scores, `[B, V]` per shown column; zeros for finished rows."""
+        return self._shown_columns("scores")
 
     @property
     def logits(self) -> tuple[Tensor, ...] | None:
-        """Raw logits in float32, a `[B, V]` per shown column; rows that had ended hold zeros."""
-        return self._columns.get("logits")
+        """Raw logits in float32, `[B, V]` per shown column; zeros for finished rows."""
+        return self._shown_columns("logits")
 
     @property
     def records(self) -> bool:
@@ -110,10 +112,13 @@ class Transcript:
         return "logits" in self._rows
 
     def append(self, new_tokens: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Add a round's tokens to the rows; what lies beyond a row's end is discarded.
+        """Add a round's tokens to the rows; tokens past a row's end are dropped.
 
         Returns:
-            How many tokens each row really got.
+            How many tokens were added to each row.
+
+        Raises:
+            ValueError: a token is -1, which means that it couldn't be drawn; see `sampling.draw`.
         """
         added = []
         for row, (tokens, room) in enumerate(zip(new_tokens, self.room, strict=True)):
@@ -123,6 +128,11 @@ class Transcript:
                     kept = kept[: position + 1]
                     self._at_eos[row] = True
                     break
+            if kept and kept[-1] < 0:
+                raise ValueError(
+                    f"do_sample=True: the model's scores for row {row} after {self.lengths[row]} tokens hold NaN or "
+                    "infinity, or rule out every token: check the weights, the dtype and the logits processors."
+                )
             start = self.lengths[row]
             if kept:
                 self._write(row, start, kept)
@@ -137,23 +147,23 @@ class Transcript:
             self.ids[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
 
     def record(self, kind: str, values: Tensor, counts: Sequence[int]) -> None:
-        """Record scores or logits `[B, K, V]` of the tokens about to be shown; `counts` of them for each row."""
-        if kind in self._rows:
-            for row, count in enumerate(counts):
-                self._rows[kind][row] += values[row, :count].unbind()
+        """Record "scores" or "logits" `[B, K, V]` of the tokens just appended, `counts` per row."""
+        for row, count in enumerate(counts if kind in self._rows else ()):
+            # A copy: views would keep the whole round in memory.
+            self._rows[kind][row] += values[row, :count].to(torch.float32, copy=True).unbind()
 
     def show(self) -> None:
-        """Show every column that is complete: ask the criteria, then feed the streamer."""
+        """Show all complete columns: call the criteria, then the streamer."""
         while not self.finished and all(self._ended(row) or n > self._shown for row, n in enumerate(self.lengths)):
             self._show_column(self._shown)
 
     def end(self) -> None:
-        """Tell the streamer that nothing more will come."""
+        """End the stream."""
         if self._streamer is not None:
             self._streamer.end()
 
     def _ended(self, row: int) -> bool:
-        """Whether a row needs no further tokens of its own: plain `generate` would only pad it."""
+        """Whether a row is finished, so that plain `generate` would only pad it."""
         return self._at_eos[row] or (self._done[row] and self._pads_ends)
 
     def _show_column(self, column: int) -> None:
@@ -162,26 +172,31 @@ class Transcript:
                 self.ids[row, column] = self._pad_token
         self._shown = column + 1
         for kind, rows in self._rows.items():
-            self._columns[kind] += (self._column_of(rows, column - self.prompt_length),)
+            self._columns[kind].append(_next_column(rows))
         stops = self._stops(column)
         self._done = [done or stop for done, stop in zip(self._done, stops, strict=True)]
         if self._pads_ends and any(stops):
-            # Less than a row's length where a criterion ended it amid a round's tokens.
+            # A criterion may end a row before the last token of a round.
             self._first_end = min(self._first_end, self._shown)
         if self._streamer is not None:
             self._streamer.put(self.ids[:, column].cpu())
 
     def _stops(self, column: int) -> list[bool]:
-        """Which rows end with this column."""
+        """Which rows end at this column."""
         stops = [column + 1 >= self.max_length] * self.batch_size
         if self.eos_tokens:
             tokens = self.ids[:, column].tolist()
             stops = [stop or token in self.eos_tokens for stop, token in zip(stops, tokens, strict=True)]
         if self._other_criteria:
-            asked = self._other_criteria(self.ids[:, : column + 1], self._columns.get("scores"))
+            asked = self._other_criteria(self.ids[:, : column + 1], self.scores)
             stops = [stop or bool(other) for stop, other in zip(stops, asked.tolist(), strict=True)]
         return stops
 
-    def _column_of(self, rows: list[list[Tensor]], index: int) -> Tensor:
-        known = next(values[index] for values in rows if index < len(values))
-        return torch.stack([values[index] if index < len(values) else torch.zeros_like(known) for values in rows])
+    def _shown_columns(self, kind: str) -> tuple[Tensor, ...] | None:
+        return tuple(self._columns[kind]) if kind in self._columns else None
+
+
+def _next_column(rows: Sequence[deque[Tensor]]) -> Tensor:
+    """`[B, V]`: takes each row's next recorded scores; zeros for rows without."""
+    nothing = torch.zeros_like(next(row[0] for row in rows if row))
+    return torch.stack([row.popleft() if row else nothing for row in rows])

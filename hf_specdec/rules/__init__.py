@@ -1,1 +1,1 @@
-"""Acceptance rules, probabilities, draws and statistics: pure functions, without forward passes or caches."""
+"""Acceptance rules, probabilities, draws and statistics: pure functions. No forward passes and no caches."""

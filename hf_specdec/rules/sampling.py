@@ -1,4 +1,4 @@
-"""From scores to probabilities, and draws from them: the one place where randomness lives."""
+"""From scores to probabilities, and draws from them. All randomness of the package comes from here."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from torch import Tensor
 
 
 def probabilities(scores: Tensor) -> Tensor:
-    """Softmax of processed scores `[..., V]`, as `transformers`' `_sample` takes it."""
+    """Softmax of processed scores `[..., V]`, as `GenerationMixin._sample` takes it."""
     return torch.softmax(scores, dim=-1)
 
 
 def uniforms(*shape: int, device: torch.device) -> Tensor:
-    """Uniform numbers in [0, 1) from torch's global generator, so that `transformers.set_seed` rules them."""
-    return torch.rand(shape, device=device)
+    """Uniform float32 numbers in [0, 1) from torch's global generator, which `transformers.set_seed` seeds.
+
+    The dtype is fixed: in bfloat16, a possible default dtype, there are only 256 such numbers.
+    """
+    return torch.rand(shape, device=device, dtype=torch.float32)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw a token from each distribution by inverting its cumulative sum.
 
     Args:
-        weights: `[..., V]`, not negative, not all zero; need not sum to one.
+        weights: `[..., V]`, non-negative; they need not sum to one.
         uniform: `[...]`, in [0, 1).
 
     Returns:
-        Tokens `[...]`. A token of weight zero is never drawn: the sum is taken in float64, where
-        `uniform * total` stays below `total` for every float32 number below one.
+        Tokens `[...]`; -1 where the weights hold NaN or infinity or are all zero. A token of weight zero is never
+        drawn: the sum is taken in float64, where `uniform * total < total` for every float32 number below one.
     """
-    # Apple's GPUs have no float64; there a draw can hit the total, hence the bound.
+    # Apple's GPUs have no float64. There a draw can reach the total, so it is bounded.
     on_mps = weights.device.type == "mps"
     cumulative = weights.cumsum(dim=-1, dtype=torch.float32 if on_mps else torch.float64)
-    threshold = cumulative[..., -1:] * uniform.unsqueeze(-1)
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    return tokens.clamp_(max=weights.shape[-1] - 1) if on_mps else tokens
+    total = cumulative[..., -1]
+    tokens = torch.searchsorted(cumulative, (total * uniform).unsqueeze(-1), right=True).squeeze(-1)
+    if on_mps:
+        tokens = tokens.clamp_(max=weights.shape[-1] - 1)
+    return tokens.masked_fill(~((total > 0) & total.isfinite()), -1)

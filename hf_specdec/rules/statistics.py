@@ -1,4 +1,4 @@
-"""What happened in a call, as data: one `Round` a round, and the figures that follow from them."""
+"""Statistics of a call as data: a `Round` per round, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def reached_overlap(overlap: Sequence[float], accepted: int, drafted: int) -> float:
-    """A row's `Round.overlap` from that of its positions (`Verification.overlap`)."""
+    """A row's `Round.overlap`, from the overlaps of its drafted positions (`Verification.overlap`)."""
     return sum(overlap[: min(accepted + 1, drafted)])
 
 
@@ -19,21 +19,20 @@ class Round:
     Args:
         drafted: tokens drafted.
         accepted: drafted tokens that the verification rule kept.
-        new_tokens: tokens that the round added to the row: the accepted ones and the target's own, less what
-            lay beyond the row's end.
+        new_tokens: tokens that the round added to the row: the accepted ones and the target's own, without those
+            past the end of the row.
         overlap: Σ over the reached drafted positions of Σ_x min(p(x), q(x)), Leviathan et al. 2023's α per
             position; in greedy decoding the count of positions at which the target agrees.
-        draft_steps: forward passes of the draft, those included whose drafts were thrown away; a draft that drafts
-            ahead makes them while the target verifies, so that η, their time and the target's over the round's, can
-            exceed 1.
-        width: tokens per row in the target's pass (its prompt included in the first round).
+        draft_steps: forward passes of the draft, including those whose drafts were discarded. Passes made ahead,
+            while the target verifies, count too, so η can exceed 1 there.
+        width: tokens per row in the target's pass, including the prompt in the first round.
         draft_seconds: time spent drafting before the target's pass.
-        verify_seconds: time in the target's pass, the processors and the acceptance rule, up to the moment
-            when the result is known on the host; drafting ahead meanwhile is part of it.
+        verify_seconds: time in the target's pass, the processors and the acceptance rule, until the result is known
+            on the host. It includes any drafting ahead.
         seconds: the whole round.
-        catch_up_seconds: of `draft_seconds`, what a pass of its own took to read what the draft had not read yet:
-            the prompt, and tokens of rounds without drafts. 0 where the first draft step reads them.
-        room: the most tokens that could be drafted before a row's maximum length; () where it isn't known.
+        catch_up_seconds: the part of `draft_seconds` spent on a separate pass over tokens that the draft had not read
+            yet (the prompt, and tokens of rounds without drafts); 0 if the first draft step reads them.
+        room: the most tokens that could be drafted within a row's maximum length; () if unknown.
     """
 
     drafted: tuple[int, ...]
@@ -50,7 +49,7 @@ class Round:
 
     @property
     def reached(self) -> tuple[int, ...]:
-        """Drafted positions that the rule judged: the accepted ones and the first rejected one."""
+        """Drafted positions up to and including the first rejected one."""
         return tuple(min(a + 1, d) for a, d in zip(self.accepted, self.drafted, strict=True))
 
 
@@ -78,7 +77,7 @@ class SpeculationStats:
 
     @property
     def target_passes(self) -> int:
-        """Verification passes a row took part in, over all rows: the denominator of `tokens_per_round`."""
+        """Verification passes that a row took part in, summed over rows: the denominator of `tokens_per_round`."""
         return sum(sum(n > 0 for n in r.new_tokens) for r in self.rounds)
 
     @property
@@ -99,7 +98,7 @@ class SpeculationStats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of accepted tokens at each draft position, among the rounds that reached it."""
+        """Acceptance rate at each draft position, among the rounds that reached it."""
         longest = max((max(r.drafted) for r in self.rounds), default=0)
         reached, accepted = [0] * longest, [0] * longest
         for r in self.rounds:

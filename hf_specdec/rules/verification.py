@@ -1,7 +1,7 @@
-"""Lossless acceptance rules: pure functions from two models' answers to accepted tokens.
+"""Lossless acceptance rules: pure functions from both models' distributions to the accepted tokens.
 
-All rules share one signature. They know of no forward pass, no cache, no end of sequence and no strategy;
-relaxations such as BiLD's act on the target's scores before a rule sees them.
+All rules share one signature. Forward passes, caches, ends of sequences and strategies lie outside; relaxations
+such as BiLD's change the target's scores before a rule sees them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from hf_specdec.rules.sampling import draw
 
-# Times a probability, in float32 still above zero, and far below what a sum of probabilities is rounded to.
+# Times a probability: above zero in float32, yet far below the rounding error of a sum of probabilities.
 _NEXT_TO_NOTHING = 1e-25
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What a rule decided.
+    """A rule's result.
 
     Args:
         n_accepted: `[B]`, drafted tokens kept.
-        next_token: `[B]`, the target's own token that follows them.
-        overlap: `[B, γ]`, Σ_x min(p(x), q(x)) at each drafted position; past a row's length arbitrary.
+        next_token: `[B]`, the target's own token that follows them; -1 where it can't be drawn, see `sampling.draw`.
+        overlap: `[B, γ]`, Σ_x min(p(x), q(x)) at each drafted position; arbitrary past a row's length.
     """
 
     n_accepted: Tensor
@@ -49,7 +49,7 @@ def greedy(
         target_scores: `[B, γ+1, V]`, probabilities or any scores in the same order.
         draft_tokens: `[B, γ]`; positions past a row's length are ignored.
         lengths: `[B]`, drafted tokens of each row.
-        draft_probs: unused, a greedy draft is a point mass.
+        draft_probs: unused; a greedy draft is a point mass.
         uniforms: unused, nothing is drawn.
     """
     choices = target_scores.argmax(dim=-1)
@@ -69,8 +69,8 @@ def speculative_sampling(
 ) -> Verification:
     """Speculative sampling (Leviathan et al. 2023, algorithm 1): the output is distributed as the target's own.
 
-    A drafted token x is kept with probability min(1, p(x) / q(x)); the first that is not gives way to a draw
-    from max(0, p - q), normalised; after a full acceptance the target's last distribution is drawn from.
+    A drafted token x is kept with probability min(1, p(x) / q(x)). The first rejected token is replaced by a draw
+    from max(0, p - q), normalised. After a full acceptance the next token is drawn from the target's distribution.
 
     Args:
         target_probs: `[B, γ+1, V]`, p at each drafted position and one beyond.
@@ -81,15 +81,14 @@ def speculative_sampling(
     """
     assert uniforms is not None
     lookahead = draft_tokens.shape[1]
-    drafted = _drafted(lengths, lookahead)
-    p_token = _of_tokens(target_probs, draft_tokens)
+    p_token = overlap = _of_tokens(target_probs, draft_tokens)
     bar = uniforms[:, :lookahead]
     if draft_probs is not None:
         bar = bar * _of_tokens(draft_probs, draft_tokens)
-    excess = _excess(target_probs, draft_tokens, drafted, draft_probs)
-    n_accepted = _leading((bar < p_token) & drafted)
-    next_token = _draw_next(target_probs, excess, n_accepted, uniforms[:, -1])
-    return Verification(n_accepted, next_token, 1.0 - excess[:, :lookahead].sum(dim=2))
+        overlap = _overlap(target_probs, draft_probs)
+    n_accepted = _leading((bar < p_token) & _drafted(lengths, lookahead))
+    weights = _residual(target_probs, draft_tokens, lengths, draft_probs, n_accepted)
+    return Verification(n_accepted, draw(weights, uniforms[:, -1]), overlap)
 
 
 def block_verification(
@@ -101,35 +100,35 @@ def block_verification(
 ) -> Verification:
     """Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2): lossless, and keeps no fewer tokens.
 
-    Drafts are judged together, the longest block that passes is kept. With P_0 = 1 and P_i = min(1, P_{i-1} p/q)
-    of token i, the first i drafts pass with probability h_i = S_i / (S_i + 1 - P_i), where S_i is the sum of
-    max(0, P_i p - q) over the token after them, and all of them with P_γ. The next token is drawn from
-    max(0, P_i p - q), normalised. Where to stop drafting may depend on the drafts so far, row by row: the proof
-    needs no more than P(kept >= i | drafts up to i) = P_i, which holds at the end of a row's drafts by definition.
+    Drafts are judged together, and the longest block that passes is kept. Let P_0 = 1 and P_i = min(1, P_{i-1} p/q)
+    for token i. The first i drafts pass with probability h_i = S_i / (S_i + 1 - P_i), where S_i is the sum of
+    max(0, P_i p - q) over the token after them; all γ pass with probability P_γ. The next token is drawn from
+    max(0, P_i p - q), normalised. A row's draft length may depend on its drafts so far: the proof only needs
+    P(kept >= i | drafts up to i) = P_i, which holds at the end of a draft by definition.
 
-    Arguments as `speculative_sampling`: i-th uniform number for the first i drafts, the last for the next token.
+    Arguments as `speculative_sampling`: the i-th uniform number judges the first i drafts, the last draws the token.
     """
     assert uniforms is not None
     lookahead = draft_tokens.shape[1]
-    drafted = _drafted(lengths, lookahead)
-    p_token = _of_tokens(target_probs, draft_tokens)
-    q_token = torch.ones_like(p_token) if draft_probs is None else _of_tokens(draft_probs, draft_tokens)
-    block = [torch.ones_like(uniforms[:, 0])]
-    for ratio in (p_token / q_token).unbind(1):
-        block.append((block[-1] * ratio).clamp(max=1.0))
-    passes = torch.stack(block, dim=1)
-    excess = _excess(passes.unsqueeze(2) * target_probs, draft_tokens, drafted, draft_probs)
-    # Blocks of 1 to γ drafts; the whole draft is followed by no other that could be better.
+    p_token = overlap = _of_tokens(target_probs, draft_tokens)
+    ratios = p_token
+    if draft_probs is not None:
+        ratios = p_token / _of_tokens(draft_probs, draft_tokens)
+        overlap = _overlap(target_probs, draft_probs)
+    products = [torch.ones_like(uniforms[:, 0])]
+    for ratio in ratios.unbind(1):
+        products.append((products[-1] * ratio).clamp(max=1.0))
+    passes = torch.stack(products, dim=1)
+    # Blocks of 1 to γ drafts. No longer block competes with the whole draft, so it passes with its own probability.
     ends = torch.arange(1, lookahead + 1, device=lengths.device)
     whole = ends == lengths.unsqueeze(1)
-    kept, rest = passes[:, 1:], excess[:, 1:].sum(dim=2)
+    kept, rest = passes[:, 1:], _block_residuals(target_probs, draft_tokens, draft_probs, passes)
     bar = torch.where(whole, kept, rest)
     total = torch.where(whole, 1.0, rest + 1.0 - kept)
-    accepted = (uniforms[:, :lookahead] * total < bar) & drafted
+    accepted = (uniforms[:, :lookahead] * total < bar) & _drafted(lengths, lookahead)
     n_accepted = (accepted * ends).amax(dim=1) if lookahead else torch.zeros_like(lengths)
-    next_token = _draw_next(target_probs, excess, n_accepted, uniforms[:, -1])
-    unscaled = _excess(target_probs, draft_tokens, drafted, draft_probs)
-    return Verification(n_accepted, next_token, 1.0 - unscaled[:, :lookahead].sum(dim=2))
+    weights = _residual(target_probs, draft_tokens, lengths, draft_probs, n_accepted, passes)
+    return Verification(n_accepted, draw(weights, uniforms[:, -1]), overlap)
 
 
 SAMPLING_RULES: dict[str, Rule] = {"token": speculative_sampling, "block": block_verification}
@@ -149,18 +148,47 @@ def _of_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
     return probs.gather(2, tokens.unsqueeze(2)).squeeze(2)
 
 
-def _excess(target_probs: Tensor, draft_tokens: Tensor, drafted: Tensor, draft_probs: Tensor | None) -> Tensor:
-    """`[B, γ+1, V]`: max(0, p - q) where a token was drafted, from q or as a point mass; elsewhere p itself."""
+def _overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """`[B, γ]`: Σ_x min(p(x), q(x)) at each drafted position."""
+    return torch.minimum(target_probs[:, : draft_probs.shape[1]], draft_probs).sum(dim=2)
+
+
+def _block_residuals(target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None, passes: Tensor) -> Tensor:
+    """`[B, γ]`: S_i = Σ_x max(0, P_i p(x) - q(x)) after the first i drafts, i = 1 … γ; after all γ arbitrary."""
+    lookahead = draft_tokens.shape[1]
+    residuals = passes[:, 1:lookahead].unsqueeze(2) * target_probs[:, 1:lookahead]
+    # In place: at a large vocabulary each copy of `[B, γ, V]` takes hundreds of megabytes.
     if draft_probs is None:
-        kept = _of_tokens(target_probs, draft_tokens) * ~drafted
-        return target_probs.scatter(2, draft_tokens.unsqueeze(2), kept.unsqueeze(2))
-    q = torch.nn.functional.pad(draft_probs * drafted.unsqueeze(2), (0, 0, 0, 1))
-    return (target_probs - q).clamp_(min=0.0)
+        residuals.scatter_(2, draft_tokens[:, 1:].unsqueeze(2), 0.0)
+    else:
+        residuals.sub_(draft_probs[:, 1:]).clamp_(min=0.0)
+    return torch.nn.functional.pad(residuals.sum(dim=2), (0, min(lookahead, 1)))
 
 
-def _draw_next(target_probs: Tensor, excess: Tensor, n_accepted: Tensor, uniform: Tensor) -> Tensor:
-    """`[B]`: the token after the accepted ones, from what p exceeds q by there."""
+def _residual(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    lengths: Tensor,
+    draft_probs: Tensor | None,
+    n_accepted: Tensor,
+    passes: Tensor | None = None,
+) -> Tensor:
+    """`[B, V]`: the weights of the token after the accepted ones.
+
+    max(0, P p - q) where a draft was rejected, with P from `passes` `[B, γ+1]` or 1; p after a full acceptance.
+    """
     rows = torch.arange(len(n_accepted), device=n_accepted.device)
-    # A rejection where p and q agree to the last bit leaves nothing to draw from; its odds are rounding's. There p
-    # itself is drawn from, and elsewhere this weight is lost in rounding.
-    return draw(excess[rows, n_accepted].add(target_probs[rows, n_accepted], alpha=_NEXT_TO_NOTHING), uniform)
+    p = residual = target_probs[rows, n_accepted]
+    if draft_tokens.shape[1]:
+        if passes is not None:
+            residual = residual * passes[rows, n_accepted].unsqueeze(1)
+        rejected = (n_accepted < lengths).unsqueeze(1)
+        place = n_accepted.clamp(max=draft_tokens.shape[1] - 1)
+        if draft_probs is None:
+            token = draft_tokens[rows, place].unsqueeze(1)
+            residual = residual.scatter(1, token, residual.gather(1, token) * ~rejected)
+        else:
+            residual = torch.where(rejected, (residual - draft_probs[rows, place]).clamp_(min=0.0), p)
+    # A rejection where p and q agree to the last bit leaves nothing to draw from. Then p decides, which otherwise
+    # is too small here to change the sum.
+    return residual.add(p, alpha=_NEXT_TO_NOTHING)

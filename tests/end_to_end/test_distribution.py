@@ -147,11 +147,7 @@ def test_set_seed_rules_every_draw(toy_pair, enabled, strategy: str, thresholds:
 
     def run(seed: int) -> list:
         set_seed(seed)
-        return (
-            toy_pair[0]
-            .generate(input_ids=ids[:20], attention_mask=mask[:20], do_sample=True, **arguments, **thresholds)
-            .tolist()
-        )
+        return toy_pair[0].generate(input_ids=ids[:20], attention_mask=mask[:20], **arguments, **thresholds).tolist()
 
     assert run(3) == run(3)
     assert run(3) != run(4)
