@@ -1,0 +1,94 @@
+"""Writes models from memory as GGUF files, which llama.cpp reads; needs the package `gguf`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+from torch import Tensor
+from transformers import PreTrainedModel
+
+# Weights of matrices; vectors (norms, biases) stay in float32, as llama.cpp's own converter has them.
+_FORMATS = {
+    "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+}
+_ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+
+
+def export_refusal(model: PreTrainedModel) -> str | None:
+    """Why a model can't be written, in a sentence; None where it can."""
+    config = model.config
+    if config.model_type not in _ARCHITECTURES:
+        return f"llama.cpp gets models of the families {', '.join(_ARCHITECTURES)}, not {config.model_type}."
+    if config.rope_parameters["rope_type"] != "default":
+        return f"llama.cpp gets plain rotary embeddings, not {config.rope_parameters['rope_type']!r} ones."
+    if getattr(config, "use_sliding_window", False):
+        return "llama.cpp gets models without a sliding window."
+    return None
+
+
+def write_gguf(model: PreTrainedModel, path: Path, weights: str) -> None:
+    """Writes a model without its tokenizer; one tensor at a time is copied.
+
+    `weights` is f32, bf16 or q8_0 (blocks of 32 int8 with a scale each). Raises ValueError for a model that
+    `export_refusal` refuses.
+    """
+    if refusal := export_refusal(model):
+        raise ValueError(refusal)
+    matrices, file_type = _FORMATS[weights]
+    architecture = _ARCHITECTURES[model.config.model_type]
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    _add_configuration(writer, model, file_type)
+    tensors = [
+        (names.get_name(name, try_suffixes=(".weight", ".bias")), parameter, name)
+        for name, parameter in model.named_parameters()
+    ]
+    for known_as, parameter, _ in tensors:
+        kind = matrices if parameter.ndim > 1 else GGMLQuantizationType.F32
+        shape = gguf.quant_shape_to_byte_shape(tuple(parameter.shape), kind)
+        writer.add_tensor_info(known_as, shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, parameter, name in tensors:
+        kind = matrices if parameter.ndim > 1 else GGMLQuantizationType.F32
+        array = _as_llama_cpp_has_it(model, name, parameter).float().cpu().numpy()
+        writer.write_tensor_data(gguf.quantize(array, kind))
+    writer.close()
+
+
+def _add_configuration(writer: GGUFWriter, model: PreTrainedModel, file_type: LlamaFileType) -> None:
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_file_type(file_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _as_llama_cpp_has_it(model: PreTrainedModel, name: str, parameter: Tensor) -> Tensor:
+    """Queries and keys of LLaMA turned from transformers' rotary layout (halves) to llama.cpp's (pairs).
+
+    The permutation of rows that `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py makes.
+    """
+    config, detached = model.config, parameter.detach()
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    projection = name.split(".")[-2]
+    if config.model_type != "llama" or projection not in heads:
+        return detached
+    return detached.unflatten(0, (heads[projection], 2, -1)).transpose(1, 2).reshape(parameter.shape)

@@ -1,0 +1,206 @@
+"""Greedy decoding by llama.cpp, plain and with a draft; needs `llama-cpp-python`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+# What llama.cpp keeps keys and values in, and its attention: its defaults, but float32 throughout under float32
+# weights, where its fused attention computes in float16.
+_HALF = (llama_cpp.GGML_TYPE_F16, llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO)
+_ATTENTION = {
+    "f32": (llama_cpp.GGML_TYPE_F32, llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED),
+    "bf16": _HALF,
+    "q8_0": _HALF,
+}
+_CHUNK = 2048  # tokens of a call of llama_decode, its default
+
+# Python must hold on to what C calls.
+_SILENCE = llama_cpp.llama_log_callback(lambda level, text, data: None)
+
+
+class Rows:
+    """A model read from a GGUF file, and a batch of rows with a cache each.
+
+    `lengths` says how many tokens of each row are in the cache. Raises RuntimeError where llama.cpp can't go on.
+    """
+
+    def __init__(self, path: Path, weights: str, threads: int):
+        llama_cpp.llama_log_set(_SILENCE, ctypes.c_void_p())
+        llama_cpp.llama_backend_init()
+        model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        if model is None:
+            raise RuntimeError(f"llama.cpp can't read {str(path)!r}")
+        self._model, self._weights, self._threads = model, weights, threads
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self._context: Any = None
+        self._room = (0, 0)
+        self._batch = llama_cpp.llama_batch_init(_CHUNK, 0, 1)
+        self.lengths: list[int] = []
+
+    def prepare(self, rows: int, positions: int) -> None:
+        """Makes caches for so many rows of so many positions, unless there are."""
+        if self._room == (rows, positions):
+            return
+        self._free_context()
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = rows * positions, rows
+        params.n_threads = params.n_threads_batch = self._threads
+        cache_type, params.flash_attn_type = _ATTENTION[self._weights]
+        params.type_k = params.type_v = cache_type
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        if self._context is None:
+            raise RuntimeError(f"llama.cpp can't make a cache of {rows} x {positions} positions")
+        self._room = (rows, positions)
+
+    def clear(self) -> None:
+        """Empties all caches."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
+        self.lengths = [0] * self._room[0]
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Cuts each row's cache to so many tokens; shorter ones stay as they are."""
+        memory = llama_cpp.llama_get_memory(self._context)
+        for row, length in enumerate(lengths):
+            if length < self.lengths[row]:
+                llama_cpp.llama_memory_seq_rm(memory, row, length, -1)
+                self.lengths[row] = length
+
+    def feed(self, tokens: Sequence[Sequence[int]], last_only: bool = False) -> list[list[int]]:
+        """Each row's tokens, behind those it has; returns the likeliest token after each, or after each row's last.
+
+        A row without tokens has no result. Rows differ in how many they are fed.
+        """
+        found: list[list[int]] = [[] for _ in tokens]
+        queue = [
+            (row, token, self.lengths[row] + place, not last_only or place == len(fed) - 1)
+            for row, fed in enumerate(tokens)
+            for place, token in enumerate(fed)
+        ]
+        for start in range(0, len(queue), _CHUNK):
+            chunk = queue[start : start + _CHUNK]
+            self._decode(chunk)
+            for index, (row, _, _, wanted) in enumerate(chunk):
+                if wanted:
+                    found[row].append(int(self.logits(index).argmax()))
+        for row, fed in enumerate(tokens):
+            self.lengths[row] += len(fed)
+        return found
+
+    def logits(self, index: int) -> np.ndarray[Any, Any]:
+        """Those after the token at a place in the last chunk of `feed`, `[V]`; valid until the next call."""
+        pointer = llama_cpp.llama_get_logits_ith(self._context, index)
+        return np.ctypeslib.as_array(pointer, (self._vocabulary,))
+
+    def close(self) -> None:
+        """Gives everything back; a second call does nothing."""
+        self._free_context()
+        if self._model is not None:
+            llama_cpp.llama_batch_free(self._batch)
+            llama_cpp.llama_model_free(self._model)
+            self._model = None
+
+    def _decode(self, chunk: Sequence[tuple[int, int, int, bool]]) -> None:
+        batch = self._batch
+        batch.n_tokens = len(chunk)
+        for index, (row, token, position, wanted) in enumerate(chunk):
+            batch.token[index] = token
+            batch.pos[index] = position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = row
+            batch.logits[index] = wanted
+        if (status := llama_cpp.llama_decode(self._context, batch)) != 0:
+            raise RuntimeError(f"llama_decode returned {status} for a batch of {len(chunk)} tokens")
+
+    def _free_context(self) -> None:
+        if self._context is not None:
+            llama_cpp.llama_free(self._context)
+            self._context, self._room = None, (0, 0)
+
+
+@dataclass
+class Decoded:
+    """The new tokens of each row, and one list of counts a round (one entry a row, 0 for a finished one)."""
+
+    tokens: list[list[int]]
+    drafted: list[list[int]] = field(default_factory=list)
+    accepted: list[list[int]] = field(default_factory=list)
+    new_tokens: list[list[int]] = field(default_factory=list)
+
+
+def decode(
+    target: Rows, prompts: Sequence[Sequence[int]], new_tokens: int, delivered: Callable[[], None] = lambda: None
+) -> Decoded:
+    """Greedy decoding of `new_tokens` a row; `delivered` is called whenever tokens are there for the caller."""
+    target.prepare(len(prompts), len(prompts[0]) + new_tokens)
+    target.clear()
+    text: list[list[int]] = [[] for _ in prompts]
+    latest = target.feed(prompts, last_only=True)
+    while True:
+        for row, found in zip(text, latest, strict=True):
+            row += found
+        delivered()
+        if len(text[0]) == new_tokens:
+            return Decoded(text)
+        latest = target.feed(latest)
+
+
+def decode_with_draft(
+    target: Rows,
+    draft: Rows,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    lookahead: int,
+    delivered: Callable[[], None] = lambda: None,
+) -> Decoded:
+    """The same tokens, `lookahead` of them drafted a round; what is left to decode bounds a round's draft."""
+    for model in (target, draft):
+        model.prepare(len(prompts), len(prompts[0]) + new_tokens + lookahead)
+        model.clear()
+    target.feed([prompt[:-1] for prompt in prompts], last_only=True)
+    text = [list(prompt) for prompt in prompts]
+    goals = [len(prompt) + new_tokens for prompt in prompts]
+    done = Decoded([])
+    while any(len(row) < goal for row, goal in zip(text, goals, strict=True)):
+        room = [min(lookahead, goal - len(row) - 1) for row, goal in zip(text, goals, strict=True)]
+        drafts = _draft(draft, text, room)
+        # A finished row has a room of -1, and nothing is fed for it.
+        answers = target.feed(
+            [[row[-1], *drafted] if most >= 0 else [] for row, drafted, most in zip(text, drafts, room, strict=True)]
+        )
+        accepted = [_agreeing(drafted, answer) for drafted, answer in zip(drafts, answers, strict=True)]
+        new = [answer[: count + 1] for answer, count in zip(answers, accepted, strict=True)]
+        for row, found in zip(text, new, strict=True):
+            row += found
+        for model in (target, draft):
+            model.keep([len(row) - 1 for row in text])
+        done.drafted.append([len(drafted) for drafted in drafts])
+        done.accepted.append(accepted)
+        done.new_tokens.append([len(found) for found in new])
+        delivered()
+    done.tokens = [row[len(prompt) :] for row, prompt in zip(text, prompts, strict=True)]
+    return done
+
+
+def _draft(draft: Rows, text: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
+    """Up to `room` tokens behind each row's text; the draft first reads what it has not read of the text."""
+    drafts: list[list[int]] = [[] for _ in text]
+    fed = [list(row[draft.lengths[place] :]) if room[place] > 0 else [] for place, row in enumerate(text)]
+    while any(fed):
+        latest = draft.feed(fed, last_only=True)
+        for drafted, found in zip(drafts, latest, strict=True):
+            drafted += found
+        fed = [found if len(drafts[place]) < room[place] else [] for place, found in enumerate(latest)]
+    return drafts
+
+
+def _agreeing(drafted: Sequence[int], answer: Sequence[int]) -> int:
+    """How many drafted tokens are the target's own before the first that is not."""
+    pairs = zip(drafted, answer, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), len(drafted))

@@ -1,0 +1,119 @@
+"""llama.cpp on the weights of models in memory: the same logits, the same tokens, and the draft's acceptance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from hf_specdec import SpeculativeDecoding
+from hf_specdec.bench.models import synthetic
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'hf_specdec[llama-cpp]'")
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'hf_specdec[llama-cpp]'")
+
+from hf_specdec.bench.models import gguf_export
+from hf_specdec.bench.running.llama_cpp import Rows, decode, decode_with_draft
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def random_model(family: str):
+    torch.manual_seed(0)
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                projection.bias.normal_()
+    return model
+
+
+def loaded(model, folder: Path, weights: str = "f32") -> Rows:
+    path = folder / f"{id(model)}-{weights}.gguf"
+    gguf_export.write_gguf(model, path, weights)
+    return Rows(path, weights, threads=1)
+
+
+def logits_after(rows: Rows, token_ids: list[int]) -> torch.Tensor:
+    rows.prepare(1, 64)
+    rows.clear()
+    rows.feed([token_ids])
+    return torch.stack([torch.tensor(rows.logits(place)) for place in range(len(token_ids))])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("weights", "tolerance"), [("f32", 1e-4), ("bf16", 0.05), ("q8_0", 0.05)])
+def test_logits_are_those_of_the_model(family: str, weights: str, tolerance: float, tmp_path: Path) -> None:
+    model, ids = random_model(family), torch.randint(512, (1, 20)).tolist()
+    found = logits_after(loaded(model, tmp_path, weights), ids[0])
+    expected = model(torch.tensor(ids)).logits[0]
+    assert (found - expected).norm() < tolerance * expected.norm()
+
+
+def test_the_comparison_would_notice_unturned_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_export, "_as_llama_cpp_has_it", lambda model, name, parameter: parameter.detach())
+    model, ids = random_model("llama"), torch.randint(512, (1, 20)).tolist()
+    found = logits_after(loaded(model, tmp_path), ids[0])
+    expected = model(torch.tensor(ids)).logits[0]
+    assert (found - expected).norm() > 0.2 * expected.norm()
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8_0"])
+def test_tokens_are_generates(shape: str, weights: str, tmp_path: Path) -> None:
+    spec = synthetic.parse(f"synthetic:{shape}:alpha=0.7")
+    target, draft, _ = synthetic.build(spec, CPU, torch.float32, CPU, torch.float32)
+    ids = torch.randint(2048, (3, 20), generator=torch.Generator().manual_seed(0))
+    expected = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)[:, 20:]
+    fast, small = loaded(target, tmp_path, weights), loaded(draft, tmp_path, weights)
+    assert decode(fast, ids.tolist(), 40).tokens == expected.tolist()
+    done = decode_with_draft(fast, small, ids.tolist(), 40, lookahead=4)
+    assert done.tokens == expected.tolist()
+
+
+def test_random_models_decode_alike_and_any_draft_may_be_wrong(tmp_path: Path) -> None:
+    target = random_model("llama")
+    torch.manual_seed(1)
+    draft = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    ids = torch.randint(512, (1, 20))
+    expected = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)[:, 20:]
+    fast = loaded(target, tmp_path)
+    for small, share in ((loaded(draft, tmp_path), 0.1), (loaded(target, tmp_path), 1)):
+        done = decode_with_draft(fast, small, ids.tolist(), 40, lookahead=3)
+        assert done.tokens == expected.tolist()
+        assert abs(sum(map(sum, done.accepted)) / sum(map(sum, done.drafted)) - share) <= 0.1
+
+
+def test_rounds_are_those_of_our_own_loop(tmp_path: Path) -> None:
+    spec = synthetic.parse("synthetic:tiny-llama:alpha=0.7")
+    target, draft, _ = synthetic.build(spec, CPU, torch.float32, CPU, torch.float32)
+    ids = torch.randint(2048, (2, 20))
+    ours = SpeculativeDecoding(draft, num_assistant_tokens=4)
+    kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
+    target.generate(ids, custom_generate=ours, **kwargs)
+    calls = []
+    done = decode_with_draft(
+        loaded(target, tmp_path), loaded(draft, tmp_path), ids.tolist(), 40, 4, lambda: calls.append(1)
+    )
+    assert ours.stats is not None
+    assert done.new_tokens == [list(item.new_tokens) for item in ours.stats.rounds]
+    assert done.accepted == [list(item.accepted) for item in ours.stats.rounds]
+    assert len(calls) == len(done.new_tokens)
+
+
+def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
+    model = random_model("llama")
+    model.config.rope_parameters["rope_type"] = "yarn"
+    with pytest.raises(ValueError, match="not 'yarn' ones"):
+        gguf_export.write_gguf(model, tmp_path / "x.gguf", "f32")
+    model.config.model_type = "opt"
+    with pytest.raises(ValueError, match="families llama, qwen2, not opt"):
+        gguf_export.write_gguf(model, tmp_path / "x.gguf", "f32")
