@@ -24,6 +24,7 @@ setup(
     extras_require={
         "bench": ["matplotlib", "psutil", "tabulate", "evaluate>=0.4.6", "sacrebleu>=2.4", "rouge_score", "datasets"],
         "precision": ["accelerate", "optimum-quanto>=0.2.7"],
+        "llama-cpp": ["llama-cpp-python>=0.3.36,<0.4", "gguf>=0.19"],
         "dev": ["pytest", "ruff", "mypy"],
     },
 )

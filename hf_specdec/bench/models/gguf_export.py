@@ -35,7 +35,7 @@ def write_gguf(model: PreTrainedModel, path: Path, weights: str) -> None:
     """Writes a model without its tokenizer; one tensor at a time is copied.
 
     `weights` is f32, bf16 or q8_0 (blocks of 32 int8 with a scale each). Raises ValueError for a model that
-    `export_refusal` refuses.
+    `export_refusal` refuses, or that has a tensor which llama.cpp doesn't know.
     """
     if refusal := export_refusal(model):
         raise ValueError(refusal)
@@ -44,21 +44,22 @@ def write_gguf(model: PreTrainedModel, path: Path, weights: str) -> None:
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     _add_configuration(writer, model, file_type)
-    tensors = [
-        (names.get_name(name, try_suffixes=(".weight", ".bias")), parameter, name)
+    kinds = {
+        name: matrices if parameter.ndim > 1 else GGMLQuantizationType.F32
         for name, parameter in model.named_parameters()
-    ]
-    for known_as, parameter, _ in tensors:
-        kind = matrices if parameter.ndim > 1 else GGMLQuantizationType.F32
+    }
+    for name, parameter in model.named_parameters():
+        kind, known_as = kinds[name], names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if known_as is None:
+            raise ValueError(f"llama.cpp knows no tensor {name!r} in the family {model.config.model_type}")
         shape = gguf.quant_shape_to_byte_shape(tuple(parameter.shape), kind)
         writer.add_tensor_info(known_as, shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, parameter, name in tensors:
-        kind = matrices if parameter.ndim > 1 else GGMLQuantizationType.F32
+    for name, parameter in model.named_parameters():
         array = _as_llama_cpp_has_it(model, name, parameter).float().cpu().numpy()
-        writer.write_tensor_data(gguf.quantize(array, kind))
+        writer.write_tensor_data(gguf.quantize(array, kinds[name]))
     writer.close()
 
 

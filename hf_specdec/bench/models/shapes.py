@@ -13,9 +13,9 @@ _TINY = {
 }  # fmt: skip
 _ROPE = "rope_parameters"
 
-# As the published configurations have them, but for the contexts of SmolLM and TinyLlama: theirs are 2048, which holds
-# no answer after a prompt of 2048. The tiny ones are for tests and for trying a command out; their wider initial
-# weights give layers as much weight as those of real sizes have.
+# As in the published configurations, except the contexts of SmolLM and TinyLlama: theirs are 2048, too short for an
+# answer to a prompt of 2048. The tiny shapes are for tests and for trying a command out. Their wider initial weights
+# give the layers as much influence as at real sizes.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "smollm-135m": {
         "model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536,
