@@ -1,4 +1,4 @@
-"""Small trained models and their corpus, so that speculation can be measured offline on real pairs.
+"""Small trained models and the corpus they were trained on, for measuring speculation offline; decodes nothing.
 
 Importing this needs neither torch nor transformers.
 """
@@ -20,15 +20,15 @@ __all__ = [
 
 
 def names() -> tuple[str, ...]:
-    """The names of the shipped models; `draft` is the target's default draft."""
+    """The names of the models in the package; `draft` is the target's default draft."""
     return _NAMES
 
 
 def model_path(name: str) -> Path:
-    """The folder of a shipped model, for `from_pretrained`.
+    """The folder of a model of the package, for `from_pretrained`.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: the name is unknown.
     """
     if name not in _NAMES:
         raise ValueError(f"unknown embedded model {name!r}; choose one of {', '.join(_NAMES)}")

@@ -29,19 +29,19 @@ SHAPES: dict[str, Shape] = {
     "draft-small": Shape(96, 256, 1),
     "draft": Shape(192, 512, 1),
     "draft-large": Shape(192, 256, 2),
-    # As many encoder as decoder layers: transformers sizes T5's decoder cache by the encoder's depth.
+    # Encoder and decoder are equally deep, since transformers sizes T5's decoder cache by the encoder's depth.
     "t5-target": Shape(160, 448, 6, encoder_layers=6),
     "t5-draft": Shape(128, 256, 1, encoder_layers=1),
 }
 
 
 def is_encoder_decoder(name: str) -> bool:
-    """Whether a model of this name is a T5."""
+    """Whether the model of this name is a T5."""
     return SHAPES[name].encoder_layers > 0
 
 
 def build(shape: Shape, seed: int) -> PreTrainedModel:
-    """A model of this shape with random weights, float32, with a matching generation config."""
+    """A model of this shape with random float32 weights and a matching generation config."""
     torch.manual_seed(seed)
     ids = {f"{key}_token_id": SPECIAL_TOKENS.index(token)
            for key, token in (("pad", PAD), ("bos", BOS), ("eos", END))}  # fmt: skip
@@ -90,13 +90,13 @@ def _build_t5(shape: Shape, ids: dict[str, int]) -> T5ForConditionalGeneration:
 
 @torch.no_grad()
 def _prime_lookups(model: T5ForConditionalGeneration) -> None:
-    """Start from weights that nearly look things up: from random ones that is not learnt in any time we have.
+    """Initialise attention so that copying from the source is easy to learn; random weights need far more steps.
 
-    To copy, a decoder seeks the place in the source that follows its last token. So one head of the encoder begins
-    by looking at the token before, one at the token after, and cross-attention begins by matching like with like:
-    its queries are projected as its keys are. A hundred steps then do what thousands did not.
+    To copy, the decoder has to find its last token in the source and attend to the token after it. So one head of
+    the encoder starts out attending to the previous token, another to the next one, and cross-attention starts with
+    equal projections for queries and keys, which matches equal tokens.
     """
-    before, after, sharp = 1, 17, 8.0  # T5's buckets of the distances -1 and +1 among 32
+    before, after, sharp = 1, 17, 8.0  # T5's buckets for the distances -1 and +1, of 32
     encoder = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight  # [buckets, heads]
     decoder = model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
     encoder[before, 0] = encoder[after, 1 % encoder.shape[1]] = decoder[before, 0] = sharp
@@ -106,7 +106,7 @@ def _prime_lookups(model: T5ForConditionalGeneration) -> None:
 
 
 def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
-    """Parameters in layers (encoder's and decoder's), in embeddings (tied: once), and all together."""
+    """Parameters in the layers (encoder and decoder), in the embeddings (tied ones counted once), and in total."""
     layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name or ".block." in name)
     embeddings = model.get_input_embeddings().weight.numel()
     return {"layers": layers, "embeddings": embeddings, "total": sum(p.numel() for p in model.parameters())}

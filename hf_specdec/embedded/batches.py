@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from hf_specdec.embedded.corpus.examples import SUBTASKS, Example, generate
 from hf_specdec.embedded.corpus.prompts import encoder_text, prompt_ids, render_prompt
 
-PROMPT_WEIGHT = 0.1  # of a prompt token's loss; some of it helps induction to form
+PROMPT_WEIGHT = 0.1  # of a prompt token's loss; with a little of it the model learns to copy sooner
 IGNORED = -100
 
-# Chosen more often than the rest because they need more practice.
+# The subtasks named again are drawn more often, because they take longer to learn.
 _MIX = (*SUBTASKS, "math_reasoning", "grammar correction", "translation")
 
 
@@ -32,7 +32,7 @@ class Batch:
 
 
 def _dialogue(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[float]]:
-    """Ids of a solved example and the loss weight of each."""
+    """The token ids of an example with its answers, and the loss weight of each token."""
     texts: list[str] = []
     for turn, reference in enumerate(example.references):
         question = render_prompt(example, turn, example.references)[len("".join(texts)) :]
@@ -44,7 +44,7 @@ def _dialogue(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[lis
 
 
 def packed_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, mix: Sequence[str]) -> Batch:
-    """Rows `[B, length]` of `<bos>` and several solved examples; half of them begin inside an example."""
+    """Rows `[B, length]` of `<bos>` and several examples with answers; half of the rows begin inside an example."""
     all_ids, all_weights = [], []
     for _ in range(rows):
         ids: list[int] = []
@@ -66,7 +66,7 @@ def packed_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, len
 def pair_batch(
     tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, few_shot: bool, mix: Sequence[str]
 ) -> Batch:
-    """Encoder inputs `[B, length]` (left-padded, or filled with solved examples) and answers `[B, 80]`."""
+    """Encoder inputs `[B, length]`, left-padded or filled up with solved examples, and answers `[B, 80]`."""
     answer_length, pad = 80, tokenizer.pad_token_id
     sources: list[list[int]] = []
     answers: list[list[int]] = []
@@ -98,10 +98,10 @@ def batch_for_step(
     step: int,
     emphasis: Sequence[str] = (),
 ) -> Batch:
-    """The batch of a step: about `rows` x 256 tokens, in longer rows every now and then.
+    """The batch of a step, about `rows` x 256 tokens.
 
-    Decoder-only: rows of 256 tokens, at every fourth step of 512, at every 32nd of 1024. T5: sources of 160
-    tokens, at every fourth step of 512, two sources for every row of 256.
+    Decoder-only models get rows of 256 tokens, of 512 at every fourth step, of 1024 at every 32nd. T5 gets
+    `2 * rows` sources of 160 tokens, and `rows / 2` of 512 at every fourth step.
     """
     rng = Random(f"batch/{seed}/{step}")
     mix = (*_MIX, *emphasis, *emphasis)

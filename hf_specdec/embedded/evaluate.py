@@ -1,4 +1,4 @@
-"""Accuracy on the held-out split, and greedy acceptance of a draft against its target."""
+"""Scores on the held-out split, and how many of a draft's tokens its target accepts in greedy decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Counts over rounds of greedy speculation; `checked` are positions that a round reached."""
+    """Token counts of greedy speculation; `checked` counts the positions up to each round's first rejection."""
 
     drafted: int = 0
     accepted: int = 0
@@ -45,7 +45,7 @@ class Agreement:
 
     @property
     def alpha(self) -> float:
-        """Share of the reached positions at which the target agrees."""
+        """Share of the checked positions at which the target agrees."""
         return self.accepted / max(1, self.checked)
 
 
@@ -83,7 +83,7 @@ def answer_examples(
     examples: Sequence[Example],
     length: int | None = None,
 ) -> list[list[Answer]]:
-    """Answers to every turn of every example; later turns see the model's own earlier answers."""
+    """Answers to every turn of every example; the model's earlier answers are part of later prompts."""
     dialogues: list[list[Answer]] = [[] for _ in examples]
     for turn in range(max(len(example.turns) for example in examples)):
         chosen = [i for i, example in enumerate(examples) if turn < len(example.turns)]
@@ -123,8 +123,8 @@ def agreements(
 ) -> list[Agreement]:
     """Greedy acceptance of `draft` on each of its target's greedy answers.
 
-    One forward pass over the answers suffices: a round accepts the drafted tokens up to the first that is
-    not the target's, and up to there the draft has the target's own prefix before it.
+    One forward pass over the answers is enough: up to the first rejected token of a round, the draft has read the
+    target's own text.
     """
     found: list[Agreement] = []
     for begin in range(0, len(answers), _BATCH):
@@ -153,10 +153,10 @@ def _argmax_agrees(
 
 
 def simulate_rounds(agrees: Sequence[bool], lookahead: int = LOOKAHEAD) -> Agreement:
-    """Rounds of greedy speculation where `agrees[i]` says whether the draft predicts token i rightly.
+    """The counts of greedy speculation, where `agrees[i]` says whether the draft predicts token i.
 
-    A round drafts `lookahead` tokens (the last round: what remains); the target's own token follows the
-    accepted ones.
+    A round drafts `lookahead` tokens, the last round only what remains. The target's own token follows the accepted
+    ones.
     """
     total, position = Agreement(), 0
     while position < len(agrees):

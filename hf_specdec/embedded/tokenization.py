@@ -23,10 +23,10 @@ def _texts(seed: int, n: int) -> Iterator[str]:
 
 
 def train_tokenizer(seed: int, n_examples: int = 4000) -> PreTrainedTokenizerFast:
-    """BPE over training examples; every digit is a token of its own, so that sums can be learnt.
+    """Train BPE on training examples; every digit is a token of its own, so that the models can learn sums.
 
-    Its vocabulary can be smaller than `VOCAB_SIZE` if the corpus has too few merges to offer; the models'
-    embeddings keep `VOCAB_SIZE` rows all the same.
+    If the corpus yields too few merges, the vocabulary is smaller than `VOCAB_SIZE`. The models' embeddings have
+    `VOCAB_SIZE` rows in any case.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

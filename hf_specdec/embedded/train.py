@@ -1,8 +1,8 @@
-"""Train the embedded models, evaluate them, write them and their report.
+"""Train the embedded models, evaluate them, and write them together with their report.
 
     python -m hf_specdec.embedded.train                  # all six models, then the report
     python -m hf_specdec.embedded.train --only draft     # some of them, then the report
-    python -m hf_specdec.embedded.train --report_only    # the report of the models as they are
+    python -m hf_specdec.embedded.train --report_only    # only the report, on the existing models
 
 A GPU is used if there is one, and takes minutes. Two CPU cores take under two hours, in two processes:
 
@@ -10,7 +10,7 @@ A GPU is used if there is one, and takes minutes. Two CPU cores take under two h
     OMP_NUM_THREADS=1 python -m hf_specdec.embedded.train --only draft-small draft draft-large t5-draft t5-target
     wait; python -m hf_specdec.embedded.train --report_only
 
-Killed and started again it goes on from its last checkpoint in `--work_dir`.
+When it is started again after an interruption, it continues from the last checkpoint in `--work_dir`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_specdec.embedded.training import Recipe, train
 
 SEED = 0
 _DRAFT = Recipe(SHAPES["draft"], steps=450, seed=SEED)
-# The target grows from what its draft is: first to a third of its layers, then to all of them.
+# The target starts as its draft, with one layer. It grows to three layers, and from there to all nine.
 _TARGET_SHALLOW = Shape(192, 512, 3)
 _TARGET_SEEDLING = Recipe(
     _TARGET_SHALLOW, steps=4000, rows=8, muon_lr=0.007, adam_lr=1.5e-3, decay=0.5, seed=SEED + 2,
@@ -74,22 +74,22 @@ _DEFAULT_WORK_DIR = MODELS_DIR.parents[2] / "build" / "embedded"
 
 
 def prepared_tokenizer(work_dir: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `work_dir`, trained first if it is not there."""
+    """The tokenizer of `work_dir`; trains it if there is none."""
     folder = work_dir / "tokenizer"
     if not folder.exists():
         own = work_dir / f"tokenizer-{os.getpid()}"
         train_tokenizer(SEED).save_pretrained(own)
         try:
             own.rename(folder)
-        except OSError:  # another process was quicker; its tokenizer is the same
+        except OSError:  # another process was faster; its tokenizer is the same
             shutil.rmtree(own)
     return AutoTokenizer.from_pretrained(folder)
 
 
 def train_and_save(name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work_dir: Path) -> None:
-    """Train one model and write it with its tokenizer and `training.json`.
+    """Train one model and write it, with its tokenizer and `training.json`.
 
-    Weights are stored in float16, for their size; the configuration has them run in float32, which is quicker on CPUs.
+    Weights are stored in float16 to save space. The configuration says float32, which is faster on CPUs.
     """
     model, record = train(name, recipe, tokenizer, work_dir)
     folder = model_path(name)
@@ -103,16 +103,18 @@ def train_and_save(name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, evaluate and write what the command line names."""
+    """Train, evaluate and write the models that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="hf_specdec.embedded.train"
     )
     parser.add_argument("--work_dir", type=Path, default=_DEFAULT_WORK_DIR,
-                        help="checkpoints, kept out of git (default: %(default)s)")  # fmt: skip
+                        help="where checkpoints are kept (default: %(default)s)")  # fmt: skip
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--only", nargs="+", choices=names(), default=list(names()), metavar="NAME",
                         help=f"models to train: {', '.join(names())} (default: all)")  # fmt: skip
-    choice.add_argument("--report_only", action="store_true", help="evaluate the models as they are")
+    choice.add_argument(
+        "--report_only", action="store_true", help="train nothing; evaluate the existing models and write the report"
+    )
     arguments = parser.parse_args(argv)
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
     if not arguments.report_only:
@@ -122,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     if all((model_path(name) / "model.safetensors").exists() for name in names()):
         write(measure())
     else:
-        print("no report yet: some models are still to be trained", flush=True)
+        print("no report yet: some models have not been trained", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training loop: Muon and AdamW, a warm-up and a linear decay, checkpoints that a killed run resumes."""
+"""The training loop: Muon and AdamW, warm-up and linear decay, checkpoints from which an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hf_specdec.embedded.batches import batch_for_step
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is trained. The data of a step depends on `seed` and the step alone.
+    """How one model is trained. The data of a step depends only on `seed` and the step.
 
     Attributes:
-        decay: the share of the steps, at their end, over which the learning rates fall to 0.
-        emphasis: subtasks that are drawn more often: each mention adds two chances to the usual eleven.
-        until: stop after this many steps of a schedule laid out for `steps`; None goes to its end.
-        seedling: trains a shallower model first, from which this one grows: much cheaper than training all
-            the layers from the start, since attention learns to look things up in the shallow model.
+        decay: the last share of the steps, over which the learning rates fall to 0.
+        emphasis: subtasks to draw more often; each mention adds two chances to the eleven of the usual mix.
+        until: stop after this many steps, although the learning rates are scheduled for `steps`; None: don't.
+        seedling: the recipe of a shallower model, which is trained first and then deepened into this one. That is
+            much cheaper than training all layers from the start.
     """
 
     shape: Shape
@@ -80,7 +80,7 @@ class Optimizers:
 
 
 def _loss(model: Any, batch: Any, device: torch.device) -> torch.Tensor:
-    """Mean cross-entropy under the batch's weights; bfloat16 where the device is quick at it."""
+    """Mean cross-entropy under the batch's weights, with the forward pass in bfloat16."""
     inputs = {key: value.to(device) for key, value in batch.inputs.items()}
     with torch.autocast(device.type, torch.bfloat16):
         logits = model(**inputs, use_cache=False).logits
@@ -91,14 +91,13 @@ def _loss(model: Any, batch: Any, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def grow(shallow: PreTrainedModel, deep: PreTrainedModel) -> None:
-    """Give `deep` the weights of `shallow`, whose layers it repeats in order, without changing what it computes.
+    """Copy the weights of `shallow` into `deep`, each layer several times, so that `deep` computes the same.
 
-    Of the copies of a layer the first is as it was; the others add nothing yet, since the matrices through
-    which a layer writes (attention's and the feed-forward's last) are 0 there. Muon moves zeros as fast as
-    anything else.
+    The first copy of a layer is exact. In the others, the output projections of attention and feed-forward are zero,
+    so that they add nothing at first. Muon trains them all the same: its step size does not depend on the weights.
 
     Raises:
-        ValueError: if a stack of `deep` is not a whole multiple of the one of `shallow`.
+        ValueError: the depth of `deep` is no multiple of that of `shallow`.
     """
     source = shallow.state_dict()
     for name, weight in deep.state_dict().items():
@@ -110,7 +109,9 @@ def grow(shallow: PreTrainedModel, deep: PreTrainedModel) -> None:
         depths = [len(model.get_submodule(f"{stack}.{kind}")) for model in (shallow, deep)]
         times, rest = divmod(depths[1], depths[0])
         if rest:
-            raise ValueError(f"{depths[1]} layers cannot grow from {depths[0]}; take a whole multiple")
+            raise ValueError(
+                f"a model of {depths[0]} layers can't grow to {depths[1]}; choose a multiple of {depths[0]}"
+            )
         # T5 keeps the whole stack's position biases in layer 0, which is always a first copy.
         twin = name.replace(f"{stack}.{kind}.{index}.", f"{stack}.{kind}.{index // times}.", 1)
         weight.copy_(source[twin])
@@ -121,20 +122,23 @@ def grow(shallow: PreTrainedModel, deep: PreTrainedModel) -> None:
 def _save_atomically(state: dict[str, Any], path: Path) -> None:
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
-    os.replace(partial, path)  # a kill while writing leaves the last checkpoint whole
+    os.replace(partial, path)  # if the process dies while writing, the previous checkpoint stays intact
 
 
 def train(
     name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work_dir: Path, *, stop_after: int | None = None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Train a model to the end of its recipe, from its checkpoint in `work_dir` if there is one.
+    """Train a model to the end of its recipe; continues from its checkpoint in `work_dir` if there is one.
 
     Args:
-        stop_after: end after this many steps of this call, as a kill would; None trains to the end.
+        stop_after: stop after this many steps of this call, as an interruption would; None: train to the end.
 
     Returns:
-        The model (float32, evaluation mode) and `{"steps", "tokens", "seconds", "loss"}`, summed over all
-        the calls that led here.
+        The model (float32, evaluation mode) and `{"steps", "tokens", "seconds", "loss"}`, where tokens and seconds
+        include earlier calls and the seedling.
+
+    Raises:
+        ValueError: the checkpoint was written with another recipe.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(recipe.shape, recipe.seed).to(device).train()
@@ -149,7 +153,7 @@ def train(
     if path.exists():
         state = torch.load(path, map_location=device, weights_only=True)
         if state["recipe"] != asdict(recipe):
-            raise ValueError(f"{path} was written under another recipe; delete it to train {name} anew")
+            raise ValueError(f"{path} was written with another recipe; delete it to train {name} again")
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         record = state["record"]

@@ -1,1 +1,1 @@
-"""The project's own corpus: eight subtasks with references, a held-out split, and prompts."""
+"""The generated corpus: eight subtasks with reference answers, a held-out split, and the prompt format; no models."""

@@ -1,4 +1,4 @@
-"""Examples of the eight subtasks, and the split that keeps some of them away from training."""
+"""Examples of the eight subtasks, and the split that keeps some of them out of training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GENERATORS: dict[str, Callable[[Random], facts.Dialogue]] = {
 SUBTASKS: tuple[str, ...] = tuple(_GENERATORS)
 SPLITS: tuple[str, ...] = ("train", "heldout")
 
-# Free answers (a summary, a legal opinion) are judged by ROUGE-L, the others have one right answer.
+# A summary or a legal opinion can be worded in several ways; all other answers have one right wording.
 METRIC: dict[str, str] = {
     name: "rougeL" if name in ("summarization", "law analytics") else "exact_match" for name in SUBTASKS
 }
@@ -39,16 +39,16 @@ class Example:
 
 
 def split_of(example: Example) -> str:
-    """ "heldout" or "train", decided by a stable hash of the first user turn alone.
+    """`"heldout"` or `"train"`, decided by a hash of the first user turn.
 
-    So no prompt can be in both splits, whatever seed or process generated it.
+    The hash is the same in every process, so no prompt is in both splits, whatever seed generated it.
     """
     digest = hashlib.blake2b(example.turns[0].encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "big") % _HELDOUT_SHARE == 0 else "train"
 
 
 def generate(subtask: str, split: str, rng: Random) -> Example:
-    """The next example of a split that `rng` leads to."""
+    """The next example that `rng` yields for a split."""
     make = _GENERATORS[subtask]
     while True:
         example = Example(subtask, *make(rng))
@@ -57,17 +57,17 @@ def generate(subtask: str, split: str, rng: Random) -> Example:
 
 
 def examples(subtask: str, split: str = "heldout", n: int = 50, seed: int = 0) -> list[Example]:
-    """`n` different examples of a subtask, the same ones for the same arguments.
+    """`n` different examples of a subtask; the same arguments give the same examples.
 
     Raises:
-        ValueError: for an unknown subtask or split, or a negative `n`.
+        ValueError: the subtask or split is unknown, or `n` is negative.
     """
     if subtask not in _GENERATORS:
         raise ValueError(f"unknown subtask {subtask!r}; choose one of {', '.join(SUBTASKS)}")
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")
     if n < 0:
-        raise ValueError(f"n={n} examples cannot be made; give 0 or more")
+        raise ValueError(f"n={n} is out of range: give a number of at least 0")
     rng = Random(f"{subtask}/{split}/{seed}")
     found: dict[str, Example] = {}
     while len(found) < n:

@@ -1,4 +1,4 @@
-"""Subtasks that look facts up: qa, rag and multi-turn."""
+"""Subtasks that look up facts: qa, rag and multi-turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_specdec.embedded.corpus.words import Person, with_article
 
 Dialogue = tuple[tuple[str, ...], tuple[str, ...]]  # turns, references
 
-# What a question calls an attribute, and how an answer states it.
+# How a question names an attribute, and how an answer states it.
 _ATTRIBUTES = {
     "the job": lambda p: f"works as {with_article(p.job)}",
     "the home": lambda p: f"lives in {p.town}",
@@ -19,7 +19,7 @@ _ATTRIBUTES = {
 
 
 def _portrait(rng: Random, person: Person) -> str:
-    """Two sentences with everything about a person, in one of several orders."""
+    """Two sentences with all attributes of a person, in random order."""
     work = f"works as {with_article(person.job)}"
     home = f"lives in {person.town}"
     born = f"was born in {person.year}"
@@ -30,7 +30,7 @@ def _portrait(rng: Random, person: Person) -> str:
 
 
 def qa(rng: Random) -> Dialogue:
-    """Three attributes of one of three described people."""
+    """The text describes three people; the question asks for three attributes of one of them."""
     cast = words.people(rng, 3)
     person = rng.choice(cast)
     asked = rng.sample(tuple(_ATTRIBUTES), 3)
@@ -44,7 +44,7 @@ def qa(rng: Random) -> Dialogue:
 
 
 def rag(rng: Random) -> Dialogue:
-    """One of four passages answers; the others share its building or its feature."""
+    """One of four passages holds the answer; the others describe buildings of the same kind."""
     kind = rng.choice(words.BUILDINGS)
     features = rng.sample(words.FEATURES, 2)
     passages, facts = [], []
@@ -68,7 +68,7 @@ def rag(rng: Random) -> Dialogue:
 
 
 def multi_turn(rng: Random) -> Dialogue:
-    """First who owns a thing, then what else is known of that person or of that town."""
+    """The first turn asks who owns a thing, the second what else the text says about that person."""
     cast = words.people(rng, 3)
     person = rng.choice(cast)
     context = " ".join(

@@ -1,9 +1,9 @@
 """Velan, an invented language: its lexicon, inflection and word order, and sentences to translate.
 
-Order: place, object, verb, subject (English: subject, verb, object, place). An adjective follows its noun
-and ends in `-a` beside a noun in a vowel, in `-os` beside others. Suffixes: plural `-ki`, object `-n`
-(after the plural), past `-ta`, future `-mo`. "near the X" is `X-lo`. Articles vanish; names stay. `ve` joins
-two clauses, `nal` contrasts.
+Word order is place, object, verb, subject (English: subject, verb, object, place). An adjective follows its noun. It
+ends in `-a` after a noun that ends in a vowel, otherwise in `-os`. Suffixes: plural `-ki`, object `-n` (after the
+plural), past `-ta`, future `-mo`. "near the X" is `X-lo`. There are no articles, and names stay as they are. `ve` means
+"and", `nal` means "but".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUMERALS = {"two": "du", "three": "ter", "four": "kar"}
 
 @dataclass(frozen=True)
 class Phrase:
-    """A noun phrase in both languages; `velan_noun` carries no case yet."""
+    """A noun phrase in both languages; `velan_noun` has no case suffix, `velan_after` is what follows it."""
 
     english: str
     velan_noun: str
@@ -59,7 +59,7 @@ def _noun_phrase(rng: Random, nouns: tuple[str, ...], countable: bool) -> Phrase
 
 
 def _clause(rng: Random) -> tuple[str, str, str]:
-    """One clause in English and in Velan, without capitals or full stop, and its tense."""
+    """A clause in English and in Velan, without capital and full stop, and its tense."""
     if rng.random() < 0.4:
         name = rng.choice(FIRST_NAMES)
         subject = Phrase(name, name, "")
@@ -76,10 +76,10 @@ def _clause(rng: Random) -> tuple[str, str, str]:
 
 def sentence(rng: Random) -> tuple[str, str, tuple[str, str]]:
     """An English sentence of two clauses, its only correct Velan translation, and the two tenses."""
-    (first, premier, tense), (second, deuxieme, other_tense) = _clause(rng), _clause(rng)
+    (first, first_velan, tense), (second, second_velan, other_tense) = _clause(rng), _clause(rng)
     english, velan = rng.choice((("and", "ve"), ("but", "nal")))
     return (
         f"{first[0].upper()}{first[1:]}, {english} {second}.",
-        f"{premier[0].upper()}{premier[1:]}, {velan} {deuxieme}.",
+        f"{first_velan[0].upper()}{first_velan[1:]}, {velan} {second_velan}.",
         (tense, other_tense),
     )

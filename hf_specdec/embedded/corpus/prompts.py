@@ -1,9 +1,9 @@
 """The prompt format, and prompts of an exact length.
 
-A dialogue is written as `<bos><|user|>question<|assistant|>answer<|end|>`, further turns (and further
-dialogues, which then serve as solved examples) following without a new `<bos>`. `<|end|>` is the
-end-of-sequence token. The tokenizer adds `<bos>`; the texts made here never hold it. A T5 encoder reads
-the same text up to the last question, without the last `<|assistant|>`; its decoder writes `answer<|end|>`.
+A dialogue is written as `<bos><|user|>question<|assistant|>answer<|end|>`. Further turns, and further dialogues as
+solved examples, follow without a new `<bos>`. `<|end|>` is the end-of-sequence token. The texts made here have no
+`<bos>`; the tokenizer adds it. A T5 encoder reads the same text up to the last question, without the last
+`<|assistant|>`; its decoder writes `answer<|end|>`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PAD, BOS, END, USER, ASSISTANT = "<pad>", "<bos>", "<|end|>", "<|user|>", "<|assistant|>"
-SPECIAL_TOKENS: tuple[str, ...] = (PAD, BOS, END, USER, ASSISTANT)  # their ids are their places here
+SPECIAL_TOKENS: tuple[str, ...] = (PAD, BOS, END, USER, ASSISTANT)  # in the order of their ids
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>"
@@ -36,21 +36,21 @@ def solved_text(example: Example) -> str:
 
 
 def encoder_text(example: Example, turn: int = 0, previous_answers: Sequence[str] = ()) -> str:
-    """What a T5 encoder reads before answering `turn`; earlier turns carry the given answers.
+    """The text that a T5 encoder reads before it answers `turn`; earlier turns have the given answers.
 
     Raises:
-        ValueError: for a turn that the example lacks, or if answers to earlier turns are missing.
+        ValueError: the example has no such turn, or answers to earlier turns are missing.
     """
     if not 0 <= turn < len(example.turns):
-        raise ValueError(f"turn={turn} is not in an example of {len(example.turns)} turns; they count from 0")
+        raise ValueError(f"turn={turn} is out of range: the example has {len(example.turns)} turns, counted from 0")
     if len(previous_answers) < turn:
-        raise ValueError(f"previous_answers holds {len(previous_answers)} answers; turn={turn} needs {turn}")
+        raise ValueError(f"previous_answers has {len(previous_answers)} answers, but turn={turn} needs {turn}")
     past = "".join(f"{USER}{example.turns[i]}{ASSISTANT}{previous_answers[i]}{END}" for i in range(turn))
     return f"{past}{USER}{example.turns[turn]}"
 
 
 def render_prompt(example: Example, turn: int = 0, previous_answers: Sequence[str] = ()) -> str:
-    """The decoder's prompt for `turn` as text without `<bos>`, ready for the answer.
+    """The prompt of a decoder-only model for `turn`, as text without `<bos>`; the answer follows it.
 
     Raises:
         ValueError: as `encoder_text`.
@@ -67,20 +67,20 @@ def prompt_ids(
     turn: int = 0,
     previous_answers: Sequence[str] = (),
 ) -> list[int]:
-    """Token ids of a prompt, `<bos>` first; of exactly `length` tokens if it is given.
+    """Token ids of a prompt, beginning with `<bos>`; exactly `length` tokens if it is given.
 
-    A short prompt gets solved examples of the training split in front, of all subtasks, the same ones each
-    time; what is too long is cut on the left, behind `<bos>`.
+    A prompt that is too short gets solved examples from the training split in front, the same ones each time. One that
+    is too long loses tokens after `<bos>`.
 
     Raises:
-        ValueError: for a length below 2, and as `encoder_text`.
+        ValueError: the length is below 2, or as `encoder_text`.
     """
     text = (encoder_text if encoder else render_prompt)(example, turn, previous_answers)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if length is None:
         return [tokenizer.bos_token_id, *ids]
     if length < 2:
-        raise ValueError(f"length={length} leaves no room for a prompt; give at least 2")
+        raise ValueError(f"length={length} is out of range: give at least 2 tokens")
     rng = Random(f"few-shot/{example.turns[0]}")
     while len(ids) < length - 1:
         solved = solved_text(generate(rng.choice(SUBTASKS), "train", rng))

@@ -1,4 +1,4 @@
-"""Subtasks that derive: math_reasoning and law analytics."""
+"""Subtasks that draw conclusions: math_reasoning and law analytics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEALINGS = ("sells", "rents", "repairs", "stores", "imports", "makes", "collect
 
 
 def math_reasoning(rng: Random) -> Dialogue:
-    """A story of two or three additions and subtractions within 0..99, worked step by step."""
+    """A story with two or three additions and subtractions between 0 and 99, solved step by step."""
     first, other = rng.sample(words.FIRST_NAMES, 2)
     thing = rng.choice(words.THINGS)[1]
     total = start = rng.randrange(20, 70)
@@ -50,7 +50,7 @@ def _duty(rng: Random) -> str:
 
 
 def law_analytics(rng: Random) -> Dialogue:
-    """Three sections, one of which exempts a profession from another, applied to one person's facts."""
+    """Two sections impose duties, a third exempts a profession from one of them; they are applied to one person."""
     name = words.full_name(rng)
     first = name.split()[0]
     job, other_job = rng.sample(words.JOBS, 2)

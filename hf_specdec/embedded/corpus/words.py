@@ -1,4 +1,4 @@
-"""Word lists that the subtask generators draw from, and the entities composed of them."""
+"""Word lists that the subtasks draw from, and the people and towns made from them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ FEATURES = ("rooms", "windows", "gates", "pillars", "lanterns", "benches", "stai
 
 @dataclass(frozen=True)
 class Person:
-    """An invented person with the attributes that questions ask for."""
+    """An invented person, with the attributes that questions ask for."""
 
     first: str
     surname: str
@@ -130,7 +130,7 @@ class Person:
 
 
 def surname(rng: Random) -> str:
-    """One of 160 composed surnames."""
+    """One of 160 surnames."""
     return rng.choice(SURNAME_HEADS) + rng.choice(SURNAME_TAILS)
 
 
@@ -140,7 +140,7 @@ def full_name(rng: Random) -> str:
 
 
 def town(rng: Random) -> str:
-    """One of 160 composed towns."""
+    """One of 160 towns."""
     return rng.choice(TOWN_HEADS) + rng.choice(TOWN_TAILS)
 
 
@@ -168,5 +168,5 @@ def people(rng: Random, n: int) -> list[Person]:
 
 
 def with_article(phrase: str) -> str:
-    """The phrase behind "a" or "an", by its first letter (no listed word is an exception)."""
+    """The phrase with "a" or "an" before it, by its first letter; no word of the lists is an exception."""
     return ("an " if phrase[0] in "aeiou" else "a ") + phrase

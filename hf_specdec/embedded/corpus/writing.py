@@ -13,7 +13,7 @@ _TOPICS = ("the weather", "the old road", "the harvest", "the new bridge", "the 
 
 
 def summarization(rng: Random) -> Dialogue:
-    """Minutes of a meeting: keep who promised what until when, leave the talk out, count."""
+    """Minutes of a meeting; the summary counts the promises and repeats them, and leaves out the rest."""
     place, chair = words.town(rng), words.full_name(rng)
     n_tasks, n_talks = rng.choice(((2, 2), (2, 1), (3, 1), (1, 3), (1, 2), (3, 2)))
     names = rng.sample(words.FIRST_NAMES, n_tasks + n_talks)
@@ -40,13 +40,13 @@ _NOTE = "The first verb is in the {}, the second verb is in the {}."
 
 
 def translation(rng: Random) -> Dialogue:
-    """Two English clauses into Velan."""
+    """An English sentence of two clauses, to be translated into Velan."""
     english, velan, tenses = language.sentence(rng)
     ask = rng.choice(("Translate into Velan:", "Say in Velan:", "What is this in Velan?"))
     return (f"{ask} {english}",), (f"In Velan: {velan} {_NOTE.format(*tenses)}",)
 
 
-Word = tuple[str, str, str]  # correct, wrong, kind of error; words that can't be wrong have no kind
+Word = tuple[str, str, str]  # correct form, wrong form, kind of error; the last two are empty for words without one
 
 
 def _thing(rng: Random) -> list[Word]:
@@ -84,7 +84,7 @@ _ERRORS = "In the sentence {} found: {}."
 
 
 def grammar_correction(rng: Random) -> Dialogue:
-    """Two clauses with one to three errors of five kinds: the corrected sentence, then the kinds in order."""
+    """Two clauses with one to three errors; the answer corrects the sentence and names the kinds of error in order."""
     joint = rng.choice(("and", "but", "because", "while"))
     tokens = [*_clause(rng), (",", "", ""), (joint, "", ""), *_clause(rng)]
     candidates = [i for i, (_, _, kind) in enumerate(tokens) if kind]
