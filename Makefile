@@ -1,26 +1,45 @@
-# Each of these does all of its set-up in .venv, once.
+# Each of these first sets up the environment that it needs, once.
 PYTHON ?= python3
 VENV := .venv
-READY := $(VENV)/.ready
+OLDEST := .venv-oldest
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
+PYTEST := -m pytest -q -n 2 --dist loadfile --max-worker-restart 1 -m "not install"
+# What setup.py admits; `make test-oldest TORCH=2.13.0` tries the oldest transformers with another torch.
+oldest = $(shell sed -n 's/.*"$(1)>=\([0-9.]*\).*/\1/p' setup.py).0
+TORCH ?= $(call oldest,torch)
+TRANSFORMERS := $(call oldest,transformers)
 
-.PHONY: benchmark test lint
+.PHONY: benchmark test test-install test-oldest lint
 
-benchmark: $(READY)
+benchmark: $(VENV)/.ready
 	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation
 	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation --do_sample
 
-test: $(READY)
-	$(RUN) -m pytest -q -n 2 --dist loadfile --max-worker-restart 1 -m "not install"
+test: $(VENV)/.ready
+	$(RUN) $(PYTEST)
 
-lint: $(READY)
+# The wheel, in fresh environments that borrow torch and transformers from this one.
+test-install: $(VENV)/.ready
+	$(RUN) -m pytest -q -m install
+
+test-oldest: $(OLDEST)/.ready
+	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python $(PYTEST)
+
+lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy hf_specdec
 	$(VENV)/bin/lint-imports
 
-$(READY): requirements.txt
+$(VENV)/.ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet $$(grep '^torch==' requirements.txt)
 	$(VENV)/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+$(OLDEST)/.ready: requirements.txt setup.py
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet torch==$(TORCH)
+	grep -v -e '^torch==' -e '^transformers==' requirements.txt > $(OLDEST)/requirements.txt
+	$(OLDEST)/bin/pip install --quiet torch==$(TORCH) transformers==$(TRANSFORMERS) -r $(OLDEST)/requirements.txt
 	touch $@

@@ -18,13 +18,26 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hf_specdec", "hf_specdec.*"]),
-    package_data={"hf_specdec": ["py.typed", "embedded/**/*.json", "embedded/**/*.md", "embedded/**/*.safetensors"]},
+    package_data={
+        "hf_specdec": ["py.typed", "embedded/*.json", "embedded/*.md", "embedded/models/**/*"],
+    },
     scripts=["scripts/assisted_generation.py"],
+    # `compile=True` takes torch 2.13, the first whose `torch.compile` has `isolate_recompiles`. With an older one a
+    # warning says so, and decoding goes on uncompiled, with the same tokens.
     install_requires=["torch>=2.6", "transformers>=5.17,<6", "tqdm"],
     extras_require={
-        "bench": ["matplotlib", "psutil", "tabulate", "evaluate>=0.4.6", "sacrebleu>=2.4", "rouge_score", "datasets"],
+        "bench": [
+            "datasets",
+            "evaluate>=0.4.6",
+            "matplotlib",
+            "psutil",
+            "rouge_score",
+            "sacrebleu>=2.4",
+            "scipy",
+            "tabulate",
+        ],
         "precision": ["accelerate", "optimum-quanto>=0.2.7"],
         "llama-cpp": ["llama-cpp-python>=0.3.36,<0.4", "gguf>=0.19"],
-        "dev": ["pytest", "ruff", "mypy"],
+        "dev": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
 )

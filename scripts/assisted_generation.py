@@ -7,6 +7,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +33,8 @@ _ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines", "growth")
 _PROMPT_LENGTHS = {"engines": [256], "growth": [40, 90, 150]}
 _CONTINUE = "; what was measured is kept, and the same command continues it"
 _ENGINES = ("eager", "static", "compiled")
+# What `hf_specdec[bench]` installs.
+_PACKAGES = ("datasets", "evaluate", "matplotlib", "psutil", "rouge_score", "sacrebleu", "scipy", "tabulate")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -271,6 +274,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Parses and runs; returns the exit status: 0, 1 for what the user can put right, 130 for Ctrl-C."""
     parser = build_parser()
     options = complete(parser, vars(parser.parse_args(arguments)))
+
+    # All of them now, since some are imported late, when everything was measured.
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        print(
+            f"{parser.prog}: error: {', '.join(missing)} {verb} not installed; pip install 'hf_specdec[bench]'",
+            file=sys.stderr,
+        )
+        return 1
 
     # Only now, since these take seconds, which nobody should wait for a typing error.
     import transformers
