@@ -30,9 +30,9 @@ from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import StaticRunner, static_cache, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.traits import context_length, pass_mode
-from hf_specdec.prepared import captured
-from hf_specdec.prepared.decoder import with_prepared_rounds
-from hf_specdec.prepared.engines import prepared_capacity
+from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.engine import prepared_capacity
+from hf_specdec.prepared.prepared_decoder import with_prepared_rounds
 from hf_specdec.rules.statistics import SpeculationStats
 from hf_specdec.rules.verification import SAMPLING_RULES, greedy
 from hf_specdec.strategies import STRATEGY_TABLE
@@ -243,7 +243,7 @@ def _static_size(
     """
     cache, tokens = model_kwargs.get("past_key_values"), transcript.ids.shape[1]
     if is_static_by_request(cache) or (config.compile and is_unused_default(cache)):
-        prepared = config.compile or captured.captures(transcript.ids.device)
+        prepared = config.compile or cuda_graphs.captures(transcript.ids.device)
         return CacheSize(prepared_capacity(tokens) if prepared else tokens)
     serves = supports_rows_cache if transcript.batch_size > 1 else supports_recorded_row
     if is_unused_default(cache) and serves(model, model_kwargs):

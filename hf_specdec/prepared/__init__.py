@@ -1,1 +1,1 @@
-"""The loop's rounds over static buffers, compiled or captured as CUDA graphs; same output as the general loop."""
+"""Rounds over static buffers whose steps are compiled or captured as CUDA graphs; no other way of decoding."""

@@ -25,7 +25,7 @@ from hf_specdec.bench.running.timed_batch import endless, run_batch
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks import engines
 from hf_specdec.lengths.auto_length import AutoLength
-from hf_specdec.prepared import captured
+from hf_specdec.prepared import cuda_graphs
 
 ASSISTED = 6  # settings of transformers' own
 
@@ -318,7 +318,7 @@ def test_prepared_steps_are_timed_for_their_own_batch_size(
     settings: Settings, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What would be compiled runs as it is, which takes no minute.
-    monkeypatch.setattr(captured, "prepared", lambda step, device, *, compile: step)
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, *, compile: step)
     lengths = cycle((0, 4))
     monkeypatch.setattr(AutoLength, "_choose", lambda self: setattr(self, "limit", next(lengths)))
     asked = replace(settings, engines=("compiled",), lookaheads=(2, 3))

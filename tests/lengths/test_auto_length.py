@@ -18,7 +18,7 @@ from hf_specdec.lengths import auto_length
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength, LengthHistory
 from hf_specdec.lengths.estimates import PassTimes, PositionRates
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
-from hf_specdec.prepared import captured
+from hf_specdec.prepared import cuda_graphs
 from hf_specdec.rules.statistics import Round
 
 PROMPT = 200
@@ -214,7 +214,7 @@ def test_experience_is_a_situation_s_own_and_goes_with_the_target() -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_what_a_text_s_end_cuts_off_is_not_held_against_the_draft(kind: str, monkeypatch) -> None:
     """The target as its own draft is never rejected, however short the texts."""
-    monkeypatch.setattr(captured, "captures", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
     target, _ = pair("llama")
     settings = {**prompts(1), "do_sample": False, "num_assistant_tokens": "auto", "cache_implementation": kind}
     with hf_specdec.enable(target, assistant_model=target, generation_strategy="speculative"):
@@ -227,7 +227,7 @@ def test_what_a_text_s_end_cuts_off_is_not_held_against_the_draft(kind: str, mon
 
 def test_prepared_rounds_have_an_experience_of_their_own(monkeypatch) -> None:
     """One call in each kind of rounds, with the same settings, teaches its own kind alone."""
-    monkeypatch.setattr(captured, "captures", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
     target, draft = pair("llama")
     settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False, "num_assistant_tokens": "auto"}
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):

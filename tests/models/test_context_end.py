@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import hf_specdec
-from hf_specdec.prepared import captured
+from hf_specdec.prepared import cuda_graphs
 
 POSITIONS = 48
 
@@ -78,7 +78,7 @@ def test_texts_reach_the_last_position_of_a_table(build, settings: dict, monkeyp
 @pytest.mark.parametrize("rows", [1, 4])
 def test_texts_go_on_beyond_what_rotary_positions_were_trained_for(rows: int, monkeypatch) -> None:
     """Prepared rounds, which bound positions, leave such texts to the general ones."""
-    monkeypatch.setattr(captured, "captures", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
     target, draft = pair_of(llama, POSITIONS, 4 * POSITIONS, monkeypatch)
     inputs = prompts(rows)
     greedy = {"max_length": POSITIONS + 20, "do_sample": False, "eos_token_id": None}

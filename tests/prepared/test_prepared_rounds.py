@@ -19,9 +19,9 @@ from helpers.pairwise import pairwise
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
-from hf_specdec.prepared import captured, decoder, engines
-from hf_specdec.prepared.decoder import PreparedDecoder
-from hf_specdec.prepared.engines import KEPT_ENGINES, Engine, prepared_capacity
+from hf_specdec.prepared import cuda_graphs, engine, lap_timer, prepared_decoder
+from hf_specdec.prepared.engine import KEPT_ENGINES, Engine, prepared_capacity
+from hf_specdec.prepared.prepared_decoder import PreparedDecoder
 from hf_specdec.rules.sampling import draw
 
 NEW_TOKENS = 16
@@ -38,7 +38,7 @@ def fast_rounds(monkeypatch) -> Iterator[list[PreparedDecoder]]:
         ran.append(self)
         return run_round(self, *args)
 
-    monkeypatch.setattr(captured, "captures", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
     monkeypatch.setattr(PreparedDecoder, "_round", listed)
     with hf_specdec.enable(generation_strategy="speculative"):
         yield ran
@@ -90,10 +90,10 @@ def test_outputs_are_distributed_as_the_target_s_own(toy_pair, fast_rounds, sett
 @pytest.mark.parametrize("settings", [{}, {"verification": "block"}], ids=str)
 def test_outputs_of_bursts_are_too(toy_pair, fast_rounds, monkeypatch, settings: dict) -> None:
     """Their draws are independent of one another and of the verdict's."""
-    monkeypatch.setattr(engines, "BURST", 1)
+    monkeypatch.setattr(engine, "BURST", 1)
     parts = []
-    joined = engines._joined
-    monkeypatch.setattr(engines, "_joined", lambda drafts: (parts.append(len(drafts)), joined(drafts))[1])
+    joined = engine._joined
+    monkeypatch.setattr(engine, "_joined", lambda drafts: (parts.append(len(drafts)), joined(drafts))[1])
     decoding = SpeculativeDecoding(toy_pair[1], num_assistant_tokens=2, entropy_threshold=0.1, **settings)
     assert min(odds(toy_pair, decoding, temperature=1.4, cache_implementation="static")) > FALSE_FAILURE
     assert max(parts) == 2
@@ -147,7 +147,7 @@ VARIANTS = [
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_auto_gives_plain_tokens_in_prepared_rounds(batch_size: int, fast_rounds, monkeypatch) -> None:
     """By the lengths that it finds itself; what would be compiled runs as it is."""
-    monkeypatch.setattr(captured, "prepared", lambda step, device, *, compile: step)
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, *, compile: step)
     target, draft = pair("llama")
     settings = {**GREEDY, "assistant_model": draft, "num_assistant_tokens": "auto", "compile": True}
     for variant in VARIANTS:
@@ -174,7 +174,7 @@ def test_rounds_of_all_lengths_draft_what_the_general_ones_do(
     Drafts that may stop come in bursts on a CPU; on an accelerator nothing looks at them in between.
     """
     if not looks:
-        monkeypatch.setattr(engines, "burst_of", lambda lookahead: lookahead)
+        monkeypatch.setattr(engine, "burst_of", lambda lookahead: lookahead)
     choose_in_turn(monkeypatch, 4, 0, 0, 8, 1, 0, 0, 0, 16, 2, 2, 0)
     target, draft = pair(family, noise=0.05)
     settings = {"max_new_tokens": 48, "do_sample": False, "assistant_model": draft, "num_assistant_tokens": "auto"}
@@ -264,9 +264,9 @@ def test_preparing_is_no_part_of_a_round(fast_rounds, monkeypatch) -> None:
 
         return run
 
-    for module in (captured, decoder):
+    for module in (lap_timer, prepared_decoder):
         monkeypatch.setattr(module, "perf_counter", clock)
-    monkeypatch.setattr(captured, "prepared", slow)
+    monkeypatch.setattr(cuda_graphs, "prepare", slow)
     choose_in_turn(monkeypatch, 4, 0, 2)
     target, draft = pair("llama")
     out = target.generate(

@@ -18,8 +18,8 @@ from hf_specdec.bench.settings import Settings
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner, static_pass, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.traits import pass_mode
-from hf_specdec.prepared import engines
-from hf_specdec.prepared.engines import kept_engines
+from hf_specdec.prepared import engine as prepared_engine
+from hf_specdec.prepared.engine import kept_engines
 
 Times = dict[str, dict[str, list[float]]]
 Place = tuple[str, int, int]  # engine, batch size, prompt length
@@ -81,12 +81,12 @@ def prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
 @contextmanager
 def keeping_engines(count: int) -> Iterator[None]:
     """Lets a target keep so many engines: contestants that take turns would compile again and again otherwise."""
-    saved = engines.KEPT_ENGINES
-    engines.KEPT_ENGINES = max(saved, count)
+    saved = prepared_engine.KEPT_ENGINES
+    prepared_engine.KEPT_ENGINES = max(saved, count)
     try:
         yield
     finally:
-        engines.KEPT_ENGINES = saved
+        prepared_engine.KEPT_ENGINES = saved
 
 
 def timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:

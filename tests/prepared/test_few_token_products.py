@@ -8,8 +8,8 @@ from helpers.families import FAMILIES, pair, prompts
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdec.prepared import narrow_products
-from hf_specdec.prepared.narrow_products import WIDEST, NarrowProducts, as_loops
+from hf_specdec.prepared import few_token_products
+from hf_specdec.prepared.few_token_products import WIDEST, NarrowProducts, as_loops
 
 PRODUCTS = {
     torch.ops.aten.mm.default,
@@ -75,7 +75,7 @@ def test_narrow_attention_is_that_of_torch(heads: int, kind: str) -> None:
 )
 def test_other_products_are_left_alone(call, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("linear", "attention"):
-        monkeypatch.setattr(narrow_products, name, lambda *args, **kwargs: pytest.fail("written as sums"))
+        monkeypatch.setattr(few_token_products, name, lambda *args, **kwargs: pytest.fail("written as sums"))
     with NarrowProducts():
         found = call()
     assert torch.equal(found, call())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.prepared.compiled import Compiled
+from hf_specdec.prepared.compiled_step import Compiled
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,7 @@
-"""Rounds without Python in them: two prepared steps over static buffers, and one copy to the host.
+"""`PreparedDecoder`: the decoding loop with rounds that run two prepared steps and copy once to the host.
 
-The loop is `decoding.Decoder`'s; only how a round runs is another. What the steps can't do (processors that read the
-text, recorded scores, other drafters, a cache of the caller's own) keeps the general round.
+The loop itself is `decoding.Decoder`'s. Calls that need what the steps lack keep the general round: processors that
+read the text, recorded scores, drafters other than a model, a cache passed in by the caller.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRu
 from hf_specdec.models.fingerprint import has_fixed_rope, state_of, weights_of
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
-from hf_specdec.prepared import captured
-from hf_specdec.prepared.engine_keys import parts_of, plan_key
-from hf_specdec.prepared.engines import Engine, Engines, ordinary_tensors
-from hf_specdec.prepared.steps import Plan
+from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.engine import Engine, Engines, ordinary_tensors
+from hf_specdec.prepared.engine_key import parts_of, plan_key
+from hf_specdec.prepared.lap_timer import LapTimer
+from hf_specdec.prepared.round_steps import Plan
 from hf_specdec.rules.statistics import Round, reached_overlap
 
-# They read scores alone and are told apart by their numbers; the one left out holds a list of tokens.
+# They depend on the scores and a few numbers only. `SuppressTokens` holds a list of tokens instead.
 PROCESSORS = tuple(kind for kind in SCORES_ONLY if kind is not host.SuppressTokensLogitsProcessor)
 
-# They stop by a round's own draft probabilities, or at a limit that is known before the round.
+# They need nothing but the round's own draft probabilities, or a limit that is known before the round.
 KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop)
 
 
 @dataclass(frozen=True)
 class PreparedDecoder(Decoder):
-    """`Decoder` with an engine's rounds.
+    """`Decoder` whose rounds run on an engine.
 
-    The runners of target and drafter only read the prompt, and that of the drafter what rounds without drafts left
-    aside, eagerly.
+    The runners of target and draft are used, uncompiled, for the prompt only; the draft's also for tokens of rounds
+    without drafts.
     """
 
     engine: Engine
@@ -56,10 +57,10 @@ class PreparedDecoder(Decoder):
         before, room = list(transcript.lengths), tuple(max(space - 1, 0) for space in transcript.room)
         limits = [min(space, lookahead) for space in room]
         if not all(n in engine.steps for n in engine.lengths(lookahead)):
-            # Before the clock starts: what it takes is no part of a round.
+            # Before the clock starts: preparing is not part of a round's time.
             engine.load(engine.tails, before, limits)
             engine.prepare(lookahead)
-        began, laps = perf_counter(), captured.LapTimer(transcript.ids.device)
+        began, laps = perf_counter(), LapTimer(transcript.ids.device)
         caught_up = lookahead > 0 and self._catch_up(transcript)
         laps.mark()
         with ordinary_tensors():
@@ -96,17 +97,18 @@ class PreparedDecoder(Decoder):
         )
 
     def _lookahead(self, transcript: Transcript) -> int:
-        """The rule's length; a shorter one that is ready where texts end before."""
+        """The stop rule's length, or a shorter prepared one if every row ends within it."""
         assert isinstance(self.drafter, BaseDrafter)
         limit = min(rule.limit for rule in parts_of(self.drafter.rule))
         needed = min(limit, max(transcript.room) - 1)
         return min((n for n in self.engine.steps if needed <= n <= limit), default=limit)
 
     def _catch_up(self, transcript: Transcript) -> bool:
-        """Let the draft read all but each row's last two tokens, which are its step's; whether any were unread.
+        """Let the draft model read what it has not read yet, except the last two tokens; whether there was any.
 
-        They are the prompt's, and those of rounds without drafts. All rows read as many, and end with their text.
-        Where that is too short for it they read on into slots that later passes write anew.
+        `draft_step` reads the last two itself. Unread are the prompt, and the tokens of rounds without drafts. All
+        rows read equally many tokens, up to their last but two. A row shorter than that reads beyond its text, into
+        slots that later passes overwrite.
         """
         runner, lengths = self._draft_runner, transcript.lengths
         unread = max(n - 2 - read for n, read in zip(lengths, runner.read, strict=True))
@@ -118,7 +120,7 @@ class PreparedDecoder(Decoder):
         return True
 
     def _note_drafted(self, before: Sequence[int], after: Sequence[int], lookahead: int) -> None:
-        """What the draft's step has read: a row's text before it, and its own tokens but the last, if they stand."""
+        """Note what the draft model has read: the text before the round and the accepted drafts except the last."""
         rows = zip(before, after, strict=True)
         self._draft_runner.read = [min(old + lookahead - 1, new - 1) for old, new in rows]
 
@@ -130,13 +132,13 @@ class PreparedDecoder(Decoder):
 
 @contextmanager
 def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) -> Iterator[Decoder]:
-    """The decoder with prepared rounds where they can be had (see `plan_for`), or as it is.
+    """The decoder with prepared rounds, or unchanged where `plan_for` finds none.
 
     Args:
-        compile: compile the steps; on CUDA they are captured in any case.
+        compile: compile the steps. Without it, prepared rounds run on CUDA only, captured.
     """
     plan = plan_for(decoder, transcript)
-    if plan is None or not (compile or captured.captures(transcript.ids.device)):
+    if plan is None or not (compile or cuda_graphs.captures(transcript.ids.device)):
         yield decoder
         return
     target = decoder.target
@@ -161,7 +163,7 @@ def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: b
 
 
 def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
-    """How an engine would run this call; None where it can't, and the general round has to."""
+    """How an engine would run this call, or None if only the general round can."""
     target, drafter = decoder.target, decoder.drafter
     processors = decoder.processors.processors
     if (
@@ -195,7 +197,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         return None
     parts = parts_of(drafter.rule)
     adapts = any(isinstance(rule, AutoLength) for rule in parts)
-    # Lengths are chosen outside of the steps.
+    # Rules that read no probabilities choose a length before the round.
     stops = [rule for rule in parts if rule.reads_probabilities]
     return Plan(
         PREPARED_LENGTHS[-1] if adapts else drafter.rule.limit,
@@ -208,5 +210,5 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
 
 
 def _within(bound: int | None, transcript: Transcript) -> bool:
-    """Whether all of a call's texts end within a model's positions: prepared rounds cut what goes beyond."""
+    """Whether the call ends within a model's positions; prepared rounds clamp positions beyond."""
     return bound is None or transcript.max_length <= bound

@@ -1,4 +1,4 @@
-"""Prepared steps over static buffers, and who keeps them: an engine for each pair and way of running rounds."""
+"""`Engine`: the static buffers of a target and its draft, and the prepared steps that run over them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from transformers import PreTrainedModel
 
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
-from hf_specdec.prepared import captured
-from hf_specdec.prepared.steps import Drafts, Plan, Side, draft_step, verify_step
+from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.round_steps import Drafts, Plan, Side, draft_step, verify_step
 
 LEAST_CAPACITY_STEP = 128  # see `prepared_capacity`
 KEPT_ENGINES = 4  # of a target; each holds its caches, and the steps of one length, or of a ladder of them
-BURST = 4  # drafts between two looks, see `burst_of`
+BURST = 4  # drafts between two checks of the host, see `burst_of`
 
 
 class Steps:
-    """The two prepared steps of rounds of one length, over an engine's buffers.
+    """The prepared steps of rounds of one lookahead, over an engine's buffers.
 
-    What they write in being prepared, the round that follows writes over.
+    Preparing runs them once; the round that follows overwrites what that wrote.
 
     Args:
-        plan: how they run.
-        target, draft: whose passes they are; no draft: nothing is drafted by them.
-        state, uniforms: the engine's, of that round.
-        compile: compile them.
+        plan: the settings of the rounds.
+        target, draft: the models; without a draft, drafting returns blanks.
+        state, uniforms: the engine's buffers.
+        compile: compile the steps.
 
     Attributes:
-        run_draft, run_verify: the prepared `draft_step` and `verify_step`; without a draft the former gives blanks.
+        run_draft, run_verify: the prepared `draft_step` and `verify_step`.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Steps:
         self._plan, self._target_side, self._draft_side = plan, target, draft
         self._state, self._uniforms = state, uniforms
         self._blanks = _blank_drafts(plan, len(state), state.device), state[:, 3] > 0
-        # Once as they are, so that the caches exist before anything is compiled or captured.
+        # One plain run allocates the caches, which must exist before anything is compiled or captured.
         self._verify(self._draft()[0])
-        self.run_verify: Callable[[Drafts], Tensor] = captured.prepared(self._verify, state.device, compile=compile)
+        self.run_verify: Callable[[Drafts], Tensor] = cuda_graphs.prepare(self._verify, state.device, compile=compile)
         self.run_draft: Callable[[], tuple[Drafts, Tensor]] = self._draft
         if draft is not None:
-            self.run_draft = captured.prepared(self._draft, state.device, compile=compile)
+            self.run_draft = cuda_graphs.prepare(self._draft, state.device, compile=compile)
         self.run_verify(self.run_draft()[0])
 
     def _draft(self) -> tuple[Drafts, Tensor]:
@@ -62,18 +62,20 @@ class Steps:
 
 
 class Engine:
-    """Static buffers of a pair and the prepared steps over them; serves one call at a time.
+    """The static buffers of a target and its draft, and the prepared steps over them; serves one call at a time.
 
     Args:
-        plan: how rounds run, of the longest lookahead; kept as an attribute, and `compile`, too.
-        target, draft: the models' runners, before their first pass, whose caches it keeps; no draft: plain decoding.
+        plan: the settings of the rounds, with the longest lookahead.
+        target, draft: the models' runners before their first pass; the engine keeps their caches. None decodes plainly.
         compile: compile the steps.
 
     Attributes:
-        steps: those that are prepared, by their lookahead.
-        looks: whether the host looks between bursts of drafts whether any row goes on, see `burst_of`.
-        uniforms: what draws read, see `draft_step` and `verify_step`.
-        tails: the rows' last two tokens.
+        plan, compile: as given.
+        steps: the prepared steps by lookahead.
+        looks: whether the host checks between bursts of drafts if any row goes on, see `burst_of`.
+        state: `[B, 4]`, see `draft_step`.
+        uniforms: the draws of a round, see `draft_step` and `verify_step`.
+        tails: each row's last two tokens.
     """
 
     def __init__(self, plan: Plan, target: StaticRunner, draft: StaticRunner | None, compile: bool) -> None:
@@ -82,7 +84,7 @@ class Engine:
         self.target = _side(target)
         self.draft = None if draft is None else _side(draft)
         device, rows = target.positions.device, len(target.read)
-        # On an accelerator a look would wait for it.
+        # On an accelerator the check would wait for the device.
         self.looks = plan.stop.reads_probabilities and device.type == "cpu"
         self.state = torch.zeros(rows, 4, dtype=torch.long, device=device)
         self.uniforms = torch.zeros(rows, 2 * plan.lookahead + 1, device=device)
@@ -90,7 +92,7 @@ class Engine:
         self.steps: dict[int, Steps] = {}
 
     def adopt(self, target: StaticRunner, draft: StaticRunner | None) -> None:
-        """Let a call's runners read into the engine's buffers."""
+        """Hand the engine's buffers to a call's runners, so that they read the prompt into them."""
         for side, runner in ((self.target, target), (self.draft, draft)):
             if side is not None and runner is not None:
                 side.positions.copy_(_bounded_positions(runner))
@@ -98,17 +100,17 @@ class Engine:
                 runner.cache, runner.positions, runner.visible = side.cache, side.positions, side.visible
 
     def lengths(self, lookahead: int) -> range:
-        """The lookaheads whose steps serve rounds of up to this one: itself, or all that bursts can come to."""
+        """The lookaheads whose steps a round of up to `lookahead` needs: every length at which a burst can end it."""
         burst = burst_of(lookahead) if self.looks else lookahead
         return range(burst, lookahead + 1, max(burst, 1))
 
     def load(self, tails: Sequence[Sequence[int]], lengths: Sequence[int], limits: Sequence[int]) -> None:
-        """One copy to the device: last tokens, lengths, the most tokens to draft."""
+        """Copy the round's inputs to the device: last two tokens, lengths and the most tokens to draft, by row."""
         rows = zip(tails, lengths, limits, strict=True)
         self.state.copy_(torch.tensor([[tail[0], tail[-1], n, limit] for tail, n, limit in rows]))
 
     def prepare(self, lookahead: int) -> None:
-        """Make the steps of rounds of up to this lookahead that are not there yet; the state of one is loaded."""
+        """Prepare the steps that rounds of up to `lookahead` lack. The state of a round must be loaded."""
         drafting, *longer = self.lengths(lookahead)
         for length in (drafting, *longer):
             if length not in self.steps:
@@ -119,10 +121,10 @@ class Engine:
                     )
 
     def run_draft(self, lengths: Sequence[int], limits: Sequence[int], lookahead: int) -> tuple[Drafts, int]:
-        """Draft up to `lookahead` tokens behind texts of these lengths, up to its limit for each row.
+        """Draft up to `lookahead` tokens for texts of these lengths, for each row at most its limit.
 
         Returns:
-            The drafts, and for how many tokens they have room: the lookahead of the steps that judge them.
+            The drafts, and their width: the lookahead of the steps that verify them.
         """
         burst, *longer = self.lengths(lookahead)
         self.load(self.tails, lengths, limits)
@@ -144,7 +146,7 @@ class Engine:
 
     def _burst(self, count: int) -> tuple[Drafts, Tensor]:
         if self.plan.do_sample:
-            # What the steps that judge read stands behind what a burst reads.
+            # Bursts read the first columns, verification those behind them.
             torch.rand(self.uniforms.shape, out=self.uniforms)
         return self.steps[count].run_draft()
 
@@ -184,14 +186,14 @@ def kept_engines(model: PreTrainedModel, *, compile: bool) -> list[Engine]:
 
 
 def burst_of(lookahead: int) -> int:
-    """How many tokens to draft between two looks: `BURST`, or the lookahead itself if that is no multiple of it."""
+    """How many tokens to draft between two checks: `BURST`, or the whole lookahead if it is no multiple of that."""
     return BURST if lookahead and lookahead % BURST == 0 else lookahead
 
 
 def prepared_capacity(tokens: int) -> int:
-    """Slots of the caches of calls that reach this many tokens: calls of similar length share their steps.
+    """The cache slots of a call that reaches `tokens` tokens, rounded up so that calls of similar length share steps.
 
-    Attention looks at all of them, so that of more than 512 tokens at most a quarter is added.
+    Attention reads all slots, so calls of more than 512 tokens are rounded up by at most a quarter.
     """
     step = max(LEAST_CAPACITY_STEP, (1 << (tokens.bit_length() - 1)) // 4)
     return -(-tokens // step) * step
@@ -199,7 +201,7 @@ def prepared_capacity(tokens: int) -> int:
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """No gradients, but tensors that calls within and without the caller's `inference_mode` can write to."""
+    """Record no gradients, but make tensors that later calls can write to outside the caller's `inference_mode`."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -210,7 +212,7 @@ def _side(runner: StaticRunner) -> Side:
 
 
 def _bounded_positions(runner: StaticRunner) -> Tensor:
-    """Positions within the model's tables; those beyond belong to drafts past a text's end, which are dropped."""
+    """Positions clamped to the model's tables; only drafts past a text's end, which are dropped, exceed them."""
     bound = context_length(runner.model)
     return runner.positions if bound is None else runner.positions.clamp(max=bound - 1)
 
@@ -224,7 +226,7 @@ def _blank_drafts(plan: Plan, rows: int, device: torch.device) -> Drafts:
 
 
 def _joined(parts: Sequence[Drafts]) -> Drafts:
-    """Drafts of several bursts behind one another."""
+    """The drafts of several bursts as one."""
     if len(parts) == 1:
         return parts[0]
     tokens, lengths, probs = zip(*parts, strict=True)

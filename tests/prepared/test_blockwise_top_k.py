@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper
 
-from hf_specdec.prepared.top_k import keep_top_k, kth_best
+from hf_specdec.prepared.blockwise_top_k import keep_top_k, kth_best
 
 SHAPES = [(1, 1), (7, 3), (97, 1), (100, 6), (2048, 50), (2051, 50), (5000, 3), (640, 40)]
 

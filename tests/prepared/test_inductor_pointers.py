@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from hf_specdec.prepared import compiled
-from hf_specdec.prepared.compiled import Compiled
+from hf_specdec.prepared import compiled_step
+from hf_specdec.prepared.compiled_step import Compiled
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def _read_by_a_library(states: Tensor, weight: Tensor) -> Tensor:
 
 def _run(step, pointers: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], str]:
     if not pointers:
-        monkeypatch.setattr(compiled, "pieces_as_pointers", nullcontext)
+        monkeypatch.setattr(compiled_step, "pieces_as_pointers", nullcontext)
     torch._dynamo.reset()
     states, weight = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
     with fresh_cache():

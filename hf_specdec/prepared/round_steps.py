@@ -1,7 +1,7 @@
-"""The two steps of a round as plain functions of static tensors: what a CUDA graph captures and `torch.compile` takes.
+"""The two steps of a round, drafting and verification, as functions of tensors that can be captured or compiled.
 
-Nothing here reads a number on the host, and every shape is fixed by the arguments. Drafting runs all γ steps; rules
-that stop a draft earlier only shorten its length, which is known with the round's result.
+They never read a value on the host, and their arguments fix every shape. Drafting always runs γ steps. A rule that
+stops earlier only shortens the draft's length, which is part of the round's result.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import static_pass
-from hf_specdec.prepared.top_k import keep_top_k
+from hf_specdec.prepared.blockwise_top_k import keep_top_k
 from hf_specdec.rules import sampling
 from hf_specdec.rules.verification import Rule
 
 
 @dataclass(frozen=True)
 class Side:
-    """One model with its cache and what its slots hold.
+    """A model, its cache and the state of the cache's slots.
 
     Args:
         model: the draft or the target.
-        cache: its keys and values.
+        cache: the model's keys and values.
         positions, visible: `[B, capacity]`, see `StaticRunner`.
-        keeps_logits: whether the model can be asked for the last logits only.
+        keeps_logits: whether the model's `forward` takes `logits_to_keep`.
     """
 
     model: PreTrainedModel
@@ -59,18 +59,18 @@ class Side:
 
 @dataclass(frozen=True)
 class Plan:
-    """How rounds run; constants of the steps, and with the shapes what tells one compiled step from another.
+    """The settings of a round that are constants of its steps.
 
     Args:
-        lookahead: γ, drafted tokens of a round; 0 decodes plainly.
-        vocabulary, draft_vocabulary: as of `ModelDrafter`.
-        do_sample: draw drafts and the target's tokens.
-        keep_probs: the rule is given the drafts' distributions.
-        stop: ends a row's draft before its length.
-        processors: the host's; they read scores alone.
-        relaxation: changes the target's processed scores.
-        rule: accepts drafts.
-        eos_tokens: nothing is drafted after one of these.
+        lookahead: γ, the tokens drafted in a round; 0 decodes without drafts.
+        vocabulary, draft_vocabulary: see `ModelDrafter`.
+        do_sample: sample the drafts and the target's tokens.
+        keep_probs: pass the drafts' distributions to the verification rule.
+        stop: ends a row's draft early.
+        processors: the call's logits processors, which may read the scores only.
+        relaxation: changes the target's processed scores before verification.
+        rule: the verification rule.
+        eos_tokens: a draft ends with one of these.
     """
 
     lookahead: int
@@ -85,22 +85,22 @@ class Plan:
     eos_tokens: tuple[int, ...]
 
 
-# Tokens `[B, γ]`, the drafts' lengths `[B]`, their distributions `[B, γ, V]` if kept.
+# Tokens `[B, γ]`, lengths `[B]`, and distributions `[B, γ, V]` if `Plan.keep_probs`.
 Drafts = tuple[Tensor, Tensor, Tensor | None]
 
 
 def draft_step(side: Side, plan: Plan, state: Tensor, uniforms: Tensor) -> tuple[Drafts, Tensor]:
     """Draft γ tokens for every row.
 
-    The first pass reads a row's last two tokens, also where one of them was read before: so the catch-up after a
-    full acceptance changes no shape.
+    The first pass always reads a row's last two tokens. After a full acceptance the draft model has read neither;
+    otherwise the first is read again, so that both cases have one shape.
 
     Args:
-        state: `[B, 4]`: the token before the last, the last, the row's length, the most tokens to draft.
+        state: `[B, 4]`: the last token but one, the last token, the row's length, the most tokens to draft.
         uniforms: `[B, ≥ γ]`, for the draws.
 
     Returns:
-        The drafts, and `[B]` whether a row's could go on: no rule and no end of text has stopped it.
+        The drafts, and `[B]` whether a row's draft can be continued: neither a stop rule nor an EOS token ended it.
     """
     tokens, slots = state[:, :2], state[:, 2:3] + torch.arange(-2, 0, device=state.device)
     drafts, kept, open_rows, last_rows = [], [], [], []
@@ -131,16 +131,16 @@ def verify_step(
     draft_probs: Tensor | None,
     uniforms: Tensor,
 ) -> Tensor:
-    """One target pass over each row's last token and its drafts, judged.
+    """Verify the drafts with one target pass over each row's last token and its drafts.
 
     Args:
-        state: as of `draft_step`.
-        drafts, lengths, draft_probs: what it returned; `[B, 0]`, zeros and None in plain decoding.
+        state: see `draft_step`.
+        drafts, lengths, draft_probs: the result of `draft_step`; without drafts `[B, 0]`, zeros and None.
         uniforms: `[B, γ+1]`, for the rule.
 
     Returns:
-        `[B, 2γ+3]` float64, for one copy to the host: the drafts, their length, how many are accepted, the target's
-        own token, and the overlaps (see `Verification`).
+        `[B, 2γ+3]` float64, one tensor so that the host copies once: γ drafts, their length, the number accepted, the
+        target's own token, and γ overlaps (see `Verification`).
     """
     tokens = torch.cat([state[:, 1:2], drafts], dim=1)
     slots = state[:, 2:3] - 1 + torch.arange(tokens.shape[1], device=state.device)
@@ -169,9 +169,10 @@ def _draft_lengths(
     last_rows: list[Tensor],
     eos_tokens: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Drafts up to a row's limit, before its first stop, and up to its first last token or end of text, `[B]`.
+    """The length of each row's draft, `[B]`, and whether neither a stop rule nor an EOS token ended it, `[B]`.
 
-    And whether neither stop nor end came, `[B]`.
+    A draft ends at the row's limit, before the first position of `open_rows` that is False, and after the first
+    position of `last_rows` that is True or the first EOS token.
     """
     ends = torch.stack(last_rows, dim=1) if last_rows else torch.zeros_like(drafts, dtype=torch.bool)
     for token in eos_tokens:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from hf_specdec.prepared.narrow_products import OPTIONS, as_loops
-from hf_specdec.prepared.pointer_outputs import pieces_as_pointers
+from hf_specdec.prepared.few_token_products import OPTIONS, as_loops
+from hf_specdec.prepared.inductor_pointers import pieces_as_pointers
 
 Step = Callable[..., Any]
 Graph = Callable[[list[Any]], Sequence[Any]]  # empties the list that it is given
