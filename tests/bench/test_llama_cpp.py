@@ -44,7 +44,6 @@ def loaded(model, folder: Path, weights: str = "f32") -> Rows:
 
 def logits_after(rows: Rows, token_ids: list[int]) -> torch.Tensor:
     rows.prepare(1, 64)
-    rows.clear()
     rows.feed([token_ids])
     return torch.stack([torch.tensor(rows.logits(place)) for place in range(len(token_ids))])
 
@@ -100,13 +99,11 @@ def test_rounds_are_those_of_our_own_loop(tmp_path: Path) -> None:
     kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
     target.generate(ids, custom_generate=ours, **kwargs)
     calls = []
-    done = decode_with_draft(
-        loaded(target, tmp_path), loaded(draft, tmp_path), ids.tolist(), 40, 4, lambda: calls.append(1)
-    )
+    done = decode_with_draft(loaded(target, tmp_path), loaded(draft, tmp_path), ids.tolist(), 40, 4, calls.append)
     assert ours.stats is not None
     assert done.new_tokens == [list(item.new_tokens) for item in ours.stats.rounds]
     assert done.accepted == [list(item.accepted) for item in ours.stats.rounds]
-    assert len(calls) == len(done.new_tokens)
+    assert [[len(row) for row in rows] for rows in calls] == done.new_tokens
 
 
 def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,17 @@ _ATTENTION = {
     "q8_0": _HALF,
 }
 _CHUNK = 2048  # tokens of a call of llama_decode, its default
+_SPARE = 64  # positions beyond the last token, for drafts: one cache serves every lookahead
+
+# Called with each row's new tokens whenever there are any for the caller.
+Delivered = Callable[[list[list[int]]], None]
 
 # Python must hold on to what C calls.
 _SILENCE = llama_cpp.llama_log_callback(lambda level, text, data: None)
 
 
 class Rows:
-    """A model read from a GGUF file, and a batch of rows with a cache each.
+    """A model read from a GGUF file, and a batch of rows with a cache each; given back with the last reference.
 
     `lengths` says how many tokens of each row are in the cache. Raises RuntimeError where llama.cpp can't go on.
     """
@@ -39,30 +45,34 @@ class Rows:
             raise RuntimeError(f"llama.cpp can't read {str(path)!r}")
         self._model, self._weights, self._threads = model, weights, threads
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        self._context: Any = None
-        self._room = (0, 0)
         self._batch = llama_cpp.llama_batch_init(_CHUNK, 0, 1)
+        self._context: Any = None
+        self._context_held = ExitStack()
+        held = ExitStack()
+        held.callback(llama_cpp.llama_model_free, model)
+        held.callback(llama_cpp.llama_batch_free, self._batch)
+        held.push(self._context_held)
+        weakref.finalize(self, held.close)
+        self._room = (0, 0)
         self.lengths: list[int] = []
 
     def prepare(self, rows: int, positions: int) -> None:
-        """Makes caches for so many rows of so many positions, unless there are."""
-        if self._room == (rows, positions):
-            return
-        self._free_context()
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = rows * positions, rows
-        params.n_threads = params.n_threads_batch = self._threads
-        cache_type, params.flash_attn_type = _ATTENTION[self._weights]
-        params.type_k = params.type_v = cache_type
-        self._context = llama_cpp.llama_init_from_model(self._model, params)
-        if self._context is None:
-            raise RuntimeError(f"llama.cpp can't make a cache of {rows} x {positions} positions")
-        self._room = (rows, positions)
-
-    def clear(self) -> None:
-        """Empties all caches."""
+        """Empty caches for so many rows of at least so many positions; made anew only where there are none."""
+        positions += _SPARE
+        if self._room[0] != rows or self._room[1] < positions:
+            self._context_held.close()
+            params = llama_cpp.llama_context_default_params()
+            params.n_ctx, params.n_seq_max = rows * positions, rows
+            params.n_threads = params.n_threads_batch = self._threads
+            cache_type, params.flash_attn_type = _ATTENTION[self._weights]
+            params.type_k = params.type_v = cache_type
+            self._context = llama_cpp.llama_init_from_model(self._model, params)
+            if self._context is None:
+                raise RuntimeError(f"llama.cpp can't make a cache of {rows} x {positions} positions")
+            self._context_held.callback(llama_cpp.llama_free, self._context)
+            self._room = (rows, positions)
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
-        self.lengths = [0] * self._room[0]
+        self.lengths = [0] * rows
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Cuts each row's cache to so many tokens; shorter ones stay as they are."""
@@ -98,14 +108,6 @@ class Rows:
         pointer = llama_cpp.llama_get_logits_ith(self._context, index)
         return np.ctypeslib.as_array(pointer, (self._vocabulary,))
 
-    def close(self) -> None:
-        """Gives everything back; a second call does nothing."""
-        self._free_context()
-        if self._model is not None:
-            llama_cpp.llama_batch_free(self._batch)
-            llama_cpp.llama_model_free(self._model)
-            self._model = None
-
     def _decode(self, chunk: Sequence[tuple[int, int, int, bool]]) -> None:
         batch = self._batch
         batch.n_tokens = len(chunk)
@@ -117,11 +119,6 @@ class Rows:
             batch.logits[index] = wanted
         if (status := llama_cpp.llama_decode(self._context, batch)) != 0:
             raise RuntimeError(f"llama_decode returned {status} for a batch of {len(chunk)} tokens")
-
-    def _free_context(self) -> None:
-        if self._context is not None:
-            llama_cpp.llama_free(self._context)
-            self._context, self._room = None, (0, 0)
 
 
 @dataclass
@@ -135,17 +132,16 @@ class Decoded:
 
 
 def decode(
-    target: Rows, prompts: Sequence[Sequence[int]], new_tokens: int, delivered: Callable[[], None] = lambda: None
+    target: Rows, prompts: Sequence[Sequence[int]], new_tokens: int, delivered: Delivered = lambda tokens: None
 ) -> Decoded:
-    """Greedy decoding of `new_tokens` a row; `delivered` is called whenever tokens are there for the caller."""
-    target.prepare(len(prompts), len(prompts[0]) + new_tokens)
-    target.clear()
+    """Greedy decoding of `new_tokens` a row."""
+    target.prepare(len(prompts), max(map(len, prompts)) + new_tokens)
     text: list[list[int]] = [[] for _ in prompts]
     latest = target.feed(prompts, last_only=True)
     while True:
         for row, found in zip(text, latest, strict=True):
             row += found
-        delivered()
+        delivered(latest)
         if len(text[0]) == new_tokens:
             return Decoded(text)
         latest = target.feed(latest)
@@ -157,12 +153,11 @@ def decode_with_draft(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     lookahead: int,
-    delivered: Callable[[], None] = lambda: None,
+    delivered: Delivered = lambda tokens: None,
 ) -> Decoded:
     """The same tokens, `lookahead` of them drafted a round; what is left to decode bounds a round's draft."""
     for model in (target, draft):
-        model.prepare(len(prompts), len(prompts[0]) + new_tokens + lookahead)
-        model.clear()
+        model.prepare(len(prompts), max(map(len, prompts)) + new_tokens)
     target.feed([prompt[:-1] for prompt in prompts], last_only=True)
     text = [list(prompt) for prompt in prompts]
     goals = [len(prompt) + new_tokens for prompt in prompts]
@@ -183,7 +178,7 @@ def decode_with_draft(
         done.drafted.append([len(drafted) for drafted in drafts])
         done.accepted.append(accepted)
         done.new_tokens.append([len(found) for found in new])
-        delivered()
+        delivered(new)
     done.tokens = [row[len(prompt) :] for row, prompt in zip(text, prompts, strict=True)]
     return done
 
