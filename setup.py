@@ -33,7 +33,7 @@ setup(
             "psutil",
             "rouge_score",
             "sacrebleu>=2.4",
-            "scipy",
+            "scipy>=1.15",
             "tabulate",
         ],
         "precision": ["accelerate", "optimum-quanto>=0.2.7"],

@@ -19,12 +19,12 @@ if (_CHECKOUT / "hf_specdec" / "__init__.py").is_file():
 
 # What each task does unless told otherwise: (new tokens at most, repeats).
 _TASKS = {
-    "benchmark": (30, 3),
+    "benchmark": (30, 7),
     "decode": (30, 1),
-    "subtasks": (128, 3),
-    "sweep": (128, 5),
-    "ablation": (64, 3),
-    "engines": (128, 3),
+    "subtasks": (128, 7),
+    "sweep": (128, 7),
+    "ablation": (64, 7),
+    "engines": (128, 7),
     "growth": (16, 1),
     "report": (1, 1),
 }
@@ -35,6 +35,11 @@ _CONTINUE = "; what was measured is kept, and the same command continues it"
 _ENGINES = ("eager", "static", "compiled")
 # What `hf_specdec[bench]` installs.
 _PACKAGES = ("datasets", "evaluate", "matplotlib", "psutil", "rouge_score", "sacrebleu", "scipy", "tabulate")
+# Arguments that `sweep` takes several values of, and crosses; `engines` those of the first.
+_GRID = (
+    "num_assistant_tokens", "fallback_threshold", "rollback_threshold", "drafter", "verification",
+    "entropy_threshold", "compile", "cache_implementation",
+)  # fmt: skip
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -75,8 +80,8 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="in tokens; benchmark 256 512, engines 256, growth 40 90 150",
     )
-    sizes = "engines: rows that are decoded at once (1 4 8)"
-    add("--batch_sizes", nargs="+", type=_at_least(1), default=[1, 4, 8], metavar="N", help=sizes)
+    sizes = "rows that are decoded at once (1); engines: several (1 4 8)"
+    add("--batch_size", "--batch_sizes", dest="batch_sizes", nargs="+", type=_at_least(1), metavar="N", help=sizes)
     add("--engines", nargs="+", choices=_ENGINES, default=["eager", "compiled"], help="engines (eager compiled)")
     add("--calls", type=_at_least(2), default=2000, metavar="N", help="growth: calls in a row (%(default)s)")
     add(
@@ -147,7 +152,8 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
         "--limit",
         type=_at_least(1),
         metavar="N",
-        help="examples of each subtask; embedded: subtasks 20, sweep 5, ablation 3; others: all; engines: prompts 8",
+        help="examples of each subtask; embedded: subtasks 50, sweep 5 (with BiLD 50), ablation 3; others: all; "
+        "engines: prompts 8",
     )
 
 
@@ -160,8 +166,8 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         default="speculative",
         help="how to use the draft (%(default)s)",
     )
-    lookahead = "draft tokens per round; by default 4, or 7 for T5; sweep and engines: several"
-    add("--num_assistant_tokens", "--gamma", "--n_lookahead", nargs="+", type=_at_least(1), metavar="N", help=lookahead)
+    lookahead = "draft tokens per round, or auto; by default 4, or 7 for T5; sweep and engines: several"
+    add("--num_assistant_tokens", "--gamma", "--n_lookahead", nargs="+", type=_lookahead, metavar="N", help=lookahead)
     fallback = "BiLD: the target takes over below this draft probability (0.6); sweep: several"
     add(
         "--fallback_threshold",
@@ -180,6 +186,17 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="D",
         help=rollback,
     )
+    choices = {
+        "drafter": (("model", "lookup", "hybrid", "none"), "who drafts (model); sweep: several"),
+        "verification": (("token", "block"), "how sampling judges drafts (token); sweep: several"),
+        "cache_implementation": (("dynamic", "static"), "of generate(), for our rounds; sweep: several"),
+    }
+    for name, (values, text) in choices.items():
+        add(f"--{name}", nargs="+", choices=values, help=text)
+    entropy = "a draft ends behind a token for which 1 - sqrt(0.2 entropy) is below it; sweep: several"
+    add("--entropy_threshold", nargs="+", type=_between(0, 1), metavar="P", help=entropy)
+    compiled = "compile our rounds; sweep: no yes tries both"
+    add("--compile", nargs="*", choices=("no", "yes"), help=compiled)
 
 
 def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
@@ -203,20 +220,24 @@ def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
     add("--seed", type=_at_least(0), default=0, metavar="N", help="of the draws (%(default)s)")
 
 
+def _lookahead(text: str) -> int | str:
+    return text if text == "auto" else _at_least(1, " or auto")(text)
+
+
 def _template(text: str) -> str:
     if "{prompt}" not in text:
         raise argparse.ArgumentTypeError(f"{text!r} lacks {{prompt}}, the place where the prompt goes")
     return text
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _at_least(least: int, otherwise: str = "") -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
         if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}{otherwise}")
         return value
 
     return parse
@@ -252,21 +273,22 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
     options["repeats"] = options["repeats"] or repeats
     options["prompt_lengths"] = options["prompt_lengths"] or _PROMPT_LENGTHS.get(task, [256, 512])
     options["assisted_generation"] |= task in _ALWAYS_ASSISTED
-    grids = {
-        "num_assistant_tokens": "lookaheads",
-        "fallback_threshold": "fallback_thresholds",
-        "rollback_threshold": "rollback_thresholds",
-    }
-    for single, several in grids.items():
-        values = options.pop(single) or []
-        grid = task == "sweep" or (task, single) == ("engines", "num_assistant_tokens")
-        if len(values) > 1 and not grid:
-            takers = "--task sweep or engines" if single == "num_assistant_tokens" else "--task sweep"
-            parser.error(f"argument --{single}: {len(values)} values are for {takers}; give one")
-        if grid:
-            options[several] = values
+    options["batch_sizes"] = options["batch_sizes"] or ([1, 4, 8] if task == "engines" else [1])
+    if len(options["batch_sizes"]) > 1 and task != "engines":
+        parser.error(f"argument --batch_size: {len(options['batch_sizes'])} values are for --task engines; give one")
+    options["grid"] = {}
+    if options["compile"] is not None:
+        options["compile"] = [value == "yes" for value in options["compile"]] or [True]
+    for name in _GRID:
+        values = options.pop(name) or []
+        crossed = task == "sweep" or (task, name) == ("engines", "num_assistant_tokens")
+        if len(values) > 1 and not crossed:
+            takers = "--task sweep or engines" if name == "num_assistant_tokens" else "--task sweep"
+            parser.error(f"argument --{name}: {len(values)} values are for {takers}; give one")
+        if values and crossed:
+            options["grid"][name] = tuple(values)
         elif values:
-            options[single] = values[0]
+            options[name] = values[0]
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ class BenchError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of one run, checked one by one before; None leaves the choice to us."""
+    """The arguments of one run, checked one by one before; None leaves the choice to us.
+
+    `grid` holds the values of arguments that got several, of those that the task `sweep` crosses; in `engines` only
+    `num_assistant_tokens`. Keywords of generate() have the names that they have there.
+    """
 
     task: str = "benchmark"
     model_name: str = "target"
@@ -25,9 +30,15 @@ class Settings:
     top_k: int = 50  # transformers' own default
     top_p: float = 1.0
     seed: int = 0
-    num_assistant_tokens: int | None = None
+    num_assistant_tokens: int | str | None = None  # or "auto"
     fallback_threshold: float = 0.6
     rollback_threshold: float = 3.0
+    drafter: str | None = None
+    verification: str | None = None
+    entropy_threshold: float | None = None
+    compile: bool = False
+    cache_implementation: str | None = None
+    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     max_new_tokens: int = 30
     prompt_lengths: tuple[int, ...] = (256, 512)
     prompts: tuple[str, ...] = ()
@@ -36,11 +47,7 @@ class Settings:
     dtype: str = "auto"
     draft_dtype: str = "auto"
     repeats: int = 1
-    # Several values at once are for the task `sweep`.
-    draft_models: tuple[str, ...] = ()
-    lookaheads: tuple[int, ...] = ()
-    fallback_thresholds: tuple[float, ...] = ()
-    rollback_thresholds: tuple[float, ...] = ()
+    draft_models: tuple[str, ...] = ()  # of the task `sweep`
     dataset: str = "embedded"
     dataset_path: Path | None = None
     split: str | None = None  # embedded: heldout; hub: test
@@ -49,9 +56,8 @@ class Settings:
     prompt_template: str = "{prompt}"
     limit: int | None = None
     better_transformer: bool = False
-    # The tasks `engines` and `growth`.
-    batch_sizes: tuple[int, ...] = (1, 4, 8)
-    engines: tuple[str, ...] = ("eager", "compiled")
+    batch_sizes: tuple[int, ...] = (1,)  # several are for the task `engines`
+    engines: tuple[str, ...] = ("eager", "compiled")  # of the tasks `engines` and `growth`
     calls: int = 2000  # of the task `growth`
     precision: str | None = None
     draft_precision: str | None = None
@@ -63,6 +69,25 @@ class Settings:
     def sampling(self) -> bool:
         """Whether tokens are drawn: temperature 0 is greedy decoding, whatever else was asked for."""
         return self.do_sample and self.temperature > 0
+
+    @property
+    def batch_size(self) -> int:
+        """Rows that are decoded at once, where a task has one batch size."""
+        return self.batch_sizes[0]
+
+    @property
+    def endless(self) -> bool:
+        """Whether texts go on to `max_new_tokens`, EOS or not, so that all methods decode as many tokens."""
+        return self.task in ("engines", "growth")
+
+    @property
+    def sweeps_bild(self) -> bool:
+        """Whether BiLD is part of a sweep: asked for by name or by thresholds."""
+        return self.generation_strategy == "bild" or bool({"fallback_threshold", "rollback_threshold"} & set(self.grid))
+
+    def values(self, name: str) -> tuple[Any, ...]:
+        """All values of an argument: those of the grid, or the one that it has."""
+        return self.grid.get(name) or (getattr(self, name),)
 
     def generate_kwargs(self) -> dict[str, Any]:
         """The part of generate()'s arguments that is the same for every method."""

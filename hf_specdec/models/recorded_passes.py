@@ -46,6 +46,11 @@ class Recorded:
         self._shapes: dict[tuple[int, ...], _Shape] = {}
         self._refused = False
 
+    @property
+    def made(self) -> int:
+        """How many recordings there are."""
+        return len(self._recordings)
+
     def run(self, step: Step, inputs: Sequence[Tensor], span: int) -> Tensor:
         """What `step(*inputs)` returns, and does to its inputs.
 
@@ -144,6 +149,11 @@ class RecordedPasses:
         """Those over so many rows."""
         return self._one_row if rows == 1 else self._rows
 
+    @property
+    def made(self) -> int:
+        """How many recordings there are."""
+        return self._one_row.made + self._rows.made
+
 
 _known: PerTarget[RecordedPasses] = PerTarget()
 
@@ -161,3 +171,8 @@ def recordable(model: PreTrainedModel) -> bool:
 def recorded_passes(model: PreTrainedModel) -> RecordedPasses | None:
     """What earlier calls have recorded of a model in the state that it is in; None where it is not `recordable`."""
     return _known.of(model, (state_of(model), shapes_of(model)), RecordedPasses) if recordable(model) else None
+
+
+def recordings_of(model: PreTrainedModel) -> int:
+    """How many recordings of a model's passes are kept, over all the states that it has been in."""
+    return sum(passes.made for passes in _known.all_of(model).values())

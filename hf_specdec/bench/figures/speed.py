@@ -1,8 +1,7 @@
-"""From raw runs to figures: pure functions over the dicts that the JSON holds; times in seconds.
+"""Rates and their ratios, from the calls that a result holds; times in seconds.
 
-A run is `vars(measure.Run)`. "First delivery" is what the first round brought: one token in plain decoding,
-up to lookahead + 1 with a draft. Rates count what came after it only; a run in which nothing did has no
-decode rate.
+"First delivery" is what first reaches the caller: one token a row in plain decoding, what the first round brought
+otherwise. Decode rates count what came after it only; a call in which nothing did has none.
 """
 
 from __future__ import annotations
@@ -11,222 +10,283 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-RunDict = Mapping[str, Any]
+from hf_specdec.bench.figures.bootstrap import Cells, Interval, Ratio, interval
+from hf_specdec.bench.running.timed_call import Call
+
+Result = Mapping[str, Any]
+MethodDict = Mapping[str, Any]
+
+BASELINES = {
+    "plain": "plain generate()",
+    "engine": "plain on the same engine",
+    "assisted": "transformers' assisted generation",
+}
+_SWITCHES = ("cache", "better_transformer")  # in which a baseline has to agree, where methods differ in them
+_IDLE = 0.5  # processes at work; a machine with more at the start was not quiet
 
 
-def first_delivery(run: RunDict) -> tuple[float, int]:
-    """(seconds from the call to the first delivery, tokens that it brought)."""
-    tokens = run["rounds"][0]["new_tokens"] if run["rounds"] else run["puts"][0][1]
-    return run["puts"][0][0], tokens
-
-
-def decode_part(run: RunDict) -> tuple[float, int] | None:
-    """(seconds, tokens) after the first delivery; None without a token there, so nothing is divided by it."""
-    seconds, tokens = first_delivery(run)
-    after = len(run["tokens"]) - tokens
-    return (run["seconds"] - seconds, after) if after > 0 else None
-
-
-def typical_run(runs: Sequence[RunDict]) -> RunDict:
-    """Of the repeats of one prompt and method, the one with the median total time (the lower of two).
-
-    A run that really happened, so that its parts add up.
-    """
-    return sorted(runs, key=lambda run: run["seconds"])[(len(runs) - 1) // 2]
-
-
-def typical_runs(runs: Iterable[RunDict], method: str, prompts: Iterable[int] | None = None) -> dict[int, RunDict]:
-    """`typical_run` of each prompt, by its index; of the given prompts only, where given."""
-    repeats: dict[int, list[RunDict]] = {}
+def calls_of(
+    result: Result,
+    method: str | None = None,
+    *,
+    prompts: Iterable[int] | None = None,
+    batch: int | None = None,
+    repeat: int | None = None,
+) -> list[Call]:
+    """The calls of a method, of batches whose first prompt is among `prompts`, of a batch size, of a repeat."""
     wanted = None if prompts is None else set(prompts)
-    for run in runs:
-        if run["method"] == method and (wanted is None or run["prompt"] in wanted):
-            repeats.setdefault(run["prompt"], []).append(run)
-    return {prompt: typical_run(group) for prompt, group in sorted(repeats.items())}
+    return [
+        call
+        for call in result["calls"]
+        if (method is None or call.method == method)
+        and (wanted is None or call.prompt in wanted)
+        and (batch is None or call.batch == batch)
+        and (repeat is None or call.repeat == repeat)
+    ]
 
 
-def spread(runs: Sequence[RunDict]) -> float:
-    """(slowest - fastest) / median total time of the repeats of one prompt and method."""
-    seconds = [run["seconds"] for run in runs]
-    return (max(seconds) - min(seconds)) / median(seconds)
+def batch_sizes(result: Result) -> list[int]:
+    """Those that were measured, ascending."""
+    return sorted({call.batch for call in result["calls"]})
 
 
-def micro_rate(runs: Iterable[RunDict]) -> float | None:
-    """Tokens per second after the first delivery: all tokens / all seconds."""
-    parts = [part for run in runs if (part := decode_part(run)) is not None]
+def method_named(result: Result, name: str) -> MethodDict:
+    """What a result holds of a method."""
+    found: MethodDict = next(method for method in result["methods"] if method["name"] == name)
+    return found
+
+
+def new_tokens(call: Call) -> int:
+    """Of all rows."""
+    return sum(len(row) for row in call.tokens)
+
+
+def decode_part(call: Call) -> tuple[float, int] | None:
+    """(seconds, tokens of all rows) after the first delivery; None without a token there."""
+    first = call.batch if call.rounds is None else sum(call.rounds.new_tokens[0])
+    after = new_tokens(call) - first
+    return (call.seconds - call.first_seconds, after) if after > 0 else None
+
+
+def decode_rate(calls: Iterable[Call]) -> float | None:
+    """Tokens per second after the first delivery, micro: all tokens / all seconds."""
+    parts = [part for call in calls if (part := decode_part(call)) is not None]
     return sum(tokens for _, tokens in parts) / sum(seconds for seconds, _ in parts) if parts else None
 
 
-def macro_rate(runs: Iterable[RunDict]) -> float | None:
-    """Tokens per second after the first delivery: mean of the runs' rates (as Spec-Bench does)."""
-    rates = [part[1] / part[0] for run in runs if (part := decode_part(run)) is not None]
+def mean_decode_rate(calls: Iterable[Call]) -> float | None:
+    """Mean of the calls' own decode rates."""
+    rates = [part[1] / part[0] for call in calls if (part := decode_part(call)) is not None]
     return mean(rates) if rates else None
 
 
-def end_to_end_rate(runs: Iterable[RunDict]) -> float:
-    """New tokens / total seconds, prefill included: all tokens / all seconds."""
-    listed = list(runs)
-    return sum(len(run["tokens"]) for run in listed) / sum(run["seconds"] for run in listed)
+def end_to_end_rate(calls: Iterable[Call]) -> float | None:
+    """New tokens / total seconds, the prompt's pass included: all tokens / all seconds."""
+    listed = list(calls)
+    return sum(map(new_tokens, listed)) / sum(call.seconds for call in listed) if listed else None
 
 
-def speedup(runs: Mapping[int, RunDict], baseline: Mapping[int, RunDict]) -> float | None:
-    """Ratio of micro decode rates over the prompts for which both have one; None if there are none."""
-    both = [
-        prompt for prompt in runs if prompt in baseline and decode_part(runs[prompt]) and decode_part(baseline[prompt])
-    ]
-    rate, base = micro_rate(runs[p] for p in both), micro_rate(baseline[p] for p in both)
-    return None if rate is None or base is None else rate / base
+def macro_rate(result: Result, calls: Sequence[Call]) -> float | None:
+    """Mean over questions of (new tokens of all turns / wall time of all turns), prompt passes included.
 
-
-def macro_speedup(runs: Mapping[int, RunDict], baseline: Mapping[int, RunDict]) -> float | None:
-    """Ratio of the means of the runs' decode rates, over the prompts for which both have one (Spec-Bench)."""
-    both = [
-        prompt for prompt in runs if prompt in baseline and decode_part(runs[prompt]) and decode_part(baseline[prompt])
-    ]
-    rate, base = macro_rate(runs[p] for p in both), macro_rate(baseline[p] for p in both)
-    return None if rate is None or base is None else rate / base
-
-
-def by_repeat(runs: Sequence[RunDict], method: str) -> list[list[RunDict]]:
-    """The runs of a method, one list a repeat."""
-    repeats = sorted({run["repeat"] for run in runs})
-    return [[run for run in runs if run["repeat"] == repeat and run["method"] == method] for repeat in repeats]
-
-
-def end_to_end_speedup(runs: Mapping[int, RunDict], baseline: Mapping[int, RunDict]) -> float:
-    """Ratio of end-to-end rates."""
-    return end_to_end_rate(runs.values()) / end_to_end_rate(baseline.values())
-
-
-def speedup_by_repeat(
-    runs: Sequence[RunDict],
-    method: str,
-    baseline: str,
-    prompts: Iterable[int] | None = None,
-    ratio: Callable[[Mapping[int, RunDict], Mapping[int, RunDict]], float | None] = speedup,
-) -> list[float]:
-    """`ratio` within each repeat on its own, where methods took turns on each prompt; of the given prompts only.
-
-    Tables show the median of these, and their extremes: no drift of the machine between repeats is in either.
+    As in Spec-Bench's evaluation/speed.py; a repeat counts as a further question.
     """
-    wanted = None if prompts is None else set(prompts)
-    both = [run for run in runs if run["method"] in (method, baseline)]
-    ratios = []
-    for repeat in sorted({run["repeat"] for run in both}):
-        these = [run for run in both if run["repeat"] == repeat]
-        sides = typical_runs(these, method, wanted), typical_runs(these, baseline, wanted)
-        found = ratio(*sides) if all(sides) else None
-        if found is not None:
-            ratios.append(found)
-    return ratios
+    totals = _question_totals(result, calls).values()
+    return mean(tokens / seconds for tokens, seconds in totals) if totals else None
 
 
-def middle(values: Sequence[float]) -> float | None:
-    """The median; None without values."""
-    return median(values) if values else None
+def typical_calls(calls: Iterable[Call]) -> list[Call]:
+    """Of each group of prompts the repeat with the median total time (the lower of two).
 
-
-def round_parts(runs: Iterable[RunDict]) -> dict[str, float] | None:
-    """Mean seconds of a round's `draft`, `verify` and `overhead` (the rest of it), and mean `draft_steps`.
-
-    Without each run's first round, which holds the prompt. None for a method that doesn't tell.
+    Calls that really happened, so that their parts add up.
     """
-    rounds = [item for run in runs for item in (run["rounds"] or ())[1:] if item["seconds"] is not None]
-    if not rounds:
-        return None
-    draft, verify = (mean(item[key] for item in rounds) for key in ("draft_seconds", "verify_seconds"))
-    overhead = mean(item["seconds"] for item in rounds) - draft - verify
-    steps = mean(item["draft_steps"] for item in rounds)
-    return {"draft": draft, "verify": verify, "overhead": overhead, "draft_steps": steps}
+    groups: dict[tuple[int, ...], list[Call]] = {}
+    for call in calls:
+        groups.setdefault(call.prompts, []).append(call)
+    ordered = (sorted(group, key=lambda call: call.seconds) for _, group in sorted(groups.items()))
+    return [group[(len(group) - 1) // 2] for group in ordered]
 
 
-def acceptance_rate(runs: Iterable[RunDict]) -> float | None:
-    """Accepted drafted tokens / drafted tokens; None where nothing was drafted."""
-    rounds = [item for run in runs for item in run["rounds"] or ()]
-    drafted = sum(item["drafted"] for item in rounds)
-    return sum(item["accepted"] for item in rounds) / drafted if drafted else None
+def spread(calls: Iterable[Call]) -> float | None:
+    """Median over groups of prompts of (slowest - fastest) / median total time of its repeats; None without any."""
+    groups: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+    for call in calls:
+        groups.setdefault((call.method, call.prompts), []).append(call.seconds)
+    spreads = [(max(group) - min(group)) / median(group) for group in groups.values() if len(group) > 1]
+    return median(spreads) if spreads else None
 
 
-def acceptance_by_position(runs: Iterable[RunDict]) -> list[float]:
-    """Share of accepted tokens at each draft position, among the rounds that reached it."""
-    reached: dict[int, int] = {}
-    accepted: dict[int, int] = {}
-    for item in (item for run in runs for item in run["rounds"] or ()):
-        for position in range(min(item["accepted"] + 1, item["drafted"])):
-            reached[position] = reached.get(position, 0) + 1
-            accepted[position] = accepted.get(position, 0) + (position < item["accepted"])
-    return [accepted[position] / reached[position] for position in sorted(reached)]
-
-
-def tokens_per_round(runs: Iterable[RunDict]) -> float | None:
-    """New tokens / target verification passes, the target's own token included; None for plain decoding."""
-    rounds = [item for run in runs for item in run["rounds"] or ()]
-    return sum(item["new_tokens"] for item in rounds) / len(rounds) if rounds else None
-
-
-def alpha(runs: Iterable[RunDict]) -> float | None:
-    """Leviathan's alpha: mean over the drafted positions reached of the overlap of both distributions.
-
-    Reached are the accepted positions and the first that failed in each round. None for a method that doesn't
-    tell the overlap (transformers' own in sampling) and where nothing was drafted.
-    """
-    rounds = [item for run in runs for item in run["rounds"] or ()]
-    reached = sum(min(item["accepted"] + 1, item["drafted"]) for item in rounds)
-    if not reached or any(item["overlap"] is None for item in rounds):
-        return None
-    return sum(item["overlap"] for item in rounds) / reached
-
-
-def pooled_forwards(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One set of raw forwards from several, each {"draft_step": [seconds], "target": {width: [seconds]}}."""
-    widths = dict.fromkeys(width for sample in samples for width in sample["target"])
-    return {
-        "draft_step": [seconds for sample in samples for seconds in sample["draft_step"]],
-        "target": {
-            width: [seconds for sample in samples for seconds in sample["target"].get(width, ())] for width in widths
-        },
-    }
-
-
-def cost_ratios(forwards: Mapping[str, Any], lookahead: int) -> tuple[float, float]:
-    """(c, v): a draft step and a (lookahead + 1)-token verification, each over one target step, all raw."""
-    step = median(forwards["target"]["1"])
-    return median(forwards["draft_step"]) / step, median(forwards["target"][str(lookahead + 1)]) / step
-
-
-def predicted_speedup(alpha: float, c: float, v: float, lookahead: int) -> float:
-    """(1 - alpha^(lookahead+1)) / ((1 - alpha)(lookahead c + v)), after Leviathan et al. 2023.
-
-    An estimate: it takes acceptance for independent from position to position, which it is not.
-    """
-    # The geometric sum, which also holds at alpha = 1.
-    tokens = sum(alpha**power for power in range(lookahead + 1))
-    return tokens / (lookahead * c + v)
-
-
-def needed_seconds(run: RunDict, forwards: Mapping[str, Any]) -> float:
-    """What the models alone need for the decode part, from the medians of raw forwards of the same shapes."""
-    target = {int(width): median(times) for width, times in forwards["target"].items()}
-    if run["rounds"] is None:
-        return (len(run["tokens"]) - first_delivery(run)[1]) * target[1]
-    step = median(forwards["draft_step"])
-    return sum(item["draft_steps"] * step + target[item["width"]] for item in run["rounds"][1:])
-
-
-def efficiency(runs: Iterable[RunDict], forwards_of: Mapping[int, Mapping[str, Any]]) -> float | None:
-    """eta: needed seconds / measured decode seconds; `forwards_of` maps a prompt's index to raw forwards."""
-    needed = measured = 0.0
-    for run in runs:
-        part = decode_part(run)
+def rate_interval(calls: Iterable[Call]) -> Interval | None:
+    """The decode rate with its 95% interval."""
+    cells: dict[Any, list[tuple[float, ...]]] = {}
+    for call in calls:
+        part = decode_part(call)
         if part is not None:
-            needed += needed_seconds(run, forwards_of[run["prompt"]])
-            measured += part[0]
-    return needed / measured if measured else None
+            cells.setdefault(call.prompts, []).append((float(part[1]), part[0]))
+    return interval(list(cells.values()), lambda tokens, seconds: tokens / seconds)
 
 
-def first_divergence(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
-    """The first position at which the outputs differ (one being longer counts); None if they are equal."""
-    for position, (one, other) in enumerate(zip(tokens, reference, strict=False)):
-        if one != other:
-            return position
-    return None if len(tokens) == len(reference) else min(len(tokens), len(reference))
+def speedup(
+    result: Result,
+    ours: str,
+    base: str,
+    *,
+    prompts: Iterable[int] | None = None,
+    batch: int | None = None,
+    by: str = "micro",
+) -> Ratio | None:
+    """The ratio of two methods' rates over the examples and repeats that both have, with its 95% interval.
+
+    Args:
+        by: "micro" (`decode_rate`), "macro" (`macro_rate`), "decode mean" (`mean_decode_rate`) or "end to end".
+
+    Returns:
+        None where they have no example in common.
+    """
+    quantities, figure = _RATIOS[by]
+    wanted = None if prompts is None else set(prompts)
+    sides = [quantities(result, calls_of(result, name, prompts=wanted, batch=batch)) for name in (ours, base)]
+    found = interval(_paired(*sides), figure)
+    return None if found is None else Ratio(found.value, found.low, found.high)
+
+
+def baseline(result: Result, method: MethodDict, which: str, batch: int | None = None) -> MethodDict | None:
+    """The method that a method is held against; None where the result has none, or it is the method itself.
+
+    Args:
+        which: a key of `BASELINES`; of transformers' assisted generation the fastest setting.
+    """
+    found: MethodDict | None
+    if which == "engine":
+        found = next((m for m in result["methods"] if m["name"] == method["same_engine"]), None)
+    else:
+        switches = {key: method[key] for key in _SWITCHES if key in method}
+        found = fastest(result, batch=batch, kind=which, **switches)
+    return None if found is None or found["name"] == method["name"] else found
+
+
+def fastest(
+    result: Result, *, batch: int | None = None, prompts: Iterable[int] | None = None, **facts: Any
+) -> MethodDict | None:
+    """The method with the highest decode rate of those whose facts are these (a tuple: one of these)."""
+    wanted = None if prompts is None else set(prompts)
+    best: tuple[float, MethodDict] | None = None
+    for method in result["methods"]:
+        fits = all(method.get(key) in (value if isinstance(value, tuple) else (value,)) for key, value in facts.items())
+        rate = decode_rate(calls_of(result, method["name"], prompts=wanted, batch=batch)) if fits else None
+        if rate is not None and (best is None or rate > best[0]):
+            best = rate, method
+    return None if best is None else best[1]
+
+
+def cold_seconds(result: Result, method: str, batch: int) -> float | None:
+    """What a method's warm-up calls at a batch size took beyond as many warm ones; None without warm-up calls.
+
+    Of recording, compiling and capturing, at the first prompt length that was warmed up.
+    """
+    records = [item for item in result["cold"] if (item["method"], item["batch"]) == (method, batch)]
+    if not records:
+        return None
+    seconds = records[0]["seconds"]
+    warm = seconds[-1]
+    return max(0.0, float(sum(seconds) - warm * len(seconds)))
+
+
+def loading_seconds(result: Result, method: MethodDict) -> float:
+    """What loading the method's draft took; the target is loaded by every method."""
+    return float(result["loading_seconds"].get(method["draft"], 0.0))
+
+
+def tokens_until_it_pays(result: Result, ours: str, base: str, batch: int = 1) -> float | None:
+    """New tokens after which a method has made up for its cold start, draft's loading included, against another's.
+
+    Returns:
+        0 where it costs nothing more; None where it is no faster, or a cold start is not known.
+    """
+    cold = [cold_seconds(result, name, batch) for name in (ours, base)]
+    rates = [decode_rate(calls_of(result, name, batch=batch)) for name in (ours, base)]
+    if cold[0] is None or cold[1] is None or rates[0] is None or rates[1] is None or rates[0] <= rates[1]:
+        return None
+    loading = [loading_seconds(result, method_named(result, name)) for name in (ours, base)]
+    more = cold[0] + loading[0] - cold[1] - loading[1]
+    return max(0.0, more / (1 / rates[1] - 1 / rates[0]))
+
+
+def busy(result: Result) -> str | None:
+    """A sentence where other work was on the machine at the start."""
+    load = result["environment"].get("load_average")
+    if load is None or load <= _IDLE:
+        return None
+    return f"The machine was not quiet: its load was {load:.2f} cores at the start."
+
+
+def unsettled(result: Result) -> str | None:
+    """A sentence where warm-up calls reached their bound before their times had settled."""
+    items = [item for item in result["cold"] if not item["settled"]]
+    if not items:
+        return None
+    names = ", ".join(dict.fromkeys(item["method"] for item in items))
+    return f"Warm-up ended before two calls in a row were within 5% of each other: {names}."
+
+
+_Quantities = dict[Any, dict[int, tuple[float, float]]]  # example → repeat → (tokens, seconds), or (rate, 1)
+
+
+def _decode_parts(result: Result, calls: Sequence[Call]) -> _Quantities:
+    found: _Quantities = {}
+    for call in calls:
+        if (part := decode_part(call)) is not None:
+            found.setdefault(call.prompts, {})[call.repeat] = float(part[1]), part[0]
+    return found
+
+
+def _decode_rates(result: Result, calls: Sequence[Call]) -> _Quantities:
+    parts = _decode_parts(result, calls)
+    return {key: {r: (tokens / seconds, 1.0) for r, (tokens, seconds) in one.items()} for key, one in parts.items()}
+
+
+def _totals(result: Result, calls: Sequence[Call]) -> _Quantities:
+    found: _Quantities = {}
+    for call in calls:
+        found.setdefault(call.prompts, {})[call.repeat] = float(new_tokens(call)), call.seconds
+    return found
+
+
+def _question_rates(result: Result, calls: Sequence[Call]) -> _Quantities:
+    found: _Quantities = {}
+    for (question, repeat), (tokens, seconds) in _question_totals(result, calls).items():
+        found.setdefault(question, {})[repeat] = tokens / seconds, 1.0
+    return found
+
+
+def _question_totals(result: Result, calls: Sequence[Call]) -> dict[tuple[Any, int], tuple[float, float]]:
+    """(new tokens, seconds) of all turns of each question, or batch of questions, in each repeat."""
+    questions = {prompt["index"]: prompt.get("question", prompt["index"]) for prompt in result["prompts"]}
+    found: dict[tuple[Any, int], tuple[float, float]] = {}
+    for call in calls:
+        key = tuple(questions[index] for index in call.prompts), call.repeat
+        tokens, seconds = found.get(key, (0.0, 0.0))
+        found[key] = tokens + new_tokens(call), seconds + call.seconds
+    return found
+
+
+def _paired(ours: _Quantities, base: _Quantities) -> Cells:
+    """(ours, base) of every example and repeat that both have."""
+    cells = []
+    for key in ours.keys() & base.keys():
+        both = sorted(ours[key].keys() & base[key].keys())
+        if both:
+            cells.append((key, [(*ours[key][repeat], *base[key][repeat]) for repeat in both]))
+    return [one for _, one in sorted(cells)]
+
+
+def _ratio(ours: Any, our_seconds: Any, base: Any, base_seconds: Any) -> Any:
+    return (ours / our_seconds) / (base / base_seconds)
+
+
+_RATIOS: Mapping[str, tuple[Callable[[Result, Sequence[Call]], _Quantities], Callable[..., Any]]] = {
+    "micro": (_decode_parts, _ratio),
+    "macro": (_question_rates, _ratio),
+    "decode mean": (_decode_rates, _ratio),
+    "end to end": (_totals, _ratio),
+}

@@ -1,20 +1,23 @@
-"""BiLD against speculative decoding: what it gains in speed and loses in quality, subtask by subtask.
-
-Pure functions from the dict that the JSON holds.
-"""
+"""BiLD against speculative decoding: what it gains in speed and loses in quality, subtask by subtask."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.bootstrap import Interval, Ratio
+from hf_specdec.bench.figures.quality import difference
+from hf_specdec.bench.figures.speed import Result
 
-Result = Mapping[str, Any]
+# Any can fall while the others don't: an answer may be wrong by one word, or be wrong already and get worse.
+JUDGED = ("rougeL", "exact_match", "facts")
+MOST_LOSS = 1.0  # points
 
-# Either can fall while the other doesn't: an answer may be wrong by one word, or be wrong already and get worse.
-JUDGED = ("rougeL", "exact_match")
+
+def no_loss(measured: Interval | None) -> bool:
+    """Whether a paired difference's interval excludes a loss of more than `MOST_LOSS` points."""
+    return measured is not None and measured.low is not None and measured.low >= -MOST_LOSS
 
 
 @dataclass(frozen=True)
@@ -22,38 +25,38 @@ class Verdict:
     """BiLD on one subtask, or on all for None.
 
     Args:
-        ratios: decode tokens/s of BiLD / of speculative decoding, micro, one a repeat.
-        differences: of each of `JUDGED`, BiLD's score - plain decoding's (0 to 100); None without references.
+        speed: decode tokens/s of BiLD / of speculative decoding; None without rates.
+        differences: of each of `JUDGED`, BiLD's score less plain decoding's, in points; None without references.
     """
 
     label: str | None
-    ratios: tuple[float, ...]
-    differences: Mapping[str, float] | None
+    speed: Ratio | None
+    differences: Mapping[str, Interval] | None
 
     @property
     def known(self) -> bool:
         """Whether there are rates and references to judge by."""
-        return bool(self.ratios) and self.differences is not None
+        return self.speed is not None and self.differences is not None
 
     @property
     def faster(self) -> bool:
-        """In every repeat."""
-        return bool(self.ratios) and min(self.ratios) > 1
+        """Whether the speed's interval excludes 1."""
+        return self.speed is not None and self.speed.faster
 
     @property
     def as_good(self) -> bool:
-        """By no measure below plain decoding."""
-        return self.differences is not None and min(self.differences.values()) >= 0
+        """Whether every measure excludes a loss of more than `MOST_LOSS` points."""
+        return self.differences is not None and all(map(no_loss, self.differences.values()))
 
     @property
     def words(self) -> str:
         """The answer to: faster at no loss of quality?"""
         if self.differences is None:
             return "no references"
-        if not self.ratios:
+        if self.speed is None:
             return "no rates"
         if self.faster:
-            return "yes" if self.as_good else "no: loses quality"
+            return "yes" if self.as_good else "no: loss not excluded"
         return "no: not faster" if self.as_good else "no: neither"
 
 
@@ -69,12 +72,11 @@ def prompts_of(result: Result, label: str | None) -> list[int]:
 
 def verdict(result: Result, label: str | None, bild: str, speculative: str) -> Verdict:
     """Of the methods with these names, on a subtask or on all."""
-    ratios = speed.speedup_by_repeat(result["runs"], bild, speculative, prompts_of(result, label))
-    scores = {entry["method"]: entry for entry in result["quality"] if entry["subtask"] == label}
-    differences = None
-    if bild in scores and "plain" in scores:
-        differences = {name: round(scores[bild][name] - scores["plain"][name], 6) for name in JUDGED}
-    return Verdict(label, tuple(ratios), differences)
+    prompts = prompts_of(result, label)
+    ratio = speed.speedup(result, bild, speculative, prompts=prompts)
+    found = {name: difference(result, bild, "plain", name, prompts) for name in JUDGED}
+    differences = {name: value for name, value in found.items() if value is not None}
+    return Verdict(label, ratio, differences or None)
 
 
 def unknown(result: Result, bild: str, speculative: str) -> int:

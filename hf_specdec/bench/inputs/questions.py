@@ -14,8 +14,9 @@ from hf_specdec.bench.settings import BenchError, Settings
 # What Spec-Bench takes from MT-Bench and reports as one subtask.
 _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 _JSON_LINES = (".jsonl", ".ndjson")
-# Examples of each embedded subtask, by task: what takes minutes, not hours.
-_EMBEDDED_LIMITS = {"subtasks": 20, "sweep": 5, "ablation": 3}
+# Examples of each embedded subtask: enough where quality is judged, elsewhere what takes minutes.
+_JUDGED_LIMIT = 50
+_TIMED_LIMITS = {"sweep": 5, "ablation": 3}
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def dialogues(settings: Settings) -> list[list[Question]]:
     if settings.split is not None and split is None:
         raise BenchError(f"--split: {settings.split!r} can't be had from a file, which is read whole; leave it out")
     if name == "embedded":
-        raw = _embedded(str(split), settings.limit or _EMBEDDED_LIMITS[settings.task])
+        raw = _embedded(str(split), settings.limit or _embedded_limit(settings))
     elif name == "spec_bench":
         if settings.dataset_path is None:
             raise BenchError("--dataset: 'spec_bench' needs the place of its question.jsonl; give it by --dataset_path")
@@ -99,6 +100,11 @@ def _is_file(name: str) -> bool:
 
 
 Raw = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]
+
+
+def _embedded_limit(settings: Settings) -> int:
+    judged = settings.task == "subtasks" or (settings.task == "sweep" and settings.sweeps_bild)
+    return _JUDGED_LIMIT if judged else _TIMED_LIMITS[settings.task]
 
 
 def _embedded(split: str, limit: int) -> Iterator[Raw]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class LoadedPair:
     """A target with its tokenizer, and with assistance its draft; names are the full ones.
 
     `synthetic` is the sentence that reports have to carry where weights are random, None otherwise.
+    `loading_seconds` says how long each model took to load, by name.
     """
 
     target_name: str
@@ -38,6 +40,7 @@ class LoadedPair:
     draft: PreTrainedModel | None = None
     draft_tokenizer: PreTrainedTokenizerBase | None = None
     synthetic: str | None = None
+    loading_seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def encoder_decoder(self) -> bool:
@@ -80,9 +83,11 @@ def load_pair(settings: Settings) -> LoadedPair:
                 "encoder-decoder model; give a draft of the target's kind"
             )
     tokenizer = _read("--model_name", target_name, AutoTokenizer)
+    start = time.perf_counter()
     target = _load_model("--model_name", target_name, config, device, kwargs)
     check_loaded(target, settings.precision, settings.device_map)
-    pair = LoadedPair(target_name, target, tokenizer)
+    loading = {target_name: time.perf_counter() - start}
+    pair = LoadedPair(target_name, target, tokenizer, loading_seconds=loading)
     if draft_name is not None:
         pair = _with_draft(pair, draft_name, settings, draft_device)
     if settings.better_transformer:
@@ -114,10 +119,12 @@ def better_transformer(pair: LoadedPair) -> None:
 
 def _with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.device) -> LoadedPair:
     kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
+    start = time.perf_counter()
     draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs)
     check_loaded(draft, settings.draft_precision, argument="--draft_precision")
+    loading = {**pair.loading_seconds, name: time.perf_counter() - start}
     draft_tokenizer = _read("--assistant_model", name, AutoTokenizer)
-    return replace(pair, draft_name=name, draft=draft, draft_tokenizer=draft_tokenizer)
+    return replace(pair, draft_name=name, draft=draft, draft_tokenizer=draft_tokenizer, loading_seconds=loading)
 
 
 def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torch.device) -> LoadedPair:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
 from hf_specdec.bench.figures import speed
@@ -19,83 +18,83 @@ _CALM = 0.25
 
 
 def heading(result: Result) -> str:
-    """Title, models, machine, versions and how tokens were chosen."""
-    arguments = result["arguments"]
-    how = "greedy"
-    if result["sampling"]:
-        options = ("temperature", "top_k", "top_p", "seed")
-        how = "sampling (" + ", ".join(f"{name} {arguments[name]:g}" for name in options) + ")"
-    models = [
-        f"- {role}: {model['name']} ({model['class']}, {model['parameters'] / 1e6:.1f}M parameters, "
-        f"{model['dtype']}, {model['device']}, {model['attention']} attention)"
-        for role, model in result["models"].items()
-    ]
-    # Of a sweep's drafts the first is described above.
-    further = _values(result, "draft")[1:] if result["task"] == "sweep" else []
-    models += [f"- further drafts: {', '.join(further)}"] if further else []
-    environment = result["environment"]
-    packages = environment["packages"]
-    where = ", ".join([environment["cpu"], *environment["gpus"]])
-    count = environment["torch_threads"]
-    threads = f"{count} thread{'s' if count > 1 else ''}"
-    if result.get("processes", 1) > 1:
-        threads += f" in each of {result['processes']} processes that ran at the same time"
-    models.append(f"- on: {where}, {threads}; torch {packages['torch']}, transformers {packages['transformers']}")
-    lookahead = f", lookahead {', '.join(_values(result, 'lookahead'))}" if "draft" in result["models"] else ""
-    repeats = f"{arguments['repeats']} repeats" if arguments["repeats"] > 1 else "1 repeat"
+    """Title, models, machine, versions, data and settings."""
+    lines = [_model(role, model) for role, model in result["models"].items()]
+    further = _values(result, "draft")[1:]
+    lines += [f"- further drafts: {', '.join(further)}"] if further else []
+    lines.append(_machine(result))
     if result["task"] in DATA_TASKS:
-        models.append(f"- data: {_data(result)}")
-    shape = f"at most {arguments['max_new_tokens']} new tokens{lookahead}, batch size 1"
-    if result["task"] == "engines":
-        lengths, sizes = (", ".join(map(str, arguments[name])) for name in ("prompt_lengths", "batch_sizes"))
-        shape = f"{arguments['max_new_tokens']} new tokens behind prompts of {lengths}, batch sizes {sizes}"
-    models.append(f"- {how}, {shape}, {repeats}")
-    return f"# {result['task'].capitalize()}\n\n" + "\n".join(models)
+        lines.append(_data(result))
+    lines.append(_shape(result))
+    return f"# {result['task'].capitalize()}\n\n" + "\n".join(lines)
 
 
-def _values(result: Result, name: str) -> list[str]:
-    """Of a setting: all that a sweep tried, in order; elsewhere the one that the run had."""
-    if result["task"] != "sweep":
-        return [str(result[name])]
-    return list(dict.fromkeys(str(method[name]) for method in result["methods"] if name in method))
+def remarks(result: Result) -> list[str]:
+    """Notes of the run, and warnings where its times can't be trusted."""
+    found = [speed.busy(result), speed.unsettled(result), _unrest(result)]
+    return [*result["notes"], *(line for line in found if line)]
 
 
 def split_of(result: Result) -> str | None:
     """The split of the data that was measured; None for a file, which has none."""
-    arguments = result["arguments"]
-    if "split" in result or arguments["dataset"] == "spec_bench":
-        found: str | None = result.get("split")
-        return found
-    # Results of before the split had a key of its own.
-    return arguments["split"] or ("heldout" if arguments["dataset"] == "embedded" else "test")
+    found: str | None = result.get("split")
+    return found
+
+
+def _model(role: str, model: Mapping[str, Any]) -> str:
+    return (
+        f"- {role}: {model['name']} ({model['class']}, {model['parameters'] / 1e6:.1f}M parameters, "
+        f"{model['dtype']}, {model['device']}, {model['attention']} attention)"
+    )
+
+
+def _machine(result: Result) -> str:
+    environment = result["environment"]
+    packages, count = environment["packages"], environment["torch_threads"]
+    threads = f"{count} thread{'s' if count > 1 else ''}"
+    if result.get("processes", 1) > 1:
+        threads += f" in each of {result['processes']} parallel processes"
+    where = ", ".join([environment["cpu"], *environment["gpus"]])
+    versions = f"torch {packages['torch']}, transformers {packages['transformers']}"
+    return f"- machine: {where}, {threads}; {versions}"
 
 
 def _data(result: Result) -> str:
-    split = split_of(result)
+    split, count = split_of(result), len(result["prompts"])
     of_split = "" if split is None else f", split {split}"
-    count = len(result["prompts"])
-    return f"{result['arguments']['dataset']}{of_split}, {count} answer{'s' if count > 1 else ''} of each method"
+    return f"- data: {result['arguments']['dataset']}{of_split}, {count} example{'s' if count > 1 else ''}"
 
 
-def remarks(result: Result) -> list[str]:
-    """What went otherwise than asked for, and a warning where times can't be trusted."""
-    warning = _unrest(result)
-    return [*result["notes"], warning] if warning else list(result["notes"])
+def _shape(result: Result) -> str:
+    arguments, sizes = result["arguments"], sorted({call.batch for call in result["calls"]}) or [1]
+    how = "greedy"
+    if result["sampling"]:
+        options = ("temperature", "top_k", "top_p", "seed")
+        how = "sampling (" + ", ".join(f"{name} {arguments[name]:g}" for name in options) + ")"
+    parts = [how, f"at most {arguments['max_new_tokens']} new tokens"]
+    if lookaheads := _values(result, "lookahead"):
+        parts.append(f"lookahead {', '.join(lookaheads)}")
+    parts.append(f"batch size {', '.join(map(str, sizes))}")
+    repeats = arguments["repeats"]
+    return f"- {', '.join(parts)}, {repeats} repeat{'s' if repeats > 1 else ''}"
 
 
-def _unrest(result: Result) -> str:
-    """A warning where repeats of the same work took very different times, or there are none; empty otherwise."""
-    spreads = []
-    for method in result["methods"]:
-        for prompt in result["prompts"]:
-            runs = [r for r in result["runs"] if (r["method"], r["prompt"]) == (method["name"], prompt["index"])]
-            if len(runs) > 1:
-                spreads.append(speed.spread(runs))
-    if not spreads:
+def _values(result: Result, name: str) -> list[str]:
+    """All values of a setting over our methods that draft, in order."""
+    ours = [method for method in result["methods"] if method["kind"] in ("speculative", "bild")]
+    return list(dict.fromkeys(str(method[name]) for method in ours if method.get(name) is not None))
+
+
+def _unrest(result: Result) -> str | None:
+    """A warning where repeats of the same work took very different times, or there are none."""
+    if not result["calls"]:
+        return None
+    spread = speed.spread(result["calls"])
+    if spread is None:
         return "Each figure rests on a single run: one stall of the machine can double it. Raise --repeats."
-    if median(spreads) <= _CALM:
-        return ""
+    if spread <= _CALM:
+        return None
     return (
-        f"Times are unsteady: repeats of the same work differ by {percent(median(spreads))} "
-        "(median). Close other programs, or raise --repeats."
+        f"Times are unsteady: repeats of the same work differ by {percent(spread)} (median). "
+        "Close other programs, or raise --repeats."
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import mean, stdev
 
 from tabulate import tabulate
+
+from hf_specdec.bench.figures.bootstrap import Interval
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -24,15 +25,28 @@ def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def mean_and_spread(values: Sequence[float], digits: int) -> str:
-    """Mean ± standard deviation of the repeats."""
-    if not values:
-        return "–"
-    if len(values) == 1:
-        return number(values[0], digits)
-    return f"{number(mean(values), digits)} ± {number(stdev(values), digits)}"
-
-
 def percent(value: float | None) -> str:
     """A share as a percentage with one digit."""
     return "–" if value is None else f"{100 * value:.1f}%"
+
+
+def ratio(found: Interval | None) -> str:
+    """`1.52 (1.40–1.66)`."""
+    if found is None:
+        return "–"
+    ends = "" if found.low is None or found.high is None else f" ({found.low:.2f}–{found.high:.2f})"
+    return f"{found.value:.2f}{ends}"
+
+
+def difference(found: Interval | None, digits: int = 1) -> str:
+    """`+0.3 (-0.5 to +1.1)`."""
+    if found is None:
+        return "–"
+    known = found.low is not None and found.high is not None
+    ends = f" ({found.low:+.{digits}f} to {found.high:+.{digits}f})" if known else ""
+    return f"{found.value:+.{digits}f}{ends}"
+
+
+def approximate(value: float | None) -> str:
+    """A count to two significant digits: 1,300."""
+    return "–" if value is None else f"{float(f'{value:.2g}'):,.0f}"

@@ -22,13 +22,13 @@ TASKS = tuple(_RENDERERS)
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The whole report of a result; every title says where the pair is synthetic."""
+    """The whole report of a result; every title says where weights are random or acceptance is imposed."""
     text = _RENDERERS[result["task"]](result)
-    if synthetic_pair(result):
-        text = re.sub(r"^(#+ .*)$", r"\1 (synthetic pair, acceptance imposed)", text, flags=re.MULTILINE)
+    if note := title_note(result):
+        text = re.sub(r"^(#+ .*)$", rf"\1 ({note})", text, flags=re.MULTILINE)
     return text
 
 
-def synthetic_pair(result: Mapping[str, Any]) -> bool:
-    """Whether a result's models have random weights."""
-    return "synthetic" in result["models"]["target"]
+def title_note(result: Mapping[str, Any]) -> str | None:
+    """What every title has to say about the models; None for pairs with trained weights."""
+    return "synthetic pair, acceptance imposed" if "synthetic" in result["models"]["target"] else None

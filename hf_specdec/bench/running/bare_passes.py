@@ -1,9 +1,11 @@
-"""Times of bare forward passes on the same engine and shapes: what decoding could cost at best."""
+"""Bare forward passes on each engine, at the shapes of a run: what its decoding could cost at best."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,94 +14,103 @@ from transformers import PreTrainedModel
 
 from hf_specdec.bench.inputs.prompts import Prompt, context_length
 from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.running.methods import GENERATE, Method
 from hf_specdec.bench.running.timed_call import synchronize
+from hf_specdec.models.recorded_passes import recordable, recordings_of
+from hf_specdec.models.static_cache import RowsCache
+from hf_specdec.models.static_runner import StaticRunner, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.traits import pass_mode
+from hf_specdec.prepared import engine as prepared_engine
+from hf_specdec.prepared.engine import kept_engines
 
-# Draft steps before each verification; more of them would tell nothing new.
-_STEPS = 4
+# {"draft": {draft steps in a row: [seconds a step]}, "target": {tokens of a pass: [seconds]}}
+Times = dict[str, dict[str, list[float]]]
+# A pass over so many tokens on a filled cache, which it leaves as it was.
+Step = Callable[[int], None]
+
+# Rounds over all widths before any is counted: passes allocate and prove a recording; or are recorded first.
+_WARM_UP, _WARM_UP_RECORDING = 3, 12
+# Of the target's passes, those that are timed as far as drafts reach; what lies between is interpolated.
+_WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
+_STEPS = 4  # draft steps before each verification at most; more of them tell nothing new
+_PREPARED_SAMPLES = 3
 
 
-class RawForwards:
-    """Takes the times of bare forward passes, a sample at a time, so that they can be taken between runs.
+class BarePasses:
+    """Times bare passes between calls, so that they meet the same state of the machine.
 
     Args:
-        pair: what is timed; without a draft the target's steps alone.
-        lookahead: the widest verification has one token more.
-        new_tokens: half of them stand behind the prompt.
+        pair: what is timed; without a draft the target alone.
+        new_tokens: half of them stand behind the prompt, as half-way through decoding.
+        widths: of the target's passes, 1 among them.
     """
 
-    def __init__(self, pair: LoadedPair, lookahead: int, new_tokens: int):
-        self.pair = pair
-        self.lookahead = lookahead if pair.draft is not None else 0
-        self.new_tokens = new_tokens
-        self._steps: dict[int, tuple[Callable[[int], None], Callable[[int], None] | None]] = {}
+    def __init__(self, pair: LoadedPair, new_tokens: int, widths: Sequence[int]) -> None:
+        self.pair, self.behind, self.widths = pair, max(1, new_tokens // 2), sorted(widths)
+        self._steps: dict[tuple[str, int, int], dict[str, Step]] = {}
 
-    def sample(self, prompt: Prompt) -> dict[str, Any]:
-        """Times each shape at the context that decoding this prompt has half-way: prompt and half the new
-        tokens.
+    def sample(self, engine: str, prompts: Sequence[Prompt]) -> Times | None:
+        """Each target pass after the draft steps that precede it in decoding; None where the engine has no passes.
 
-        In the order of decoding, draft steps and then a verification, for every width that a round may have:
-        a model that was just run finds its weights in the processor's cache, and so it is in a round.
-
-        Returns:
-            {"draft_step": [seconds, ...], "target": {"1": [seconds], ..., str(lookahead + 1): [seconds]}}
+        In this order, since a model that was just run finds its weights in the processor's cache. Compiled and
+        captured passes are the very steps that the calls before have left. These choose and judge tokens, too,
+        which can't be parted from their passes.
         """
-        length = len(prompt.token_ids)
+        if engine not in (GENERATE, "eager"):
+            prepared = _prepared_times(self.pair, engine == "compiled", len(prompts))
+            if prepared is not None or engine == "compiled":
+                return prepared
+        length = min(len(prompt.token_ids) for prompt in prompts)
+        rows = [prompt.token_ids[-length:] for prompt in prompts]
         with pass_mode(*self.pair.models)():  # as our passes run
-            if length not in self._steps:
-                self._steps[length] = self._build_steps(prompt.token_ids)
-                # The first pass of a shape allocates: run it uncounted.
-                self._round_of_each_width(length)
-            return self._round_of_each_width(length)
+            place = engine, len(rows), length
+            if place not in self._steps:
+                build = generate_step if engine == GENERATE else partial(our_step, always=engine == "static")
+                roles = {"target": self.pair.target} | ({} if self.pair.draft is None else {"draft": self.pair.draft})
+                self._steps[place] = {
+                    role: build(self.pair, model, rows, self.behind, self.widths[-1]) for role, model in roles.items()
+                }
+                recorded = all(recordings_of(model) > 0 or not recordable(model) for model in self.pair.models)
+                for _ in range(_WARM_UP if recorded or engine == GENERATE else _WARM_UP_RECORDING):
+                    self._round_of_each_width(self._steps[place])
+            return self._round_of_each_width(self._steps[place])
 
-    def _round_of_each_width(self, length: int) -> dict[str, Any]:
-        target_step, draft_step = self._steps[length]
-        draft_times: list[float] = []
-        target_times: dict[str, list[float]] = {}
-        for width in range(1, self.lookahead + 2):
-            for _ in range(min(self.lookahead, _STEPS)):
-                assert draft_step is not None
-                draft_times.append(self._timed(draft_step, 1))
-            target_times[str(width)] = [self._timed(target_step, width)]
-        return {"draft_step": draft_times, "target": target_times}
-
-    def _timed(self, step: Callable[[int], None], width: int) -> float:
-        synchronize(self.pair)
-        start = time.perf_counter()
-        step(width)
-        synchronize(self.pair)
-        return time.perf_counter() - start
-
-    def _build_steps(self, token_ids: Sequence[int]) -> tuple[Callable[[int], None], Callable[[int], None] | None]:
-        def step_of(model: PreTrainedModel) -> Callable[[int], None]:
-            return build_step(self.pair, model, [token_ids], max(1, self.new_tokens // 2), self.lookahead + 1)
-
-        return step_of(self.pair.target), None if self.pair.draft is None else step_of(self.pair.draft)
+    def _round_of_each_width(self, steps: Mapping[str, Step]) -> Times:
+        times: Times = {"draft": {"1": []}, "target": {}}
+        for width in self.widths:
+            if "draft" in steps:
+                drafting = partial(steps["draft"], 1)
+                times["draft"]["1"] += [_timed(self.pair, drafting)[1] for _ in range(min(width - 1, _STEPS))]
+            times["target"][str(width)] = [_timed(self.pair, partial(steps["target"], width))[1]]
+        return times
 
 
-def build_step(
+def widths_for(methods: Sequence[Method]) -> list[int]:
+    """The widths at which the target's passes are timed for these methods, in tokens."""
+    widest = max(method.longest for method in methods) + 1
+    fixed = {method.lookahead + 1 for method in methods if isinstance(method.lookahead, int)}
+    return sorted({1, widest, *fixed, *(width for width in _WIDTHS if width <= widest)})
+
+
+def generate_step(
     pair: LoadedPair, model: PreTrainedModel, rows: Sequence[Sequence[int]], behind: int, widest: int
-) -> Callable[[int], None]:
-    """A function that runs `width` tokens, at most `widest`, on a filled cache and forgets them again.
+) -> Step:
+    """Passes as transformers' loops make them: calls of the model with a dynamic cache.
 
     Args:
         pair: whose context bounds the text in the cache.
         model: target or draft.
         rows: prompts of one length.
-        behind: tokens that are in the cache behind the prompt (of an encoder-decoder: in the decoder's).
+        behind: tokens in the cache behind the prompt (of an encoder-decoder: in the decoder's).
         widest: the most tokens of one pass.
     """
-    text = text_behind(model, rows, behind + widest)
+    text = _text(model, rows, behind + widest)
     prompt, continuation = text[:, : len(rows[0])], text[:, len(rows[0]) :]
+    fixed: dict[str, Any] = {}
+    key, filled = "input_ids", _bounded(pair, text, widest)
     if model.config.is_encoder_decoder:
-        encoded = model.get_encoder()(input_ids=prompt)
-        fixed = {"encoder_outputs": encoded, "attention_mask": torch.ones_like(prompt)}
+        fixed = {"encoder_outputs": model.get_encoder()(input_ids=prompt), "attention_mask": torch.ones_like(prompt)}
         key, filled = "decoder_input_ids", continuation[:, :behind]
-    else:
-        fixed = {}
-        room = context_length(pair)
-        most = None if room is None else room - widest
-        key, filled = "input_ids", text[:, : len(rows[0]) + behind][:, :most]
     cache = model(**{key: filled}, **fixed, use_cache=True).past_key_values
     cache.activate_past_recording()
 
@@ -110,8 +121,85 @@ def build_step(
     return step
 
 
-def text_behind(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> Tensor:
-    """`[B, P + more]`: prompts of one length, said again and again until so many tokens stand behind them."""
+def our_step(
+    pair: LoadedPair,
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    behind: int,
+    widest: int,
+    *,
+    always: bool = False,
+) -> Step:
+    """Passes as our loop makes them, recorded sooner or later; as `generate_step` where it uses a dynamic cache.
+
+    Args:
+        always: from a static cache wherever the model takes one, as under `cache_implementation="static"`.
+    """
+    serves = supports_rows_cache if always or len(rows) > 1 else supports_recorded_row
+    if not serves(model, {}):
+        return generate_step(pair, model, rows, behind, widest)
+    text = _text(model, rows, behind + widest)
+    prompt = _bounded(pair, text, widest)
+    filled = prompt.shape[1]
+    runner = StaticRunner(model, {"past_key_values": RowsCache(model.config, filled + widest)}, prompt)
+    runner.forward(prompt, 1)
+
+    def step(width: int) -> None:
+        runner.forward(text[:, filled : filled + width], width)
+        runner.rewind([filled] * len(rows))
+
+    return step
+
+
+@contextmanager
+def keeping_engines(count: int) -> Iterator[None]:
+    """Lets a target keep so many engines: methods that take turns would compile again and again otherwise."""
+    saved = prepared_engine.KEPT_ENGINES
+    prepared_engine.KEPT_ENGINES = max(saved, count)
+    try:
+        yield
+    finally:
+        prepared_engine.KEPT_ENGINES = saved
+
+
+def _prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
+    """Of the prepared steps that serve so many rows, in the order of a round; None where there are none."""
+    times: Times = {"draft": {}, "target": {}}
+    for engine in kept_engines(pair.target, compile=compile):
+        if len(engine.state) != rows:
+            continue
+        for lookahead, steps in engine.steps.items():
+            drafting, *longer = engine.lengths(lookahead)
+            with torch.no_grad():
+                for _ in range(_PREPARED_SAMPLES):
+                    (drafts, _), seconds = _timed(pair, engine.steps[drafting].run_draft)
+                    if longer:
+                        drafts, _ = steps.run_draft()  # blanks, as wide as these steps judge
+                    elif lookahead:
+                        times["draft"].setdefault(str(lookahead), []).append(seconds / lookahead)
+                    _, seconds = _timed(pair, partial(steps.run_verify, drafts))
+                    times["target"].setdefault(str(lookahead + 1), []).append(seconds)
+    return times if times["target"] else None
+
+
+def _timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:
+    """What a step returns, and the seconds that it took."""
+    synchronize(pair)
+    start = time.perf_counter()
+    result = step()
+    synchronize(pair)
+    return result, time.perf_counter() - start
+
+
+def _text(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> Tensor:
+    """`[B, P + more]`: prompts of one length, repeated until so many tokens stand behind them."""
     prompt = torch.tensor(rows, device=model.device) % model.config.get_text_config().vocab_size
     length = prompt.shape[1]
     return prompt.repeat(1, 2 + more // length)[:, : length + more]
+
+
+def _bounded(pair: LoadedPair, text: Tensor, widest: int) -> Tensor:
+    """What of a text is read before the timed passes, which have to fit into the context behind it."""
+    room = context_length(pair)
+    filled = text.shape[1] - widest
+    return text[:, : filled if room is None else min(filled, room - widest)]

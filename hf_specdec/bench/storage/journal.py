@@ -1,60 +1,66 @@
-"""What a long run has measured so far, on disk: one JSON line a record, each written through before work goes on."""
+"""What a long run has measured so far, on disk: a SQLite file in which every record is safe before work goes on."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-from collections.abc import Mapping, Sequence
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hf_specdec.bench.settings import BenchError
 
 Record = dict[str, Any]
 
+_PATIENCE = 60.0  # seconds that a process waits for another's record to be written
+_TABLES = """
+CREATE TABLE IF NOT EXISTS header (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
+"""
+
 
 class Journal:
-    """Records of one process, appended to `<stem>.journal.<rank>.jsonl`; opening it continues what is there.
+    """Records of a run in `<stem>.journal.sqlite`; opening it continues what is there.
 
-    The first line is the header, the arguments that all records were measured with. `records` are those of all
-    processes' journals of this stem, from earlier starts: any process may continue what another began, so that a
-    restart need not have as many processes.
+    All processes of a run write to the same file, and any may continue what another began.
 
     Args:
         folder: an existing folder.
         stem: names the run inside the folder.
         arguments: JSON-serialisable; a journal begun with others is refused.
-        rank: number of this process, from 0.
+
+    Attributes:
+        records: those of earlier starts, and what this process has added.
 
     Raises:
-        BenchError: the journal was begun with other arguments, is damaged before its last line, or can't be read
-            or written.
+        BenchError: the journal was begun with other arguments, is damaged, or can't be read or written.
     """
 
-    def __init__(self, folder: Path, stem: str, arguments: Mapping[str, Any], rank: int = 0) -> None:
-        self.stem, self.folder = stem, folder
-        self.path = folder / f"{stem}.journal.{rank}.jsonl"
+    def __init__(self, folder: Path, stem: str, arguments: Mapping[str, Any]) -> None:
+        self.path = path_of(folder, stem)
         # As they come back from disk: tuples as lists.
-        self._arguments = json.loads(json.dumps(arguments))
-        self._file: BinaryIO | None = None
-        self.header: Record | None = None
+        self._header: Record = {"arguments": json.loads(json.dumps(arguments))}
+        self._file: sqlite3.Connection | None = None
         self.records: list[Record] = []
-        for path in parts(folder, stem):
-            self._read(path)
-
-    @property
-    def resumed(self) -> bool:
-        """Whether an earlier start left records."""
-        return bool(self.records)
+        if self.path.exists():
+            with self._said():
+                self._file = self._open()
+                before = {name: json.loads(value) for name, value in self._file.execute("SELECT * FROM header")}
+                rows = self._file.execute("SELECT record FROM records ORDER BY number").fetchall()
+                self.records = [json.loads(record) for (record,) in rows]
+            if self.records:
+                self._check(before["arguments"])
+                self._header |= before
 
     def begin(self, **header: Any) -> None:
-        """From here on `append` may be called; `header` is kept with the arguments if no earlier start left one.
+        """From here on `append` may be called; `header` is kept if no earlier start left one."""
+        self._header = {**header, **self._header}
 
-        With several processes, all have to have opened their journals before one begins to write.
-        """
-        if self.header is None:
-            self.header = {"kind": "header", "arguments": self._arguments, **header}
+    @property
+    def header(self) -> Record:
+        """The arguments, and what `begin` was given by the start that measured first."""
+        return self._header
 
     def append(self, record: Record) -> None:
         """Writes a record through to the disk; what was written before survives whatever happens here.
@@ -62,9 +68,13 @@ class Journal:
         The file is made with the first record, so that a start that measured nothing binds no later one to its
         arguments.
         """
-        if self._file is None:
-            self._open()
-        self._write(record)
+        with self._said():
+            if self._file is None:
+                self._file = self._open()
+            with self._file:
+                kept = [(name, json.dumps(value)) for name, value in self._header.items()]
+                self._file.executemany("INSERT OR IGNORE INTO header VALUES (?, ?)", kept)
+                self._file.execute("INSERT INTO records (record) VALUES (?)", (json.dumps(record),))
         self.records.append(record)
 
     def close(self) -> None:
@@ -73,83 +83,41 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def _open(self) -> None:
-        assert self.header is not None, "begin() comes first"
-        try:
-            whole = _cut_torn_line(self.path)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`, after the last record
-        except OSError as error:
-            raise self._unwritable(error) from error
-        if not whole:
-            self._write(self.header)
+    def _open(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, timeout=_PATIENCE)
+        connection.executescript(_TABLES)
+        return connection
 
-    def _write(self, record: Record) -> None:
-        assert self._file is not None
-        line = json.dumps(record).encode() + b"\n"
+    @contextmanager
+    def _said(self) -> Iterator[None]:
         try:
-            # Unbuffered, and a full disk may take a part of the line: the rest is then a torn line.
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _read(self, path: Path) -> None:
-        try:
-            lines = path.read_bytes().split(b"\n")
-        except OSError as error:
+            yield
+        except sqlite3.OperationalError as error:
             raise BenchError(
-                f"--output_dir: {str(path)!r} can't be read ({error.strerror}); make it readable, or give "
-                "another folder"
+                f"--output_dir: {str(self.path)!r} can't be read or written ({error}); what was measured before is "
+                "kept: make room or make it writable, and start again with the same arguments"
             ) from error
-        # What follows the last newline was cut off by the end of an earlier process.
-        for number, line in enumerate(lines[:-1], start=1):
-            try:
-                record = json.loads(line)
-                kind = record["kind"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise BenchError(
-                    f"--output_dir: line {number} of {str(path)!r} is damaged; delete that file to measure anew"
-                ) from error
-            if kind == "header":
-                self._check(record, path)
-                self.header = self.header or record
-            else:
-                self.records.append(record)
+        except (sqlite3.DatabaseError, ValueError) as error:
+            raise BenchError(
+                f"--output_dir: {str(self.path)!r} is damaged ({error}); delete that file to measure anew"
+            ) from error
 
-    def _check(self, header: Record, path: Path) -> None:
-        before = header.get("arguments", {})
-        for name in sorted({*before, *self._arguments}):
-            if before.get(name) != self._arguments.get(name):
+    def _check(self, before: Mapping[str, Any]) -> None:
+        now = self._header["arguments"]
+        for name in sorted({*before, *now}):
+            if before.get(name) != now.get(name):
                 raise BenchError(
-                    f"--output_dir: {str(path)!r} holds an unfinished run with {name}={before.get(name)!r}, which is "
-                    f"now {self._arguments.get(name)!r}; give the same arguments to continue it, another folder, or "
-                    "delete that file"
+                    f"--output_dir: {str(self.path)!r} holds an unfinished run with {name}={before.get(name)!r}, which "
+                    f"is now {now.get(name)!r}; give the same arguments to continue it, another folder, or delete "
+                    "that file"
                 )
 
-    def _unwritable(self, error: OSError) -> BenchError:
-        return BenchError(
-            f"--output_dir: writing to {str(self.path)!r} failed ({error.strerror}); what was measured before is kept: "
-            "make room and start again with the same arguments"
-        )
 
-
-def parts(folder: Path, stem: str) -> Sequence[Path]:
-    """The journals of all processes of a run."""
-    return sorted(path for path in folder.glob("*.journal.*.jsonl") if path.name.startswith(f"{stem}.journal."))
+def path_of(folder: Path, stem: str) -> Path:
+    """Where the journal of a run lies."""
+    return folder / f"{stem}.journal.sqlite"
 
 
 def discard(folder: Path, stem: str) -> None:
-    """Deletes the journals of all processes of a run, once everything stands in its result."""
-    for path in parts(folder, stem):
-        path.unlink(missing_ok=True)
-
-
-def _cut_torn_line(path: Path) -> bool:
-    """Cuts what follows the last newline; returns whether whole lines are left."""
-    if not path.exists():
-        return False
-    with open(path, "r+b") as file:
-        end = file.read().rfind(b"\n") + 1
-        file.truncate(end)
-    return end > 0
+    """Deletes a run's journal, once everything stands in its result."""
+    path_of(folder, stem).unlink(missing_ok=True)

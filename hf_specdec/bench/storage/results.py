@@ -1,7 +1,8 @@
-"""The result of a run: the dict that becomes JSON, and the files it is kept in."""
+"""The result of a run: a dict whose calls are columns on disk, and the files it is kept in."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -12,18 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdec.bench.inputs.prompts import Prompt
+from hf_specdec.bench.models.known_pairs import default_draft, full_name
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.reports import rendering
 from hf_specdec.bench.running.methods import Method, lookahead
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import environment
+from hf_specdec.bench.storage.columns import pack, rounded, unpack
 
-FORMAT = 1
-_LISTS = ("runs", "prompts", "forwards", "quality")
+FORMAT = 2
+SUFFIX = ".json.gz"
 
 
 def new(settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """A result without runs; `report` documents by use what each key is for."""
+    """A result without calls.
+
+    Keys: `arguments` (of `Settings`), `methods` (`Method.describe`), `prompts`, `calls` (`Call`s), `passes` (times of
+    bare passes), `cold` (`ColdStart`s as dicts), `loading_seconds` by model, `notes` for the reader.
+    """
     return {
         "format": FORMAT,
         "task": settings.task,
@@ -31,13 +38,18 @@ def new(settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts
         "arguments": settings.to_dict(),
         "environment": environment.describe(),
         "models": pair.describe(),
+        "loading_seconds": rounded(dict(pair.loading_seconds)),
         "sampling": settings.sampling,
         "lookahead": lookahead(settings, pair),
-        "methods": [{"name": method.name, "title": method.title, **method.facts} for method in methods],
-        "prompts": [{"index": p.index, "label": p.label, "tokens": len(p.token_ids)} for p in prompts],
+        "methods": [method.describe() for method in methods],
+        "prompts": [
+            {"index": p.index, "question": p.index, "label": p.label, "tokens": len(p.token_ids)} for p in prompts
+        ],
         "notes": [] if pair.synthetic is None else [f"{pair.synthetic}. Timings are real, texts mean nothing."],
-        "runs": [],
-        "raw_forwards": {},
+        "calls": [],
+        "passes": [],
+        "cold": [],
+        "quality": [],
     }
 
 
@@ -54,67 +66,86 @@ def check_writable(folder: Path) -> None:
 
 
 def stem(settings: Settings) -> str:
-    """What the files of a run are called: `<task>-<method, or data set and split where given>-<greedy|sampling>`."""
-    parts = [settings.task]
+    """What the files of a run are called.
+
+    `<task>-<target>[-<draft>]-<strategy, or data set and split>-<greedy|sampling>`, so that several pairs and data
+    sets live in one folder. A sweep's drafts are named where they were chosen.
+    """
+    parts = [settings.task, full_name(settings.model_name)]
+    drafts = settings.draft_models or ((settings.assistant_model,) if settings.assistant_model else ())
+    if not drafts and settings.task != "sweep" and (known := default_draft(settings.model_name)):
+        drafts = (known,)
+    if settings.assisted_generation:
+        parts += [full_name(name) for name in drafts]
     if settings.task in ("benchmark", "decode"):
         parts.append(settings.generation_strategy if settings.assisted_generation else "plain")
-    elif settings.dataset != "embedded":
-        parts.append(re.sub(r"[^A-Za-z0-9._]+", "_", Path(settings.dataset).name))
+    elif settings.task not in ("engines", "growth"):
+        parts.append(settings.dataset)
     if settings.split is not None:
-        parts.append(re.sub(r"[^A-Za-z0-9._]+", "_", settings.split))
-    return "-".join([*parts, "sampling" if settings.sampling else "greedy"])
+        parts.append(settings.split)
+    parts.append("sampling" if settings.sampling else "greedy")
+    return "-".join(re.sub(r"[^A-Za-z0-9._]+", "_", part.rstrip("/").rsplit("/", 1)[-1]) for part in parts)
 
 
-def from_records(records: Sequence[dict[str, Any]], methods: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The parts of a result that come from a journal, in an order that doesn't depend on who measured when."""
-    order = {method["name"]: number for number, method in enumerate(methods)}
-    kinds: dict[str, list[dict[str, Any]]] = {"run": [], "prompt": [], "forwards": []}
-    for record in records:
-        kinds[record["kind"]].append({key: value for key, value in record.items() if key != "kind"})
-    return {
-        "prompts": sorted(kinds["prompt"], key=lambda prompt: prompt["index"]),
-        "runs": sorted(kinds["run"], key=lambda run: (run["repeat"], run["prompt"], order[run["method"]])),
-        "forwards": sorted(kinds["forwards"], key=lambda item: (item["draft"], item["repeat"], item["prompt"])),
-    }
-
-
-def save(result: dict[str, Any], settings: Settings) -> tuple[Path, Path]:
-    """Writes `<stem>.json` and its rendering `.md`; returns both paths."""
+def save(result: Mapping[str, Any], settings: Settings) -> tuple[Path, Path]:
+    """Writes `<stem>.json.gz` and its rendering `.md`; returns both paths."""
     name = stem(settings)
-    data, rendered = settings.output_dir / f"{name}.json", settings.output_dir / f"{name}.md"
-    write_text(data, to_json(result))
-    write_text(rendered, rendering.render(result))
+    data, rendered = settings.output_dir / f"{name}{SUFFIX}", settings.output_dir / f"{name}.md"
+    write_bytes(data, to_bytes(result))
+    # What is read back, so that a report made later is the same.
+    write_bytes(rendered, rendering.render(from_bytes(to_bytes(result))).encode())
     return data, rendered
 
 
-def write_text(path: Path, text: str) -> None:
-    """All or nothing: a full disk leaves what was there before; raises `BenchError` then."""
+def to_bytes(result: Mapping[str, Any]) -> bytes:
+    """Compressed JSON; the same result gives the same bytes."""
+    packed = {**result, **pack(result["calls"])}
+    return gzip.compress(json.dumps(packed, ensure_ascii=False).encode(), mtime=0)
+
+
+def from_bytes(data: bytes) -> dict[str, Any]:
+    """The result that `to_bytes` was given.
+
+    Raises:
+        ValueError, KeyError, TypeError, OSError: it is none.
+    """
+    packed = json.loads(gzip.decompress(data))
+    if packed["format"] != FORMAT:
+        raise ValueError(f"format {packed['format']!r}")
+    calls = unpack(packed)
+    return {key: value for key, value in packed.items() if key not in ("answers", "rounds")} | {"calls": calls}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A result from its file.
+
+    Raises:
+        BenchError: the file can't be read, or is no result of this version.
+    """
     try:
-        _write(path, text)
+        data = path.read_bytes()
+    except OSError as error:
+        raise BenchError(f"--output_dir: {str(path)!r} can't be read ({error.strerror}); make it readable") from error
+    try:
+        return from_bytes(data)
+    except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
+        raise BenchError(
+            f"--output_dir: {str(path)!r} is damaged or no result of this version ({error}); measure it again, or "
+            "move it away"
+        ) from error
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """All or nothing: a full disk leaves what was there before; raises `BenchError` then."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        try:
+            partial.write_bytes(data)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise BenchError(
             f"--output_dir: writing to {str(path.parent)!r} failed ({error.strerror}); give a folder "
             "that has room and can be written to"
         ) from error
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def to_json(result: dict[str, Any]) -> str:
-    """One line a key and one line a run, so that files stay short and differences readable."""
-    lines = [
-        f"{json.dumps(key)}: " + (_one_a_line(value) if key in _LISTS else json.dumps(value))
-        for key, value in result.items()
-    ]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _one_a_line(items: list[Any]) -> str:
-    return "[\n" + ",\n".join(json.dumps(item) for item in items) + "\n]"

@@ -1,79 +1,119 @@
-"""One sitting of a run that may take several: it begins with what is in the journal, and ends with the result."""
+"""A run's records, kept as they are measured: an interrupted run begins with what is in the journal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.running.timed_call import Call
+from hf_specdec.bench.running.warming import ColdStart
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import environment, results
+from hf_specdec.bench.storage.columns import as_record, from_record, rounded
 from hf_specdec.bench.storage.journal import Journal, Record, discard
 
 Key = tuple[Any, ...]
 
+# What a record of each kind is about: there is one of each.
+_KEYS = {
+    "call": ("method", "prompts", "repeat"),
+    "prompt": ("index",),
+    "passes": ("engine", "draft", "prompts", "repeat"),
+    "cold": ("method", "batch", "length"),
+}
+
 
 def key_of(record: Record) -> Key:
-    """What a record is about: there is one of each."""
-    if record["kind"] == "run":
-        return run_key(record["repeat"], record["prompt"], record["method"])
-    if record["kind"] == "prompt":
-        return "prompt", record["index"]
-    return forwards_key(record["repeat"], record["prompt"], record["draft"])
+    """What a record is about."""
+    kind = record["kind"]
+    values = (record[name] for name in _KEYS[kind])
+    return (kind, *(tuple(value) if isinstance(value, list) else value for value in values))
+
+
+def call_key(method: str, prompts: tuple[int, ...], repeat: int) -> Key:
+    return "call", method, prompts, repeat
+
+
+def passes_key(engine: str, draft: str | None, prompts: tuple[int, ...], repeat: int) -> Key:
+    return "passes", engine, draft, prompts, repeat
 
 
 class RunSession:
-    """The journal of one process, open, with its records by what they are about.
+    """The journal of a run, open, with its records by what they are about.
 
     Args:
         settings, shared: of the run.
-        key: what a record is about; of several about one thing the last counts.
 
     Raises:
         BenchError: the output folder can't be used, or holds an unfinished run with other arguments.
     """
 
-    def __init__(self, settings: Settings, shared: Processes, key: Callable[[Record], Key] = key_of) -> None:
+    def __init__(self, settings: Settings, shared: Processes) -> None:
         results.check_writable(settings.output_dir)
         arguments = settings.to_dict()
         del arguments["output_dir"]
-        self.journal = Journal(settings.output_dir, results.stem(settings), arguments, shared.rank)
+        self.journal = Journal(settings.output_dir, results.stem(settings), arguments)
         # None writes before all have read.
         shared.wait()
         self._environment = environment.describe()
         self.journal.begin(environment=self._environment)
-        self._key = key
-        self.done: dict[Key, Record] = {key(record): record for record in self.journal.records}
+        self.records: dict[Key, Record] = {key_of(record): record for record in self.journal.records}
 
-    def keep(self, record: Record) -> None:
-        """Puts a record on the disk."""
-        self.journal.append(record)
-        self.done[self._key(record)] = record
+    def keep(self, kind: str, record: Record) -> None:
+        """Puts a record on the disk; its floats are rounded."""
+        whole = {"kind": kind, **rounded(record)}
+        self.journal.append(whole)
+        self.records[key_of(whole)] = whole
 
-    def conclude(self, result: dict[str, Any]) -> None:
-        """Gives the result the environment in which measuring began; a restart in another one is said."""
+    def keep_call(self, call: Call) -> None:
+        """Puts a call on the disk."""
+        self.keep("call", as_record(call))
+
+    def keep_cold(self, cold: ColdStart) -> None:
+        """Puts a method's warm-up on the disk; that of an earlier start stands."""
+        record = {"kind": "cold", **asdict(cold)}
+        if key_of(record) not in self.records:
+            self.keep("cold", asdict(cold))
+
+    def call(self, method: str, prompts: tuple[int, ...], repeat: int) -> Call:
+        """A call that is there."""
+        return from_record(self.records[call_key(method, prompts, repeat)])
+
+    def has_call(self, method: str, prompts: tuple[int, ...], repeat: int) -> bool:
+        """Whether it was measured."""
+        return call_key(method, prompts, repeat) in self.records
+
+    def conclude(self, result: dict[str, Any], records: list[Record] | None = None) -> None:
+        """Puts all records into the result, in an order that doesn't depend on who measured when.
+
+        The environment is that in which measuring began; a restart in another one is noted.
+
+        Args:
+            records: those of all processes; by default this one's.
+        """
         self.journal.close()
-        assert self.journal.header is not None
+        listed = list(self.records.values()) if records is None else records
+        order = {method["name"]: number for number, method in enumerate(result["methods"])}
+        calls = [from_record(record) for record in listed if record["kind"] == "call"]
+        result["calls"] = sorted(calls, key=lambda call: (call.repeat, call.batch, call.prompts, order[call.method]))
+        for key in ("passes", "cold"):
+            same = [record for record in listed if record["kind"] == key]
+            result[key] = [_without_kind(record) for record in sorted(same, key=lambda record: str(key_of(record)))]
+        prompts = [_without_kind(record) for record in listed if record["kind"] == "prompt"]
+        if prompts:
+            result["prompts"] = sorted(prompts, key=lambda prompt: int(prompt["index"]))
         before, now = self.journal.header["environment"], self._environment
         for name in ("cpu", "gpus", "packages", "torch_threads", "commit"):
             if before[name] != now[name]:
                 result["notes"].append(
-                    f"Measured in several sittings that differ in {name} ({before[name]}, then {now[name]}): "
+                    f"Measured in several starts that differ in {name} ({before[name]}, then {now[name]}): "
                     "times can't be compared safely."
                 )
         result["environment"] = {**before, "load_average_at_end": environment.load_average()}
 
 
-def run_key(repeat: int, prompt: int, method: str) -> Key:
-    return "run", repeat, prompt, method
-
-
-def forwards_key(repeat: int, prompt: int, draft: str | None) -> Key:
-    return "forwards", repeat, prompt, draft
-
-
-def without_kind(record: Record) -> dict[str, Any]:
-    """A record as results hold it: by its place they know its kind."""
+def _without_kind(record: Record) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != "kind"}
 
 

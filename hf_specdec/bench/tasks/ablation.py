@@ -12,8 +12,9 @@ from typing import Any
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import LoadedPair, better_transformer, load_pair
 from hf_specdec.bench.reports.tables import ablation as ablation_tables
-from hf_specdec.bench.running.methods import Method, plain, strategy
+from hf_specdec.bench.running.methods import Method, chosen_keywords, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.running.transformers_methods import assisted, assisted_refusal
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import run_session
 from hf_specdec.bench.tasks import collecting
@@ -22,7 +23,7 @@ from hf_specdec.models.better_transformer import to_better_transformer, to_eager
 
 
 def run_ablation(settings: Settings, shared: Processes) -> None:
-    """Measures all eight rows, writes JSON and markdown into `settings.output_dir`, prints the table.
+    """Measures all rows, writes JSON and markdown into `settings.output_dir`, prints the table.
 
     Raises `BenchError` for what the user can put right, a model without Better Transformer included.
     """
@@ -30,8 +31,8 @@ def run_ablation(settings: Settings, shared: Processes) -> None:
     pair = load_pair(settings)
     # Refuses before anything is measured; the rows switch it on and off themselves.
     better_transformer(pair)
-    contenders = [Contender(_row(settings, pair, *switches), pair) for switches in product((False, True), repeat=3)]
-    result = collecting.collect(settings, contenders, dialogues, shared, lookahead=None)
+    contenders = [Contender(method, pair) for method in rows(settings, pair)]
+    result = collecting.collect(settings, contenders, dialogues, shared)
     if result is None:
         return
     for model in result["models"].values():
@@ -40,8 +41,23 @@ def run_ablation(settings: Settings, shared: Processes) -> None:
     sys.stdout.write(ablation_tables.terminal(result))
 
 
-def _row(settings: Settings, pair: LoadedPair, better: bool, cache: bool, speculative: bool) -> Method:
-    method = strategy(settings, pair) if speculative else plain()
+def rows(settings: Settings, pair: LoadedPair) -> list[Method]:
+    """With and without KV cache and Better Transformer: plain generate(), plain on our loop, ours.
+
+    With a cache, without which it refuses, transformers' assisted generation too.
+    """
+    keywords = chosen_keywords(settings, pair)
+    methods = [plain(), plain_on_engine(keywords), ours(settings.generation_strategy, keywords, pair)]
+    found = []
+    for cache, better in product((False, True), repeat=2):
+        these = list(methods)
+        if cache and assisted_refusal(settings, pair) is None:
+            these.insert(2, assisted(settings, pair))
+        found += [_switched(method, cache, better) for method in these if method.takes(settings.batch_size)]
+    return found
+
+
+def _switched(method: Method, cache: bool, better: bool) -> Method:
     inner = method.surroundings
 
     @contextmanager
@@ -52,8 +68,14 @@ def _row(settings: Settings, pair: LoadedPair, better: bool, cache: bool, specul
         with inner(loaded) as log:
             yield log
 
-    facts = {"speculative": speculative, "cache": cache, "better_transformer": better}
-    name = "+".join([method.name, "cache" if cache else "no cache", "better" if better else "eager"])
-    title = f"{method.title}, {'with' if cache else 'without'} KV cache, {'Better Transformer' if better else 'eager'}"
-    options = {**method.options, "use_cache": cache}
-    return replace(method, name=name, title=title, options=options, facts=facts, surroundings=surroundings)
+    switches = f"{'cache' if cache else 'no cache'}+{'better' if better else 'eager'}"
+    words = f"{'with' if cache else 'without'} KV cache, {'Better Transformer' if better else 'eager'}"
+    return replace(
+        method,
+        name=f"{method.name}+{switches}",
+        title=f"{method.title}, {words}",
+        same_engine=None if method.same_engine is None else f"{method.same_engine}+{switches}",
+        keywords={**method.keywords, "use_cache": cache},
+        facts={"speculative": method.draft is not None, "cache": cache, "better_transformer": better},
+        surroundings=surroundings,
+    )

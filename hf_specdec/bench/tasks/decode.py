@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from transformers import TextStreamer
 
 from hf_specdec.bench.inputs.prompts import Prompt, decode_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.running.methods import Method, plain, strategy
+from hf_specdec.bench.running.methods import Method, chosen_keywords, ours, plain
 from hf_specdec.bench.running.processes import Processes
-from hf_specdec.bench.running.timed_call import run_once, warm_up
+from hf_specdec.bench.running.timed_call import timed_call
+from hf_specdec.bench.running.warming import warm_up
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import results
-from hf_specdec.bench.storage.journal import Record
-from hf_specdec.bench.storage.run_session import RunSession, finish, run_key, without_kind
+from hf_specdec.bench.storage.run_session import RunSession, finish
 
 
 def run_decode(settings: Settings) -> None:
@@ -31,38 +32,50 @@ def run_decode(settings: Settings) -> None:
     prompts, notes = decode_prompts(pair, settings.prompts, settings.max_new_tokens)
     for note in notes:
         print(note, file=sys.stderr)
-    method = strategy(settings, pair) if settings.assisted_generation else plain()
+    keywords = chosen_keywords(settings, pair)
+    method = ours(settings.generation_strategy, keywords, pair) if settings.assisted_generation else plain()
     result = results.new(settings, pair, [method], prompts)
-    result["notes"] = notes
-    sitting = RunSession(settings, Processes())
-    work = [(repeat, prompt) for repeat in range(settings.repeats) for prompt in prompts]
-    if not all(run_key(repeat, prompt.index, method.name) in sitting.done for repeat, prompt in work):
-        warm_up(pair, [method], prompts[:1], settings)
-    for position, (repeat, prompt) in enumerate(work):
-        result["runs"].append(_run(sitting, pair, method, prompt, settings, repeat, position))
-    sitting.conclude(result)
+    result["notes"] += notes
+    session = RunSession(settings, Processes())
+    batches = [prompts[at : at + settings.batch_size] for at in range(0, len(prompts), settings.batch_size)]
+    work = [(repeat, batch) for repeat in range(settings.repeats) for batch in batches]
+    if not all(session.has_call(method.name, _indexes(batch), repeat) for repeat, batch in work):
+        session.keep_cold(warm_up(pair, method, batches[0], settings))
+    for position, (repeat, batch) in enumerate(work):
+        _decode(session, pair, method, batch, settings, repeat, position)
+    session.conclude(result)
     finish(result, settings)
     sys.stdout.write("\n" + rendering.render(result))
 
 
-def _run(
-    sitting: RunSession,
+def _decode(
+    session: RunSession,
     pair: LoadedPair,
     method: Method,
-    prompt: Prompt,
+    batch: Sequence[Prompt],
     settings: Settings,
     repeat: int,
     position: int,
-) -> Record:
-    """One run from the journal or measured now; its text is shown in the first repeat."""
-    shower = None
-    if repeat == 0:
-        print(f"--- {prompt.index + 1}: {prompt.label}, {len(prompt.token_ids)} tokens")
-        shower = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    key = run_key(repeat, prompt.index, method.name)
-    if key not in sitting.done:
-        run = run_once(pair, method, prompt, settings, repeat=repeat, position=position, inner=shower)
-        sitting.keep({"kind": "run", **vars(run)})
-    elif shower is not None:
-        print(pair.tokenizer.decode(sitting.done[key]["tokens"], skip_special_tokens=True))
-    return without_kind(sitting.done[key])
+) -> None:
+    """One batch, from the journal or now; its texts are shown in the first repeat, a single one as it comes."""
+    known = session.has_call(method.name, _indexes(batch), repeat)
+    streams = repeat == 0 and len(batch) == 1 and not known
+    if streams:
+        print(_heading(batch[0]))
+    shower = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
+    if not known:
+        call = timed_call(pair, method, batch, settings, repeat=repeat, position=position, inner=shower)
+        session.keep_call(call)
+    if repeat == 0 and not streams:
+        call = session.call(method.name, _indexes(batch), repeat)
+        for prompt, tokens in zip(batch, call.tokens, strict=True):
+            print(_heading(prompt))
+            print(pair.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _heading(prompt: Prompt) -> str:
+    return f"--- {prompt.index + 1}: {prompt.label}, {len(prompt.token_ids)} tokens"
+
+
+def _indexes(batch: Sequence[Prompt]) -> tuple[int, ...]:
+    return tuple(prompt.index for prompt in batch)

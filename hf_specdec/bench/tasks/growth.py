@@ -14,9 +14,9 @@ from tqdm import tqdm
 from hf_specdec.bench.inputs.prompts import Prompt, benchmark_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.running.engine_methods import for_growth
+from hf_specdec.bench.running.contestants import of_growth
 from hf_specdec.bench.running.methods import Method
-from hf_specdec.bench.running.timed_batch import run_batch
+from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import results
 
@@ -32,7 +32,7 @@ def run_growth(settings: Settings) -> None:
     results.check_writable(settings.output_dir)
     pair = load_pair(settings)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, _PROMPTS_PER_LENGTH, settings.max_new_tokens)
-    methods = for_growth(settings, pair)
+    methods = of_growth(settings, pair)
     result = results.new(settings, pair, methods, prompts)
     result["samples"] = [
         {"method": method.name, **sample} for method in methods for sample in calls(settings, pair, method, prompts)
@@ -47,7 +47,7 @@ def calls(settings: Settings, pair: LoadedPair, method: Method, prompts: list[Pr
     for number in tqdm(range(1, settings.calls + 1), desc=method.name, unit="call", file=sys.stderr):
         # Neighbours differ in length, so that an engine that depends on it would compile again.
         prompt = prompts[(number * _PROMPTS_PER_LENGTH + number // len(prompts)) % len(prompts)]
-        run_batch(pair, method, [prompt], settings)
+        timed_call(pair, method, [prompt], settings)
         if number in wanted:
             yield {"calls": number, **sample()}
 

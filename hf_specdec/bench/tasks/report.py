@@ -37,22 +37,23 @@ def run_report(settings: Settings) -> None:
     from hf_specdec.bench.reports.pictures.by_task import pictures
 
     folder = settings.output_dir
-    paths = sorted(folder.glob("*.json"))
+    paths = sorted(folder.glob(f"*{results.SUFFIX}"))
     if not paths:
         raise BenchError(f"--output_dir: {str(folder)!r} holds no JSON of an earlier task; give a folder that does")
-    loaded = {path: _load(path) for path in paths}
+    loaded = {path: results.load(path) for path in paths}
     for path, result in loaded.items():
+        stem = folder / path.name.removesuffix(results.SUFFIX)
         try:
             text, figures = rendering.render(result), pictures(result)
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise BenchError(
                 f"--output_dir: {str(path)!r} is no result of this version ({error!r}); move it away"
             ) from error
-        results.write_text(path.with_suffix(".md"), text)
-        print(path.with_suffix(".md"))
+        results.write_bytes(stem.with_name(f"{stem.name}.md"), text.encode())
+        print(stem.with_name(f"{stem.name}.md"))
         for name, figure in figures.items():
-            _write_picture(path.with_name(f"{path.stem}-{name}.png"), figure)
-            print(path.with_name(f"{path.stem}-{name}.png"))
+            _write_picture(stem.with_name(f"{stem.name}-{name}.png"), figure)
+            print(stem.with_name(f"{stem.name}-{name}.png"))
     for line in differences(list(loaded.items())):
         print(line, file=sys.stderr)
 
@@ -68,21 +69,6 @@ def differences(loaded: Sequence[tuple[Path, Result]]) -> list[str]:
             sides = "; ".join(f"{', '.join(names)}: {value}" for value, names in groups.items())
             lines.append(f"warning: these results differ in {name}, so don't compare their times ({sides})")
     return lines
-
-
-def _load(path: Path) -> Result:
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        known = result["format"] == results.FORMAT and result["task"] in rendering.TASKS
-    except OSError as error:
-        raise BenchError(f"--output_dir: {str(path)!r} can't be read ({error.strerror}); make it readable") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"--output_dir: {str(path)!r} is damaged or no result of this script; move it away") from error
-    if not known:
-        raise BenchError(
-            f"--output_dir: {str(path)!r} is a result of another version; measure it again, or move it away"
-        )
-    return result
 
 
 def _write_picture(path: Path, figure: Figure) -> None:

@@ -1,25 +1,29 @@
-"""The task `sweep`: a grid of drafts, lookaheads and BiLD's thresholds on the same examples."""
+"""The task `sweep`: a grid of drafts, lookaheads, thresholds and other settings on the same examples."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
-from hf_specdec import embedded
-from hf_specdec.bench.figures.scores import scores
+from hf_specdec.bench.figures.quality import scores
 from hf_specdec.bench.inputs import questions
-from hf_specdec.bench.models.known_pairs import default_draft, full_name, known_drafts
+from hf_specdec.bench.models.known_pairs import full_name, known_drafts
 from hf_specdec.bench.models.loading import LoadedPair, load_pairs
 from hf_specdec.bench.reports.tables import sweep as sweep_tables
-from hf_specdec.bench.running.methods import Method, lookahead, plain, strategy
+from hf_specdec.bench.running.contestants import STOP_ENTROPY, STOP_LOOKAHEAD
+from hf_specdec.bench.running.methods import KEYWORDS, Method, fixed_lookahead, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.running.transformers_methods import assisted, assisted_refusal
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import run_session
 from hf_specdec.bench.tasks import collecting
 from hf_specdec.bench.tasks.collecting import Contender
 
-_LOOKAHEADS = (1, 3, 5, 7)
+LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, "auto")
+_THRESHOLDS = ("fallback_threshold", "rollback_threshold")
 
 
 def run_sweep(settings: Settings, shared: Processes) -> None:
@@ -29,67 +33,87 @@ def run_sweep(settings: Settings, shared: Processes) -> None:
     """
     dialogues = questions.dialogues(settings)
     pairs = load_pairs(settings, drafts_of(settings))
-    contenders = grid(settings, pairs)
-    longest = max(contender.method.facts.get("lookahead", 1) for contender in contenders)
-    result = collecting.collect(settings, contenders, dialogues, shared, longest)
+    result = collecting.collect(settings, grid(settings, pairs), dialogues, shared)
     if result is None:
         return
+    if refusal := assisted_refusal(settings, pairs[0]):
+        result["notes"].append(refusal)
     result["quality"] = scores(result)
     run_session.finish(result, settings)
     sys.stdout.write(sweep_tables.terminal(result))
 
 
 def drafts_of(settings: Settings) -> tuple[str, ...]:
-    """The drafts to compare, by full name: those named, all that ship with an embedded target, or the known one."""
+    """The drafts to compare, by full name: those named, or all that are known for the target."""
     if settings.draft_models:
         return tuple(full_name(name) for name in settings.draft_models)
     if settings.assistant_model:
         return (full_name(settings.assistant_model),)
-    if full_name(settings.model_name) in embedded.names():
-        return known_drafts(settings.model_name)
-    draft = default_draft(settings.model_name)
-    if draft is None:
+    known = known_drafts(settings.model_name)
+    if not known:
         raise BenchError(
             f"--draft_models: not given, and no draft is known for the target {settings.model_name!r}; name some"
         )
-    return (draft,)
+    return known
 
 
 def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
-    """Plain decoding, then speculative decoding with every draft and lookahead.
+    """Plain generate(), plain on every engine of the grid, transformers' assisted, then ours at every setting.
 
-    BiLD is added, over all pairs of thresholds, where it was asked for, be it by name or by thresholds.
+    By default speculative decoding at `LOOKAHEADS`, "auto" among them, and with the entropy stop. BiLD is added, over
+    all pairs of thresholds, where it was asked for, be it by name or by thresholds.
     """
-    contenders = [Contender(plain(), pairs[0])]
-    thresholds = settings.fallback_thresholds, settings.rollback_thresholds
-    bild = settings.generation_strategy == "bild" or any(thresholds)
-    # A grid of thresholds is wide enough: its lookahead is the usual one unless several are asked for.
-    lookaheads = settings.lookaheads or ((lookahead(settings, pairs[0]),) if bild else _LOOKAHEADS)
-    for pair, tokens in product(pairs, lookaheads):
-        chosen = replace(settings, generation_strategy="speculative", num_assistant_tokens=tokens)
-        contenders.append(Contender(_named(chosen, pair), pair))
+    bild = settings.sweeps_bild
+    contenders = [(method, pair) for pair in pairs for method in _speculative(settings, pair, bild)]
     if bild:
-        fallbacks = thresholds[0] or (settings.fallback_threshold,)
-        rollbacks = thresholds[1] or (settings.rollback_threshold,)
-        for pair, tokens, fallback, rollback in product(pairs, lookaheads, fallbacks, rollbacks):
-            chosen = replace(settings, generation_strategy="bild", num_assistant_tokens=tokens)
-            chosen = replace(chosen, fallback_threshold=fallback, rollback_threshold=rollback)
-            contenders.append(Contender(_named(chosen, pair), pair))
-    return contenders
+        contenders += [
+            (_named("bild", keywords, pair), pair) for pair in pairs for keywords in _crossed(settings, pair)
+        ]
+    engines = {method.same_engine: plain_on_engine(method.keywords) for method, _ in contenders}
+    first = [plain(), *engines.values()]
+    found = [Contender(method, pairs[0]) for method in first]
+    if assisted_refusal(settings, pairs[0]) is None:
+        for pair in pairs:
+            method = assisted(settings, pair)
+            name, title = f"{method.name}/{pair.draft_name}", f"{method.title} with {pair.draft_name}"
+            found.append(Contender(replace(method, name=name, title=title), pair))
+    return [*found, *(Contender(method, pair) for method, pair in contenders)]
 
 
-def _named(chosen: Settings, pair: LoadedPair) -> Method:
+def _speculative(settings: Settings, pair: LoadedPair, bild: bool) -> Iterator[Method]:
+    for keywords in _crossed(settings, pair, without=_THRESHOLDS, every=not bild):
+        yield _named("speculative", keywords, pair)
+    # A grid of thresholds is wide enough: its lookahead is the usual one unless several are asked for.
+    if not bild and not _chosen(settings, "num_assistant_tokens") and not _chosen(settings, "entropy_threshold"):
+        stopping = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
+        yield _named("speculative", stopping, pair)
+
+
+def _crossed(
+    settings: Settings, pair: LoadedPair, *, without: tuple[str, ...] = (), every: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Keywords of generate(), all values of the grid crossed.
+
+    Args:
+        without: keywords that are left out.
+        every: all of `LOOKAHEADS`, where no lookahead was asked for.
+    """
+    names = [name for name in KEYWORDS if name not in without]
+    values = {name: settings.values(name) for name in names}
+    if not _chosen(settings, "num_assistant_tokens"):
+        values["num_assistant_tokens"] = LOOKAHEADS if every else (fixed_lookahead(settings, pair),)
+    for combination in product(*values.values()):
+        yield dict(zip(names, combination, strict=True))
+
+
+def _chosen(settings: Settings, name: str) -> bool:
+    return name in settings.grid or getattr(settings, name) is not None
+
+
+def _named(strategy: str, keywords: dict[str, Any], pair: LoadedPair) -> Method:
     """The strategy under a name of its own, with the settings as data."""
-    assert pair.draft is not None
-    method = strategy(chosen, pair)
-    facts = {
-        "strategy": chosen.generation_strategy,
-        "draft": pair.draft_name,
-        "draft_parameters": pair.draft.num_parameters(),
-        "lookahead": chosen.num_assistant_tokens,
-    }
-    if chosen.generation_strategy == "bild":
-        facts |= {"fallback": chosen.fallback_threshold, "rollback": chosen.rollback_threshold}
-    name = "/".join(str(value) for key, value in facts.items() if key != "draft_parameters")
-    title = f"{method.title} with {pair.draft_name}, lookahead {chosen.num_assistant_tokens}"
-    return replace(method, name=name, title=title, facts=facts)
+    method = ours(strategy, keywords, pair)
+    told = [f"{key}={value}" for key, value in method.keywords.items() if key != "generation_strategy"]
+    name = "/".join([strategy, str(pair.draft_name), *told])
+    title = f"{method.title} with {pair.draft_name}, lookahead {method.lookahead}"
+    return replace(method, name=name, title=title)

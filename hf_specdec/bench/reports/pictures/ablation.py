@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.reports.pictures.drawing import COLOURS, deviation, new_figure, offset
+from hf_specdec.bench.reports.pictures.drawing import BY_KIND, caption, new_figure, ratio_panel
+from hf_specdec.bench.reports.pictures.gains import HOLLOW
+from hf_specdec.bench.reports.tables.ablation import without_draft
 
 Result = Mapping[str, Any]
+MethodDict = Mapping[str, Any]
 
 
-def ablation_bars(result: Result) -> Figure:
-    """Ablation: tokens/s of all eight rows; bars are standard deviations."""
-    figure, axes = new_figure(7.5, 4.5)
-    places = {(False, False): 0, (False, True): 1, (True, False): 2, (True, True): 3}
-    for method in result["methods"]:
-        repeats = speed.by_repeat(result["runs"], method["name"])
-        rates = [rate for one in repeats if (rate := speed.micro_rate(one)) is not None]
-        place = places[method["cache"], method["better_transformer"]]
-        kind = "speculative" if method["speculative"] else "plain"
-        label = {"speculative": "With a draft", "plain": "Plain decoding"}[kind] if place == 0 else None
-        height = mean(rates) if rates else 0.0
-        at = offset(place, int(method["speculative"]), 2)
-        axes.bar(at, height, width=0.38, yerr=deviation(rates) or None, capsize=3, color=COLOURS[kind], label=label)
-    names = ["no cache\neager", "no cache\nBetter Transformer", "KV cache\neager", "KV cache\nBetter Transformer"]
-    axes.set_xticks(range(4), names)
-    axes.set_xlabel("Cache and attention")
-    axes.set_ylabel("Decoding speed (tokens/s)")
-    axes.set_title("What speculation brings with and without cache and fast attention")
-    axes.legend()
+def ablation_gains(result: Result) -> Figure:
+    """The speedup of each combination over the row with nothing switched on, and of drafting in each, sorted."""
+    first = result["methods"][0]["name"]
+    gains = {m["name"]: speed.speedup(result, m["name"], first) for m in result["methods"][1:]}
+    shown = sorted((m for m in result["methods"][1:] if gains[m["name"]]), key=lambda m: -_value(gains[m["name"]]))
+    figure, panels = new_figure(1.4 + 0.42 * len(shown), columns=2, sharey=True)
+    drafting = {m["name"]: speed.speedup(result, m["name"], base) for m in shown if (base := without_draft(result, m))}
+    for axes, found, title in zip(
+        panels, (gains, drafting), ("over all three switched off", "of drafting, rest unchanged"), strict=True
+    ):
+        ratio_panel(axes, [(_name(m), found.get(m["name"]), BY_KIND[m["kind"]]) for m in shown])
+        axes.set_xlabel(f"Speedup {title} (×)")
+    figure.suptitle("Speculative decoding, KV cache and Better Transformer")
+    caption(figure, HOLLOW)
     return figure
+
+
+def _value(found: speed.Ratio | None) -> float:
+    return 0.0 if found is None else found.value
+
+
+def _name(method: MethodDict) -> str:
+    parts = {"speculative": "draft", "cache": "KV cache", "better_transformer": "Better Transformer"}
+    return " + ".join(words for switch, words in parts.items() if method[switch]) or "none"

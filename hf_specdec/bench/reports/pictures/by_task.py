@@ -7,43 +7,95 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from hf_specdec.bench.reports.pictures import ablation, benchmark, engines, rounds, subtasks, sweep, tradeoff
-from hf_specdec.bench.reports.rendering import synthetic_pair
-from hf_specdec.bench.reports.tables.sweep import methods_of
+from hf_specdec.bench.reports.best_settings import methods_of
+from hf_specdec.bench.reports.pictures import ablation, engines, gains, growth, rounds, subtasks, sweep, tradeoff
+from hf_specdec.bench.reports.pictures.drawing import short_name
+from hf_specdec.bench.reports.rendering import title_note
+from hf_specdec.bench.reports.tables.engines import batch_sizes
+from hf_specdec.bench.reports.tables.subtasks import drafting_methods
+from hf_specdec.bench.reports.tables.sweep import thresholds
 
 Result = Mapping[str, Any]
+
+_ENOUGH = 3  # points that make a line, or a map, worth a picture
 
 
 def pictures(result: Result) -> dict[str, Figure]:
     """The pictures of a result by what they show; none of what it does not hold."""
-    task = result["task"]
-    found: dict[str, Figure] = {}
-    if task == "benchmark" and len(result["methods"]) > 1:
-        found["speed-by-length"] = benchmark.speed_by_length(result)
-    if task == "subtasks":
-        found["speedup-by-subtask"] = subtasks.speedup_by_subtask(result)
-    if task == "engines":
-        found["speed-by-method"] = engines.speed_by_method(result)
-        if len({run["batch"] for run in result["runs"]}) > 1:
-            found["speed-by-batch"] = engines.speed_by_batch(result)
-    if task == "ablation":
-        found["speed"] = ablation.ablation_bars(result)
-    if task == "sweep":
-        if len({method["lookahead"] for method in methods_of(result, "speculative")}) > 1:
-            found["speedup-over-lookahead"] = sweep.speedup_over_lookahead(result)
-        for draft, lookahead in dict.fromkeys((m["draft"], m["lookahead"]) for m in methods_of(result, "bild")):
-            name = f"thresholds-{draft.rstrip('/').rsplit('/', 1)[-1]}-{lookahead}"
-            found[name] = sweep.threshold_maps(result, draft, lookahead)
-    lossy = any(method.get("strategy", method["name"]) == "bild" for method in result["methods"])
-    if task in ("sweep", "subtasks") and result["quality"] and lossy:
-        found["speed-against-quality"] = tradeoff.speed_against_quality(result)
-    if task in ("benchmark", "subtasks"):
-        runs = [run for run in result["runs"] if run["rounds"]]
-        if any(item["seconds"] is not None for run in runs for item in run["rounds"][1:]):
-            found["time-per-round"] = rounds.time_per_round(result)
-        if any(item["drafted"] for run in runs for item in run["rounds"]):
-            found["acceptance-by-position"] = rounds.acceptance_by_position(result)
-    if synthetic_pair(result):
+    found = _DRAWN.get(result["task"], lambda _: {})(result)
+    if note := title_note(result):
         for figure in found.values():
-            figure.axes[0].set_title("Synthetic pair, acceptance imposed\n" + figure.axes[0].get_title())
+            figure.suptitle(f"{figure.get_suptitle()} ({note})")
     return found
+
+
+def _benchmark(result: Result) -> dict[str, Figure]:
+    if len(result["methods"]) < _ENOUGH:
+        return {}
+    found = {"gain-by-method": gains.gain_by_method(result), "waterfall": gains.waterfall(result)}
+    return found | _of_rounds(result)
+
+
+def _subtasks(result: Result) -> dict[str, Figure]:
+    found = {
+        f"speedup-by-subtask-over-{which}": subtasks.speedup_by_subtask(result, which)
+        for which in ("engine", "plain")
+        if drafting_methods(result, which)
+    }
+    if result["quality"]:
+        found["speed-and-quality"] = tradeoff.speed_against_quality(result)
+    return found | _of_rounds(result)
+
+
+def _sweep(result: Result) -> dict[str, Figure]:
+    found: dict[str, Figure] = {}
+    lookaheads = {m["lookahead"] for m in methods_of(result, "speculative") if isinstance(m["lookahead"], int)}
+    if len(lookaheads) >= _ENOUGH:
+        found["speedup-by-lookahead"] = sweep.speedup_over_lookahead(result)
+    bild = methods_of(result, "bild")
+    for draft, lookahead in dict.fromkeys((m["draft"], m["lookahead"]) for m in bild):
+        pairs = {thresholds(m) for m in bild if (m["draft"], m["lookahead"]) == (draft, lookahead)}
+        if len(pairs) >= _ENOUGH:
+            found[f"thresholds-{short_name(draft)}-{lookahead}"] = sweep.threshold_maps(result, draft, lookahead)
+    if bild and result["quality"]:
+        found["speed-and-quality"] = tradeoff.speed_against_quality(result)
+    return found
+
+
+def _ablation(result: Result) -> dict[str, Figure]:
+    return {"gains": ablation.ablation_gains(result)}
+
+
+def _engines(result: Result) -> dict[str, Figure]:
+    sizes = batch_sizes(result)
+    found = {
+        "gain-by-method": gains.gain_by_method(result, sizes[0]),
+        "waterfall": gains.waterfall(result, sizes[0]),
+        "tokens-until-it-pays": engines.time_until_it_pays(result, sizes[0]),
+    }
+    if len(sizes) >= _ENOUGH:
+        found["gain-by-batch"] = engines.gain_by_batch(result)
+    return found
+
+
+def _growth(result: Result) -> dict[str, Figure]:
+    return {"memory": growth.memory_over_calls(result)}
+
+
+def _of_rounds(result: Result) -> dict[str, Figure]:
+    found: dict[str, Figure] = {}
+    if len(rounds.timed_methods(result)) > 0:
+        found["time-per-round"] = rounds.time_per_round(result)
+    if rounds.drafting(result):
+        found["acceptance-by-position"] = rounds.acceptance_by_position(result)
+    return found
+
+
+_DRAWN = {
+    "benchmark": _benchmark,
+    "subtasks": _subtasks,
+    "sweep": _sweep,
+    "ablation": _ablation,
+    "engines": _engines,
+    "growth": _growth,
+}

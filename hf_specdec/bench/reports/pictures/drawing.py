@@ -1,83 +1,143 @@
-"""Colours, figures and legends that all pictures share."""
+"""Colours, figures, intervals and captions that all pictures share."""
 
 from __future__ import annotations
 
+import io
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from math import isnan
-from statistics import stdev
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
-from hf_specdec.bench.reports.markdown import capital
+from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.reports.markdown import capital, ratio
 
-Result = Mapping[str, Any]
-
-# Colours that colour-blind readers can tell apart (Okabe and Ito); a method or engine keeps its colour everywhere.
-GREY, BLUE, VERMILION, GREEN = "#999999", "#0072B2", "#D55E00", "#009E73"
-PURPLE, ORANGE, SKY, PALE = "#CC79A7", "#E69F00", "#56B4E9", "#BBBBBB"
-COLOURS = {
+# Colours that colour-blind readers can tell apart (Okabe and Ito).
+BLACK, GREY, BLUE, VERMILION, GREEN = "#000000", "#999999", "#0072B2", "#D55E00", "#009E73"
+PURPLE, ORANGE, SKY, PALE = "#CC79A7", "#E69F00", "#56B4E9", "#CCCCCC"
+BY_KIND = {
     "plain": GREY,
+    "none": BLACK,
+    "assisted": GREEN,
+    "ensemble": ORANGE,
+    "lookup": PURPLE,
     "speculative": BLUE,
     "bild": VERMILION,
-    "assisted": GREEN,
-    "prompt_lookup": PURPLE,
-    "eager": SKY,
-    "static": ORANGE,
-    "compiled": BLUE,
 }
-LINES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
+BY_ENGINE = {"generate": GREY, "eager": SKY, "static": ORANGE, "compiled": BLUE}
+LINES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, BLACK)
+
+WIDTH = 8.0  # inches; GitHub shows a page about 840 pixels wide
+_DPI = 105
+_COLOURS = 64  # of a PNG: enough for text to stay smooth, and a third of the bytes
 
 
-def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
+def new_figure(height: float, columns: int = 1, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure as wide as a page with axes side by side."""
+    figure = Figure(figsize=(WIDTH, height), dpi=_DPI, layout="constrained")
+    grid = figure.subplots(1, columns, sharey=sharey, squeeze=False)
+    axes = list(grid[0])
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def bar(
-    axes: Axes, at: float, height: float, repeats: Sequence[float], colour: str, label: str | None, result: Result
-) -> None:
-    """A bar with the extremes of the repeats; how wide depends on how many methods stand side by side."""
-    ends = None
-    if len(repeats) > 1:
-        ends = [[max(0.0, height - min(repeats))], [max(0.0, max(repeats) - height)]]
-    width = 0.8 / max(1, len(result["methods"]))
-    axes.bar(at, height, width=width, yerr=ends, capsize=2, color=colour, label=label, error_kw={"linewidth": 1})
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG with few colours, without the version of the library."""
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png")
+    image = Image.open(drawn).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
+    image.save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
-def offset(place: int, number: int, count: int) -> float:
+def errors(found: Interval) -> list[list[float]]:
+    """The interval as matplotlib takes it: [[below], [above]]."""
+    low = found.value if found.low is None else found.low
+    high = found.value if found.high is None else found.high
+    return [[max(0.0, found.value - low)], [max(0.0, high - found.value)]]
+
+
+def sure(found: Interval, neutral: float = 1.0) -> bool:
+    """Whether the interval excludes the neutral value."""
+    return found.low is not None and found.high is not None and not found.low <= neutral <= found.high
+
+
+def draw_ratio(axes: Axes, place: float, found: Interval, colour: str, *, label: str | None = None) -> None:
+    """A point with its interval on a horizontal axis; hollow where the interval includes 1."""
+    axes.errorbar(
+        found.value,
+        place,
+        xerr=errors(found),
+        marker="o",
+        markersize=5,
+        color=colour,
+        markerfacecolor=colour if sure(found) else "white",
+        capsize=2,
+        linestyle="none",
+        label=label,
+    )
+
+
+def ratio_panel(axes: Axes, rows: Sequence[tuple[str, Interval | None, str]], *, numbers: bool = True) -> None:
+    """One row a ratio, the first on top, with a line at 1 and the figures at the right edge."""
+    for place, (_, found, colour) in enumerate(rows):
+        if found is None:
+            continue
+        draw_ratio(axes, place, found, colour)
+        if numbers:
+            text: dict[str, Any] = {
+                "transform": axes.get_yaxis_transform(),
+                "va": "center",
+                "ha": "right",
+                "fontsize": "small",
+            }
+            axes.text(1.0, place - 0.36, ratio(found), **text)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.8)
+    axes.margins(x=0.12)
+    axes.grid(axis="x", color="0.92")
+    axes.set_axisbelow(True)
+
+
+def offset(place: float, number: int, count: int) -> float:
+    """The place of one of `count` neighbours."""
     return place + 0.8 * ((number + 0.5) / count - 0.5)
 
 
-def limits(values: Iterable[float], span: float) -> tuple[float, float]:
-    """Lowest and highest of those known, moved apart to `span` where they are closer."""
-    listed = [value for value in values if not isnan(value)]
+def wide_enough(values: Iterable[float], span: float) -> tuple[float, float]:
+    """Lowest and highest, moved apart to `span` where they are closer, so that noise doesn't look like a difference."""
+    listed = list(values)
     low, high = min(listed, default=0.0), max(listed, default=0.0)
     more = max(0.0, span - (high - low)) / 2
     return low - more, high + more
 
 
-def deviation(values: Sequence[float]) -> float:
-    return stdev(values) if len(values) > 1 else 0.0
+def caption(figure: Figure, *sentences: str | None) -> None:
+    """Sentences beneath the picture."""
+    text = " ".join(sentence for sentence in sentences if sentence)
+    figure.supxlabel(_broken(text, 125), fontsize="small", color="0.25", x=0.01, ha="left")
 
 
-def colour_of(method: Mapping[str, Any]) -> str:
-    return COLOURS.get(method["name"], ORANGE)
+def legend(figure: Figure, axes: Axes) -> None:
+    """Above the axes, beneath the title."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = max(1, min(len(labels), int(110 / (max(map(len, labels), default=1) + 8))))
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, fontsize="small", frameon=False)
+
+
+def title_of(method: Mapping[str, Any], width: int = 34) -> str:
+    """A method's title for an axis, on several lines."""
+    return _broken(capital(method["title"]), width)
 
 
 def short_name(name: str) -> str:
+    """The last part of a model's name."""
     return name.rstrip("/").rsplit("/", 1)[-1]
 
 
-def wrapped(title: str) -> str:
-    return capital(title).replace(" (", "\n(", 1)
-
-
-def legend_below(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    # Three long names side by side need a wide figure.
-    columns = min(3 if figure.get_figwidth() > 9 or max(map(len, labels)) < 20 else 2, len(labels))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
+def _broken(text: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(text, width, break_long_words=False))

@@ -6,99 +6,81 @@ from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from hf_specdec.bench.figures import engine_speed
-from hf_specdec.bench.figures.engine_speed import DRAFTING, fastest, rate, runs_of, typical_rate
-from hf_specdec.bench.reports.markdown import capital
-from hf_specdec.bench.reports.pictures.drawing import COLOURS
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.reports.markdown import approximate
+from hf_specdec.bench.reports.pictures.drawing import BY_ENGINE, caption, errors, legend, new_figure, sure
+from hf_specdec.bench.reports.pictures.gains import HOLLOW, best_on
+from hf_specdec.bench.reports.tables import methods
+from hf_specdec.bench.reports.tables.engines import batch_sizes, engines_of
 
 Result = Mapping[str, Any]
+MethodDict = Mapping[str, Any]
 
-_WORDS = {
-    "plain": "transformers: plain generate()",
-    "assisted": "transformers: assisted generation",
-    "eager": "ours, eager",
-    "static": "ours, static cache",
-    "compiled": "ours, compiled",
-}
+_TOKENS = [10**power for power in range(1, 8)]
 
 
-def speed_by_method(result: Result) -> Figure:
-    """Tokens/s of every method at the smallest batch size; a bar's ends are the extremes of the repeats."""
-    batch = min(run["batch"] for run in result["runs"])
-    shown = [m for m in result["methods"] if runs_of(result, m["name"], batch)]
-    figure = Figure(figsize=(9, 1.6 + 0.28 * len(shown)), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    for place, method in enumerate(shown):
-        speed, low, high = _speed(result, method["name"], batch)
-        ends = [[speed - low], [high - speed]]
-        axes.barh(place, speed, xerr=ends, color=COLOURS[_group(method)], capsize=2, error_kw={"linewidth": 1})
-        axes.text(high, place, f"  {speed:.0f}", va="center", fontsize="small")
-    axes.set_yticks(range(len(shown)), [_short(method["title"]) for method in shown], fontsize="small")
-    axes.invert_yaxis()
-    axes.set_xlabel("Decoding speed (tokens/s)")
-    axes.set_title(_headline(result, batch))
-    groups = dict.fromkeys(_group(method) for method in shown)
-    handles = [Patch(color=COLOURS[group], label=_WORDS[group]) for group in groups]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
-    return figure
-
-
-def speed_by_batch(result: Result) -> Figure:
-    """Tokens/s over the batch size: plain decoding dashed, the fastest with a draft solid, on each engine."""
-    batches = sorted({run["batch"] for run in result["runs"]})
-    figure = Figure(figsize=(7.5, 5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    engines = list(dict.fromkeys(m["engine"] for m in result["methods"]))
-    lines: list[tuple[str, str, str, dict[str, Any]]] = [
-        ("plain generate()", COLOURS["plain"], "s--", {"kind": "plain"}),
-        ("transformers' assisted, best setting", COLOURS["assisted"], "D", {"kind": "assisted"}),
-    ]
-    for engine in engines:
-        lines.append((f"ours without a draft, {engine}", COLOURS[engine], "o--", {"kind": "none", "engine": engine}))
-        ours = {"kind": DRAFTING, "engine": engine}
-        lines.append((f"ours, fastest with a draft, {engine}", COLOURS[engine], "o-", ours))
-    for label, colour, style, facts in lines:
-        points = [(batch, found) for batch in batches if (found := fastest(result, batch, **facts)) is not None]
-        speeds = [typical_rate(runs_of(result, method["name"], batch)) or 0.0 for batch, method in points]
-        if points:
-            axes.plot([batch for batch, _ in points], speeds, style, color=colour, label=label)
+def gain_by_batch(result: Result) -> Figure:
+    """The speedup of the fastest draft setting over plain decoding on the same engine, by batch size."""
+    figure, (axes,) = new_figure(4.2)
+    engines = engines_of(result)
+    for number, engine in enumerate(engines):
+        shift = 1 + 0.05 * (number - (len(engines) - 1) / 2)
+        found = []
+        for batch in batch_sizes(result):
+            best = best_on(result, engine, batch)
+            gain = None if best is None else methods.over(result, best, "engine", batch=batch)
+            if gain is not None:
+                found.append((batch * shift, gain))
+        colour = BY_ENGINE[engine]
+        axes.plot([x for x, _ in found], [gain.value for _, gain in found], "-", color=colour, label=engine)
+        for x, gain in found:
+            face = colour if sure(gain) else "white"
+            style: dict[str, Any] = {"marker": "o", "markersize": 5, "capsize": 2, "markerfacecolor": face}
+            axes.errorbar(x, gain.value, yerr=errors(gain), color=colour, **style)
+    axes.axhline(1, color="black", linewidth=1)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.set_ylim(bottom=0)
+    axes.set_xticks(batch_sizes(result), [str(batch) for batch in batch_sizes(result)])
     axes.set_xlabel("Batch size (rows)")
-    axes.set_ylabel("Decoding speed (tokens/s, all rows)")
-    ends = {engine: engine_speed.break_even(result, engine) for engine in engines}
-    paying = ", ".join(f"{engine} {'throughout' if end is None else f'below {end}'}" for engine, end in ends.items())
-    axes.set_title(f"Where a draft pays over plain decoding: {paying}")
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    axes.set_ylabel("Speedup over plain, same engine (×)")
+    figure.suptitle("Gain of drafting by batch size, best draft setting of each engine")
+    legend(figure, axes)
+    caption(figure, HOLLOW)
     return figure
 
 
-def _speed(result: Result, name: str, batch: int) -> tuple[float, float, float]:
-    """The median of the repeats' rates, and their extremes."""
-    runs = runs_of(result, name, batch)
-    repeats = {run["repeat"] for run in runs}
-    rates = [rate(run for run in runs if run["repeat"] == repeat) or 0.0 for repeat in repeats]
-    return typical_rate(runs) or 0.0, min(rates), max(rates)
+def time_until_it_pays(result: Result, batch: int) -> Figure:
+    """Seconds for so many new tokens, the cold calls included, of plain generate() and the fastest on each engine."""
+    figure, (axes,) = new_figure(4.4)
+    plain = next(m for m in result["methods"] if m["kind"] == "plain")
+    shown = [("plain generate()", plain), *((engine, best_on(result, engine, batch)) for engine in engines_of(result))]
+    sentences = []
+    for name, method in shown:
+        if method is None or (line := _cost_line(result, method, batch)) is None:
+            continue
+        cold, rate = line
+        colour = BY_ENGINE[method["engine"]]
+        label = f"{name}: {cold:.1f} s cold, then {rate:.0f} tokens/s"
+        axes.plot(_TOKENS, [cold + tokens / rate for tokens in _TOKENS], color=colour, label=label)
+        if method is plain:
+            continue
+        pays = speed.tokens_until_it_pays(result, method["name"], plain["name"], batch)
+        if pays is not None and pays > 0:
+            axes.plot([pays], [cold + pays / rate], "o", color=colour)
+            sentences.append(f"{name} pays after {approximate(pays)} tokens")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("New tokens")
+    axes.set_ylabel("Time, cold calls included (s)")
+    axes.grid(color="0.92")
+    figure.suptitle(f"Tokens until recording and compiling pay, batch size {batch}")
+    legend(figure, axes)
+    caption(figure, f"Over plain generate(): {', '.join(sentences)}." if sentences else None)
+    return figure
 
 
-def _headline(result: Result, batch: int) -> str:
-    plain, parts = runs_of(result, "plain", batch), []
-    for words, facts in (("transformers' best", {"kind": "assisted"}), ("ours", {"kind": DRAFTING})):
-        best = fastest(result, batch, **facts)
-        gain = None if best is None else engine_speed.ratio(runs_of(result, best["name"], batch), plain)
-        if gain is not None:
-            parts.append(f"{words} {gain.middle:.2f}×")
-    return f"Over plain generate() at batch size {batch}: {', '.join(parts)}"
-
-
-def _group(method: Mapping[str, Any]) -> str:
-    return str(method["kind"] if method["kind"] in ("plain", "assisted") else method["engine"])
-
-
-def _short(title: str) -> str:
-    return capital(title.replace("transformers' assisted generation", "assisted"))
+def _cost_line(result: Result, method: MethodDict, batch: int) -> tuple[float, float] | None:
+    """(cold seconds, tokens per second when warm)."""
+    rate = speed.decode_rate(speed.calls_of(result, method["name"], batch=batch))
+    cold = speed.cold_seconds(result, method["name"], batch)
+    return None if rate is None or cold is None else (cold, rate)

@@ -7,65 +7,101 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures import rounds, speed
 from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import (
     BLUE,
-    COLOURS,
     LINES,
     PALE,
     SKY,
-    colour_of,
-    legend_below,
+    caption,
+    legend,
     new_figure,
-    wrapped,
+    offset,
+    title_of,
 )
 
 Result = Mapping[str, Any]
+MethodDict = Mapping[str, Any]
 
-_PARTS = {"Draft": ("draft", SKY), "Verification": ("verify", BLUE), "Overhead": ("overhead", PALE)}
+_PARTS = {"Draft": ("draft", SKY), "Verification": ("verify", BLUE), "Rest": ("overhead", PALE)}
+FEW = 30  # drafted tokens; positions that fewer reached are drawn faded
 
 
 def time_per_round(result: Result) -> Figure:
-    """Mean time of a round after the first, split into draft, verification and the rest; of methods that tell."""
-    parts_of = {}
-    for method in result["methods"]:
-        found = speed.round_parts(run for run in result["runs"] if run["method"] == method["name"])
-        if found is not None:
-            parts_of[method["title"]] = found
-    figure, axes = new_figure(8, 1.8 + 0.55 * len(parts_of))
-    shares = []
-    for place, found in enumerate(parts_of.values()):
+    """Mean time of a round after the first, by part; of methods that tell."""
+    found = [(m, parts) for m in timed_methods(result) if (parts := rounds.time_per_round(_calls(result, m)))]
+    found.sort(key=lambda item: sum(item[1][key] for key, _ in _PARTS.values()))
+    figure, (axes,) = new_figure(1.5 + 0.5 * len(found))
+    for place, (_, parts) in enumerate(found):
         left = 0.0
-        for part, (key, colour) in _PARTS.items():
-            value = 1000 * found[key]
-            axes.barh(place, value, left=left, color=colour, label=part if place == 0 else None)
+        for name, (key, colour) in _PARTS.items():
+            value = 1000 * parts[key]
+            axes.barh(place, value, 0.6, left=left, color=colour, label=name if place == 0 else None)
             left += value
-        shares.append(1000 * found["overhead"] / left)
-    axes.set_yticks(range(len(parts_of)), [wrapped(title) for title in parts_of])
+        axes.text(left, place, f"  {left:.2f} ms", va="center", fontsize="small")
+    axes.set_yticks(range(len(found)), [title_of(method) for method, _ in found], fontsize="small")
     axes.invert_yaxis()
+    axes.margins(x=0.12)
     axes.set_xlabel("Mean time per round (ms)")
-    axes.set_title(f"What a round costs: at most {100 * max(shares):.1f}% is neither draft nor target")
-    legend_below(figure, axes)
+    figure.suptitle("Time of a round: draft, verification and the rest")
+    legend(figure, axes)
     return figure
 
 
 def acceptance_by_position(result: Result) -> Figure:
-    """Share of accepted tokens at each position of a draft, among the rounds that reached it."""
-    figure, axes = new_figure(7, 4.5)
+    """Share of drafted tokens accepted at each position among the rounds that reached it, with counts and intervals."""
+    shown = [m for m in result["methods"] if len(rounds.acceptance_by_position(_calls(result, m))) > 1]
+    figure, (axes,) = new_figure(4.6)
     longest = 0
-    for number, method in enumerate(result["methods"]):
-        shares = speed.acceptance_by_position(r for r in result["runs"] if r["method"] == method["name"])
-        if shares:
-            longest = max(longest, len(shares))
-            colour = colour_of(method) if method["name"] in COLOURS else LINES[number % len(LINES)]
-            # In greedy decoding transformers' own loop accepts what ours does: drawn so that both can be seen.
-            style = "x--" if method["name"] == "assisted" else "o-"
-            axes.plot(range(1, len(shares) + 1), shares, style, color=colour, label=capital(method["title"]))
+    for number, method in enumerate(shown):
+        positions = rounds.acceptance_by_position(_calls(result, method))
+        longest = max(longest, len(positions))
+        colour = LINES[number % len(LINES)]
+        for place, position in enumerate(positions, start=1):
+            faded = position.reached < FEW
+            at = offset(place, number, len(shown)) if len(shown) > 1 else place
+            ends = [[position.share - position.low], [position.high - position.share]]
+            axes.errorbar(
+                at,
+                position.share,
+                yerr=ends,
+                marker="o",
+                markersize=4,
+                color=colour,
+                alpha=0.3 if faded else 1.0,
+                capsize=2,
+                label=_counted(method, positions) if place == 1 else None,
+            )
     axes.set_xticks(range(1, longest + 1))
+    axes.set_xlim(0.4, longest + 0.6)
     axes.set_ylim(0, 1.03)
-    axes.set_xlabel("Position in the draft (tokens)")
-    axes.set_ylabel("Accepted share of the tokens reached there")
-    axes.set_title("A level line: each drafted token is as good as the one before it")
-    legend_below(figure, axes)
+    axes.grid(axis="y", color="0.92")
+    axes.set_xlabel("Position in the draft")
+    axes.set_ylabel("Accepted share of the tokens reached")
+    figure.suptitle("Acceptance by position in the draft")
+    legend(figure, axes)
+    caption(
+        figure,
+        "n: drafted tokens judged at the first and at the last position. Bars: 95% Wilson interval.",
+        f"Faded: fewer than {FEW} tokens.",
+    )
     return figure
+
+
+def timed_methods(result: Result) -> list[MethodDict]:
+    """The methods that tell what their rounds took."""
+    return [m for m in result["methods"] if m["kind"] != "none" and rounds.time_per_round(_calls(result, m))]
+
+
+def drafting(result: Result) -> bool:
+    """Whether any draft has two positions or more."""
+    return any(len(rounds.acceptance_by_position(_calls(result, m))) > 1 for m in result["methods"])
+
+
+def _calls(result: Result, method: MethodDict) -> list[Any]:
+    return speed.calls_of(result, method["name"])
+
+
+def _counted(method: MethodDict, positions: list[Any]) -> str:
+    return f"{capital(method['title'])} (n = {positions[0].reached:,} … {positions[-1].reached:,})"

@@ -9,31 +9,38 @@ from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed, tradeoff
 from hf_specdec.bench.reports.markdown import capital
-from hf_specdec.bench.reports.pictures.drawing import bar, colour_of, legend_below, new_figure, offset
-from hf_specdec.bench.reports.tables import subtasks as subtasks_tables
+from hf_specdec.bench.reports.pictures.drawing import BY_KIND, caption, draw_ratio, legend, new_figure, offset
+from hf_specdec.bench.reports.pictures.gains import HOLLOW
+from hf_specdec.bench.reports.tables import methods
+from hf_specdec.bench.reports.tables.subtasks import drafting_methods
 
 Result = Mapping[str, Any]
 
 
-def speedup_by_subtask(result: Result) -> Figure:
-    """Subtasks: speedup over plain decoding of each method on each subtask; the bars' ends are repeats' extremes."""
+def speedup_by_subtask(result: Result, which: str) -> Figure:
+    """The speedup of each method over a baseline on each subtask, and over all."""
     labels: list[str | None] = [*tradeoff.labels(result), None]
-    methods = result["methods"][1:]
-    figure, axes = new_figure(max(8.0, 2 + 1.15 * len(labels)), 5)
-    overall = []
+    shown = drafting_methods(result, which)
+    figure, (axes,) = new_figure(1.6 + 0.17 * len(labels) * max(2, len(shown)))
+    named: set[str] = set()
     for place, label in enumerate(labels):
         prompts = tradeoff.prompts_of(result, label)
-        for number, method in enumerate(methods):
-            ratios = speed.speedup_by_repeat(result["runs"], method["name"], "plain", prompts)
-            ratio = speed.middle(ratios) or 0.0
-            title = capital(method["title"]) if place == 0 else None
-            if label is None and method["name"] in ("speculative", "bild"):
-                overall.append(f"{subtasks_tables.SHORT[method['name']]} {ratio:.2f}×")
-            bar(axes, offset(place, number, len(methods)), ratio, ratios, colour_of(method), title, result)
-    axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(range(len(labels)), [(label or "all").replace(" ", "\n").replace("_", "\n") for label in labels])
-    axes.set_xlabel("Subtask")
-    axes.set_ylabel("Speedup over plain decoding (×)")
-    axes.set_title(f"Faster than plain decoding above the line; over all examples: {', '.join(overall)}")
-    legend_below(figure, axes)
+        if place % 2:
+            axes.axhspan(place - 0.5, place + 0.5, color="0.96", zorder=0)
+        for number, method in enumerate(shown):
+            gain = methods.over(result, method, which, prompts=prompts)
+            if gain is not None:
+                title = capital(method["title"])
+                first = title if title not in named else None
+                named.add(title)
+                draw_ratio(axes, offset(place, number, len(shown)), gain, BY_KIND[method["kind"]], label=first)
+    axes.axvline(1, color="black", linewidth=1)
+    counts = [len(tradeoff.prompts_of(result, label)) for label in labels]
+    names = [f"{(label or 'all').replace('_', ' ')} ({count})" for label, count in zip(labels, counts, strict=True)]
+    axes.set_yticks(range(len(labels)), names)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlabel(f"Speedup over {speed.BASELINES[which]} (×)")
+    figure.suptitle("Decoding speed by subtask (examples in brackets)")
+    legend(figure, axes)
+    caption(figure, HOLLOW)
     return figure

@@ -2,88 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import isnan, nan
-from statistics import mean
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hf_specdec.bench.reports.pictures.drawing import LINES, deviation, limits, new_figure, short_name
-from hf_specdec.bench.reports.pictures.tradeoff import rouge
-from hf_specdec.bench.reports.tables import sweep as sweep_tables
+from hf_specdec.bench.figures import passes, quality, tradeoff
+from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.reports.best_settings import methods_of
+from hf_specdec.bench.reports.pictures.drawing import (
+    LINES,
+    caption,
+    errors,
+    legend,
+    new_figure,
+    short_name,
+    sure,
+    wide_enough,
+)
+from hf_specdec.bench.reports.tables import methods
+from hf_specdec.bench.reports.tables.sweep import parameters, thresholds
 
 Result = Mapping[str, Any]
+MethodDict = Mapping[str, Any]
+Grid = Mapping[tuple[float, float], Interval]
 
 
 def speedup_over_lookahead(result: Result) -> Figure:
-    """Sweep: speedup of speculative decoding over the lookahead, a line a draft; bars are standard deviations."""
-    figure, axes = new_figure(7, 4.5)
-    methods = sweep_tables.methods_of(result, "speculative")
-    for number, draft in enumerate(dict.fromkeys(method["draft"] for method in methods)):
-        mine = sorted((m for m in methods if m["draft"] == draft), key=lambda method: int(method["lookahead"]))
-        points = [(m["lookahead"], ratios) for m in mine if (ratios := sweep_tables.speedups(result, m))]
-        label = f"{short_name(draft)} ({sweep_tables.parameters(mine[0]['draft_parameters'])})"
-        axes.errorbar(
-            [lookahead for lookahead, _ in points],
-            [mean(ratios) for _, ratios in points],
-            yerr=[deviation(ratios) for _, ratios in points],
-            color=LINES[number % len(LINES)],
-            marker="o",
-            capsize=3,
-            label=label,
-        )
+    """The speedup over plain decoding on the same engine by lookahead, measured and predicted; `auto` at the right."""
+    rows = [m for m in methods_of(result, "speculative") if m["draft"]]
+    numbers = sorted({m["lookahead"] for m in rows if isinstance(m["lookahead"], int)})
+    figure, (axes,) = new_figure(4.6)
+    auto_at = numbers[-1] + 1.2
+    drafts = list(dict.fromkeys(method["draft"] for method in rows))
+    for number, draft in enumerate(drafts):
+        colour, shift = LINES[number % len(LINES)], 0.12 * (number - (len(drafts) - 1) / 2)
+        mine = [method for method in rows if method["draft"] == draft]
+        fixed = sorted((m for m in mine if isinstance(m["lookahead"], int)), key=lambda m: int(m["lookahead"]))
+        label = f"{short_name(draft)} ({parameters(mine[0]['draft_parameters'])})"
+        _measured(axes, result, [(m["lookahead"] + shift, m) for m in fixed], colour, label, "-")
+        _measured(axes, result, [(auto_at + shift, m) for m in mine if m["lookahead"] == "auto"], colour, None, "")
+        predicted = [(m["lookahead"], value) for m in fixed if (value := passes.allowed(result, m)) is not None]
+        axes.plot([x for x, _ in predicted], [y for _, y in predicted], ":", color=colour)
+    axes.plot([], [], ":", color="0.4", label="predicted from α, c and v")
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(sorted({method["lookahead"] for method in methods}))
-    axes.set_xlabel("n_lookahead (draft tokens per round)")
-    axes.set_ylabel("Speedup over plain decoding (×)")
-    axes.set_title("Where each draft peaks: longer drafts cost more and are accepted less")
-    axes.legend(title="Draft (parameters)")
+    auto = any(method["lookahead"] == "auto" for method in rows)
+    axes.set_xticks([*numbers, *([auto_at] if auto else [])], [*map(str, numbers), *(["auto"] if auto else [])])
+    axes.set_xlabel("Lookahead (draft tokens per round)")
+    axes.set_ylabel("Speedup over plain, same engine (×)")
+    figure.suptitle("Speedup by draft and lookahead")
+    legend(figure, axes)
+    caption(figure, "Bars: 95% interval, paired bootstrap over examples and repeats.")
     return figure
 
 
-def threshold_maps(result: Result, draft: str, lookahead: int) -> Figure:
-    """Sweep: BiLD's speedup and quality over fallback and rollback threshold, of one draft and lookahead."""
-    methods = [
-        method
-        for method in sweep_tables.methods_of(result, "bild")
-        if (method["draft"], method["lookahead"]) == (draft, lookahead)
-    ]
-    speeds = {(m["fallback"], m["rollback"]): mean(sweep_tables.speedups(result, m) or [nan]) for m in methods}
-    maps = [("Speedup over plain decoding (×)", "viridis", speeds, 0.1)]
+def _measured(
+    axes: Axes, result: Result, places: Sequence[tuple[float, MethodDict]], colour: str, label: str | None, line: str
+) -> None:
+    found = [(x, gain) for x, method in places if (gain := methods.over(result, method, "engine")) is not None]
+    for x, gain in found:
+        axes.errorbar(x, gain.value, yerr=errors(gain), color=colour, marker="o", markersize=4, capsize=2)
+    if line:
+        axes.plot([x for x, _ in found], [gain.value for _, gain in found], line, color=colour, label=label)
+
+
+def threshold_maps(result: Result, draft: str, lookahead: int | str) -> Figure:
+    """BiLD's speedup and change in quality by fallback and rollback threshold; one colour scale for all maps."""
+    rows = [m for m in methods_of(result, "bild") if (m["draft"], m["lookahead"]) == (draft, lookahead)]
+    maps = [("Speedup over plain, same engine (×)", "viridis", _speeds(result), 0.2, 1.0)]
     if result["quality"]:
-        qualities = {(m["fallback"], m["rollback"]): rouge(result, m["name"]) for m in methods}
-        plain = rouge(result, "plain")
-        maps.append((f"ROUGE-L, 0–100 (plain decoding: {plain:.1f})", "cividis", qualities, 2.0))
-    columns = len({method["rollback"] for method in methods})
-    figure = Figure(figsize=(len(maps) * (2.6 + 0.75 * columns), 4.4), dpi=120, layout="constrained")
-    for number, (title, colours, values, span) in enumerate(maps, start=1):
-        _heat_map(figure, figure.add_subplot(1, len(maps), number), title, colours, values, span)
-    figure.suptitle(
-        f"BiLD with {short_name(draft)}, lookahead {lookahead}: what each pair of thresholds brings, and costs"
-    )
+        maps.append(("ROUGE-L, difference to plain (points)", "cividis", _changes(result), 2.0, 0.0))
+    figure, panels = new_figure(1.8 + 0.5 * len({thresholds(m)[0] for m in rows}), columns=len(maps))
+    for axes, (title, colours, found, span, neutral) in zip(panels, maps, strict=True):
+        limits = wide_enough([item.value for item in found.values()], span)
+        grid = {thresholds(m): found[m["name"]] for m in rows if m["name"] in found}
+        known = [sorted({value for m in rows if (value := thresholds(m)[place]) is not None}) for place in (0, 1)]
+        _heat_map(figure, axes, title, colours, grid, known, limits, neutral)  # type: ignore[arg-type]
+    figure.suptitle(f"BiLD by threshold: {short_name(draft)}, lookahead {lookahead}")
+    caption(figure, "Bold: the 95% interval (paired bootstrap) excludes 1, or 0 for the difference.")
     return figure
+
+
+def _speeds(result: Result) -> dict[str, Interval]:
+    gains = {m["name"]: methods.over(result, m, "engine") for m in methods_of(result, "bild")}
+    return {name: gain for name, gain in gains.items() if gain is not None}
+
+
+def _changes(result: Result) -> dict[str, Interval]:
+    plain, prompts = methods.plain_name(result), tradeoff.prompts_of(result, None)
+    rows = methods_of(result, "bild")
+    found = {m["name"]: quality.difference(result, m["name"], plain, "rougeL", prompts) for m in rows}
+    return {name: change for name, change in found.items() if change is not None}
 
 
 def _heat_map(
-    figure: Figure, axes: Axes, title: str, colours: str, values: Mapping[tuple[float, float], float], span: float
+    figure: Figure,
+    axes: Axes,
+    title: str,
+    colours: str,
+    grid: Grid,
+    known: Sequence[list[float]],
+    limits: tuple[float, float],
+    neutral: float,
 ) -> None:
-    """The colours span at least `span`, so that noise doesn't look like a difference; nan stands for unknown."""
-    fallbacks, rollbacks = (sorted({key[place] for key in values}) for place in (0, 1))
-    grid = [[values[fallback, rollback] for rollback in rollbacks] for fallback in fallbacks]
-    low, high = limits(values.values(), span)
-    image = axes.imshow(grid, cmap=colours, aspect="auto", origin="lower", vmin=low, vmax=high)
-    middle = (low + high) / 2
-    digits = ".2f" if span < 1 else ".1f"
-    for row, line in enumerate(grid):
-        for column, value in enumerate(line):
-            colour = "white" if value <= middle else "black"
-            text = "–" if isnan(value) else f"{value:{digits}}"
-            axes.text(column, row, text, ha="center", va="center", color=colour)
+    fallbacks, rollbacks = known
+    values = [[_value(grid, fallback, rollback) for rollback in rollbacks] for fallback in fallbacks]
+    image = axes.imshow(values, cmap=colours, aspect="auto", origin="lower", vmin=limits[0], vmax=limits[1])
+    for row, fallback in enumerate(fallbacks):
+        for column, rollback in enumerate(rollbacks):
+            found = grid.get((fallback, rollback))
+            text = "–" if found is None else f"{found.value:.2f}" if neutral else f"{found.value:+.1f}"
+            dark = found is None or found.value <= sum(limits) / 2
+            weight = "bold" if found is not None and sure(found, neutral) else "normal"
+            colour = "black" if found is None else "white" if dark else "black"
+            axes.text(column, row, text, ha="center", va="center", color=colour, weight=weight)
     axes.set_xticks(range(len(rollbacks)), [f"{value:g}" for value in rollbacks])
     axes.set_yticks(range(len(fallbacks)), [f"{value:g}" for value in fallbacks])
     axes.set_xlabel("Rollback threshold (nats)")
     axes.set_ylabel("Fallback threshold (probability)")
     axes.set_title(title, fontsize="medium")
     figure.colorbar(image, ax=axes)
+
+
+def _value(grid: Grid, fallback: float, rollback: float) -> float:
+    found = grid.get((fallback, rollback))
+    return float("nan") if found is None else found.value

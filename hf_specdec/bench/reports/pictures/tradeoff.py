@@ -1,69 +1,86 @@
-"""Speed against quality, of sweep and subtasks."""
+"""Speed against quality, of subtasks and sweep."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures import quality, tradeoff
 from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import (
-    COLOURS,
+    BY_KIND,
     LINES,
-    colour_of,
-    deviation,
-    legend_below,
-    limits,
+    caption,
+    errors,
+    legend,
     new_figure,
     short_name,
+    sure,
+    wide_enough,
 )
-from hf_specdec.bench.reports.tables import sweep as sweep_tables
+from hf_specdec.bench.reports.tables import methods
 
 Result = Mapping[str, Any]
+MethodDict = Mapping[str, Any]
+
+_SPAN = 4.0  # points of ROUGE-L that the axis shows at least
 
 
 def speed_against_quality(result: Result) -> Figure:
-    """BiLD's settings as points; lossless methods share plain decoding's quality, a vertical line."""
-    figure, axes = new_figure(7.5, 5)
-    plain = rouge(result, "plain")
-    axes.axvline(plain, color="black", linewidth=1, label="Quality of plain and of lossless decoding")
-    axes.plot([plain], [1.0], marker="s", color=COLOURS["plain"], linestyle="none", label="Plain decoding")
-    drafts = list(dict.fromkeys(method.get("draft") for method in result["methods"][1:]))
-    seen = set()
-    for method in result["methods"][1:]:
-        ratios = speed.speedup_by_repeat(result["runs"], method["name"], "plain")
-        if not ratios:
+    """The speedup over plain generate() and the change in ROUGE-L of every method, both as measured."""
+    plain, prompts = methods.plain_name(result), tradeoff.prompts_of(result, None)
+    figure, (axes,) = new_figure(5.0)
+    drafts = list(dict.fromkeys(method["draft"] for method in result["methods"] if method["draft"]))
+    named: set[str] = set()
+    ends = [0.0]
+    for method in result["methods"]:
+        gain = methods.over(result, method, "plain")
+        change = quality.difference(result, method["name"], plain, "rougeL", prompts)
+        if gain is None or change is None:
             continue
-        strategy = method.get("strategy", method["name"])
-        lossy = strategy == "bild"
-        colour = LINES[drafts.index(method["draft"]) % len(LINES)] if "draft" in method else colour_of(method)
-        label = capital(method["title"])
-        if "draft" in method:
-            label = f"{'BiLD' if lossy else 'Speculative'}, {short_name(method['draft'])}"
+        label, colour = _named(method, drafts)
+        x_errors = errors(change)
+        ends += [change.value - x_errors[0][0], change.value + x_errors[1][0]]
         axes.errorbar(
-            rouge(result, method["name"]) if lossy else plain,
-            mean(ratios),
-            yerr=deviation(ratios),
+            change.value,
+            gain.value,
+            xerr=x_errors,
+            yerr=errors(gain),
             color=colour,
-            marker="o" if lossy else "D",
-            fillstyle="full" if lossy else "none",
+            marker="o" if method["kind"] == "bild" else "D",
+            markersize=5,
+            markerfacecolor=colour if sure(change, 0.0) else "white",
+            elinewidth=0.8,
             capsize=2,
             linestyle="none",
-            label=None if label in seen else label,
+            label=None if label in named else label,
         )
-        seen.add(label)
-    # At least two points wide, so that a word more or less doesn't look like a loss.
-    low, high = limits([plain, *(rouge(result, m["name"]) for m in result["methods"])], 2.0)
-    axes.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-    axes.set_xlabel("Quality: ROUGE-L against the references (0–100)")
-    axes.set_ylabel("Speedup over plain decoding (×)")
-    axes.set_title("Up is faster, right is better; left of the line BiLD has paid in quality")
-    legend_below(figure, axes)
+        named.add(label)
+    axes.axvline(0, color="black", linewidth=1)
+    axes.axhline(1, color="black", linewidth=1)
+    low, high = wide_enough(ends, _SPAN)
+    axes.set_xlim(low - 0.04 * (high - low), high + 0.04 * (high - low))
+    axes.set_xlabel("ROUGE-L, difference to plain generate() (points)")
+    axes.set_ylabel("Speedup over plain generate() (×)")
+    figure.suptitle("Speed and quality")
+    legend(figure, axes)
+    caption(
+        figure,
+        f"Bars: 95% intervals, paired bootstrap; {len(prompts)} examples.",
+        "Hollow: the interval of the quality difference includes 0.",
+    )
     return figure
 
 
-def rouge(result: Result, name: str) -> float:
-    return float(sweep_tables.quality_of(result, name)["rougeL"])
+def _named(method: MethodDict, drafts: list[str]) -> tuple[str, str]:
+    """(label, colour): of a sweep by strategy and draft, elsewhere by method."""
+    ours = method["kind"] in ("speculative", "bild")
+    if ours and len(drafts) > 1:
+        words = "BiLD" if method["kind"] == "bild" else "speculative"
+        number = 2 * drafts.index(method["draft"]) if method["draft"] in drafts else -1
+        return f"{capital(words)}, {short_name(method['draft'] or 'no draft')}", LINES[number % len(LINES)]
+    if ours:
+        return ("BiLD" if method["kind"] == "bild" else "Speculative"), BY_KIND[method["kind"]]
+    return capital(method["title"]), BY_KIND[method["kind"]]

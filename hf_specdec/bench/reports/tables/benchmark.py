@@ -1,18 +1,24 @@
-"""Raw results to markdown: pure functions from the dict that the JSON holds."""
+"""Tables of the tasks benchmark and decode."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
-from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures import rounds, speed
 from hf_specdec.bench.reports.heading import heading, remarks
-from hf_specdec.bench.reports.markdown import capital, number, percent, table
+from hf_specdec.bench.reports.markdown import capital, number, percent, ratio, table
 from hf_specdec.bench.reports.outputs import differences, equal_outputs
+from hf_specdec.bench.reports.tables import methods
 
 Result = Mapping[str, Any]
 
+EXAMPLES = (
+    "Prefill runs from the call to the first delivery (one token in plain decoding, up to lookahead + 1 with a draft). "
+    "Time/Token and Tokens/Sec count what came after it; – where nothing did. Of several repeats an example's row is "
+    "the one with the median total time. The last row has all tokens / all seconds, and the mean prefill."
+)
 _COLUMNS = [
     "Example#",
     "Prompt Length (tokens)",
@@ -22,161 +28,109 @@ _COLUMNS = [
     "Time/Token (ms)",
     "Tokens/Sec",
 ]
-_ASSISTED_COLUMNS = ["Acceptance", "Tokens/Round"]
+_DRAFTING_COLUMNS = ["Acceptance", "Tokens/Round"]
 
 
 def render(result: Result) -> str:
     """The whole report of a `benchmark` or `decode` result."""
-    parts = [heading(result), _legend(result)]
-    parts += [
-        f"## {capital(method['title'])}\n\n{example_table(result, method['name'])}" for method in result["methods"]
-    ]
+    parts = [heading(result)]
     if len(result["methods"]) > 1:
         parts += [
-            f"## Summary\n\n{summary_table(result)}",
-            f"## Costs of a round\n\n{cost_table(result)}",
-            "## Speedup\n\n" + "\n".join(f"- {line}" for line in conclusions(result)),
+            f"## Speed\n\n{methods.SPEED}\n\n{methods.speed_table(result)}",
+            "\n".join(f"- {line}" for line in conclusions(result)),
+            f"## Rounds\n\n{methods.ROUNDS}\n\n{methods.round_table(result, by_length(result), 'Prompt length')}",
+            f"## Bare passes\n\n{methods.PASSES}\n\n{methods.pass_table(result)}",
+            f"## Cold cost\n\n{methods.COLD}\n\n{methods.cold_table(result)}",
         ]
-    else:
-        parts += [f"- {line}" for line in remarks(result)]
+    parts.append(f"## Examples\n\n{EXAMPLES}")
+    parts += [
+        f"### {capital(method['title'])}\n\n{example_table(result, method['name'])}" for method in result["methods"]
+    ]
+    if lines := remarks(result):
+        parts.append("## Remarks\n\n" + "\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts) + "\n"
+
+
+def terminal(result: Result) -> str:
+    """The tables that fit a terminal, the speedups last."""
+    parts = [
+        f"{capital(method['title'])}\n\n{example_table(result, method['name'])}"
+        for method in result["methods"]
+        if method["kind"] == "plain" or method["name"] == chosen_method(result)["name"]
+    ]
+    lines = remarks(result)
+    if len(result["methods"]) > 1:
+        parts.append(methods.speed_table(result))
+        lines = [*lines, *conclusions(result)]
+    return "\n\n".join([*parts, *lines]) + "\n"
 
 
 def example_table(result: Result, method: str) -> str:
     """One row an example and one for all of them; the last columns only for methods that draft."""
-    runs = speed.typical_runs(result["runs"], method)
-    drafting = any(run["rounds"] is not None for run in runs.values())
-    lengths = _lengths(result)
-    rows = [_row(str(prompt + 1), str(lengths[prompt]), [run], drafting) for prompt, run in runs.items()]
-    rows.append(_row("all", "", list(runs.values()), drafting))
-    return table(_COLUMNS + (_ASSISTED_COLUMNS if drafting else []), rows)
+    calls = speed.calls_of(result, method)
+    typical = speed.typical_calls(calls)
+    drafting = any(call.rounds is not None for call in typical)
+    lengths = {prompt["index"]: prompt["tokens"] for prompt in result["prompts"]}
+    rows = [_row(str(call.prompt + 1), str(lengths[call.prompt]), [call], drafting) for call in typical]
+    rows.append(_row("all", "", typical, drafting))
+    return table(_COLUMNS + (_DRAFTING_COLUMNS if drafting else []), rows)
 
 
-def summary_table(result: Result) -> str:
-    """One row a method: rates, acceptance, efficiency, and whether outputs equal those of plain decoding."""
-    rows = []
-    forwards = _forwards_by_prompt(result)
-    for method in result["methods"]:
-        runs = speed.typical_runs(result["runs"], method["name"])
-        listed = list(runs.values())
-        rows.append(
-            [
-                capital(method["title"]),
-                number(speed.micro_rate(listed), 1),
-                number(speed.macro_rate(listed), 1),
-                number(speed.end_to_end_rate(listed), 1),
-                percent(speed.acceptance_rate(listed)),
-                number(speed.tokens_per_round(listed), 2),
-                number(speed.alpha(listed), 3),
-                number(speed.efficiency(listed, forwards), 2),
-                equal_outputs(result, method["name"]),
-            ]
-        )
-    header = ["Method", "Tokens/Sec (micro)", "Tokens/Sec (macro)", "Tokens/Sec (end to end)", "Acceptance"]
-    return table([*header, "Tokens/Round", "α", "η", "Outputs as plain"], rows)
+def by_length(result: Result) -> dict[str, list[int] | None]:
+    """The prompts of each length, and all."""
+    groups: dict[str, list[int] | None] = {}
+    for prompt in result["prompts"]:
+        same = groups.setdefault(str(prompt["tokens"]), [])
+        assert same is not None
+        same.append(prompt["index"])
+    return groups | {"all": None} if len(groups) > 1 else groups
 
 
-def cost_table(result: Result) -> str:
-    """Raw forward times by prompt length, and beside each method's measured speedup the one they predict."""
-    lookahead = result["lookahead"]
-    header = [
-        "Prompt Length (tokens)",
-        "Draft step (ms)",
-        "Target step (ms)",
-        f"Verification of {lookahead + 1} (ms)",
-    ]
-    header += ["c", "v", "Method", "α", "Predicted speedup", "Measured speedup"]
-    lengths = _lengths(result)
-    rows = []
-    for length, forwards in result["raw_forwards"].items():
-        prompts = [prompt for prompt, tokens in lengths.items() if str(tokens) == length]
-        c, v = speed.cost_ratios(forwards, lookahead)
-        verification = forwards["target"][str(lookahead + 1)]
-        raw = (forwards["draft_step"], forwards["target"]["1"], verification)
-        costs = [number(1000 * median(times), 2) for times in raw] + [number(c, 3), number(v, 3)]
-        for method in result["methods"][1:]:
-            runs = speed.typical_runs(result["runs"], method["name"], prompts)
-            alpha = speed.alpha(runs.values())
-            predicted = None
-            # BiLD's rounds have no fixed length, which the formula takes for granted.
-            if alpha is not None and method["name"] != "bild":
-                predicted = speed.predicted_speedup(alpha, c, v, lookahead)
-            measured = speed.middle(speed.speedup_by_repeat(result["runs"], method["name"], "plain", prompts))
-            figures = [number(alpha, 3), number(predicted, 2), number(measured, 2)]
-            rows.append([length, *costs, capital(method["title"]), *figures])
-    return table(header, rows)
+def chosen_method(result: Result) -> Mapping[str, Any]:
+    """The strategy that the run is about; plain decoding where there is none."""
+    ours = [method for method in result["methods"] if method["kind"] in ("speculative", "bild")]
+    found: Mapping[str, Any] = [*ours, result["methods"][0]][0]
+    return found
 
 
 def conclusions(result: Result) -> list[str]:
-    """Sentences: equality of outputs, the estimate's limits, disturbed times, and last the speedups."""
-    _, chosen, *others = result["methods"]
-    lines = [
-        f"Outputs of {method['title']}: {_same_outputs_in_words(result, method['name'])}."
-        for method in [chosen, *others]
-    ]
-    lines.append(
-        "The predicted speedup is an estimate: it takes each token's acceptance for independent of the "
-        "others', and counts forward passes only. η is the share of the decoding time that those passes need (above 1: "
-        "recorded passes take less than those, or they were timed in a worse moment than the run)."
-    )
-    lines += remarks(result)
-    lines += [_speedup_in_words(result, chosen, baseline) for baseline in [result["methods"][0], *others]]
+    """Sentences: equality of outputs, and the speedups of the chosen strategy over each baseline."""
+    chosen, plain = chosen_method(result), methods.plain_name(result)
+    lines = []
+    if not result["sampling"]:
+        lines = [f"Outputs of {m['title']}: {_equal(result, m['name'], plain)}." for m in result["methods"][1:]]
+    for which, title in speed.BASELINES.items():
+        gain = methods.over(result, chosen, which)
+        ends = methods.over(result, chosen, which, by="end to end")
+        if gain is not None:
+            lines.append(f"{capital(chosen['title'])} over {title}: **{ratio(gain)}**; end to end {ratio(ends)}.")
+        elif ends is not None:
+            lines.append(
+                f"{capital(chosen['title'])} over {title}: no example had tokens after its first delivery; "
+                f"end to end {ratio(ends)}."
+            )
     return lines
 
 
-def _row(name: str, length: str, runs: Sequence[speed.RunDict], drafting: bool) -> list[str]:
-    rate = speed.micro_rate(runs)
-    prefill = mean(speed.first_delivery(run)[0] for run in runs)
+def _row(name: str, length: str, calls: Sequence[speed.Call], drafting: bool) -> list[str]:
+    rate = speed.decode_rate(calls)
     cells = [
         name,
         length,
-        str(sum(len(run["tokens"]) for run in runs)),
-        number(sum(run["seconds"] for run in runs), 3),
-        number(1000 * prefill, 2),
+        str(sum(len(row) for call in calls for row in call.tokens)),
+        number(sum(call.seconds for call in calls), 3),
+        number(1000 * mean(call.first_seconds for call in calls), 2),
         number(None if rate is None else 1000 / rate, 2),
         number(rate, 1),
     ]
     if drafting:
-        cells += [percent(speed.acceptance_rate(runs)), number(speed.tokens_per_round(runs), 2)]
+        cells += [percent(rounds.acceptance_rate(calls)), number(rounds.tokens_per_round(calls), 2)]
     return cells
 
 
-def _legend(result: Result) -> str:
-    text = (
-        "Prefill runs from the call to the first delivery (one token in plain decoding, up to lookahead + 1 "
-        "with a draft); Time/Token and Tokens/Sec count what came after it, – where nothing did. The row "
-        "`all` is micro: all tokens / all seconds (its prefill: the mean)."
-    )
-    if result["arguments"]["repeats"] > 1:
-        text += " Each row is the repeat with the median total time. Speedups: the median of the repeats' own."
-    return text
-
-
-def _lengths(result: Result) -> dict[int, int]:
-    return {prompt["index"]: prompt["tokens"] for prompt in result["prompts"]}
-
-
-def _forwards_by_prompt(result: Result) -> dict[int, Mapping[str, Any]]:
-    return {prompt: result["raw_forwards"][str(length)] for prompt, length in _lengths(result).items()}
-
-
-def _same_outputs_in_words(result: Result, method: str) -> str:
-    if result["sampling"]:
-        return "drawn, so not compared token by token"
-    found = differences(result, method)
+def _equal(result: Result, method: str, plain: str) -> str:
+    found = differences(result, method, plain)
     if not found:
-        return "equal to plain decoding's on every example"
-    where = ", ".join(f"example {prompt + 1} at token {position + 1}" for (_, prompt, _), position in found)
-    return f"{equal_outputs(result, method)} equal plain decoding's; first differences: {where}"
-
-
-def _speedup_in_words(result: Result, method: Mapping[str, str], baseline: Mapping[str, str]) -> str:
-    names = method["name"], baseline["name"]
-    ratios = speed.speedup_by_repeat(result["runs"], *names)
-    named = f"Speedup of {method['title']} over {baseline['title']}"
-    ends = speed.speedup_by_repeat(result["runs"], *names, ratio=speed.end_to_end_speedup)
-    end_to_end = f"end to end {median(ends):.2f}"
-    if not ratios:
-        return f"{named}: no example had tokens after its first delivery; {end_to_end}."
-    within = f"; {min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} repeats" if len(ratios) > 1 else ""
-    return f"{named}: **{median(ratios):.2f}** (decode tokens/s, micro{within}); {end_to_end}."
+        return "equal to plain generate() on every example"
+    where = ", ".join(f"example {prompt + 1} at token {position + 1}" for (_, prompt), position in found)
+    return f"{equal_outputs(result, method, plain)} equal to plain generate(); first differences: {where}"

@@ -1,4 +1,4 @@
-"""The results of `growth` as tables: pure functions from the dict that the JSON holds."""
+"""Tables of the task growth."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hf_specdec.bench.reports.markdown import capital, table
 
 Result = Mapping[str, Any]
 
-# Of the calls; until then every prompt length was met, and allocators have what they keep.
+# By this share of the calls every prompt length has come up and allocators hold what they keep.
 _SETTLED = 0.25
-_MIB = 2**20
+MIB = 2**20
 
 LEGEND = (
-    f"Samples taken while one process calls generate() again and again, on prompts of all lengths in turn. Growth is "
-    f"counted from the first sample after {_SETTLED:.0%} of the calls to the last."
+    "One process calls generate() again and again, on prompts of all lengths in turn. Growth is counted from the first "
+    f"sample after {_SETTLED:.0%} of the calls to the last. Resident: memory of the process."
 )
 
 
@@ -34,16 +34,18 @@ def growth_table(result: Result) -> str:
     rows = []
     for method in result["methods"]:
         first, last = settled_and_last(result, method["name"])
+        resident = last["resident_bytes"] - first["resident_bytes"]
         rows.append(
             [
                 capital(method["title"]),
                 f"{first['calls']} to {last['calls']}",
-                f"{(last['resident_bytes'] - first['resident_bytes']) / _MIB:+.1f}",
-                f"{(last['device_bytes'] - first['device_bytes']) / _MIB:+.1f}",
+                f"{resident / MIB:+.1f}",
+                f"{100 * resident / first['resident_bytes']:+.2f}%",
+                f"{(last['device_bytes'] - first['device_bytes']) / MIB:+.1f}",
                 f"{last['graphs'] - first['graphs']:+d}",
             ]
         )
-    return table(["Method", "Calls", "Resident (MiB)", "GPU (MiB)", "Compiled graphs"], rows)
+    return table(["Method", "Calls", "Resident (MiB)", "Resident (%)", "GPU (MiB)", "Compiled graphs"], rows)
 
 
 def sample_table(result: Result, method: str) -> str:
@@ -51,18 +53,22 @@ def sample_table(result: Result, method: str) -> str:
     rows = [
         [
             str(item["calls"]),
-            f"{item['resident_bytes'] / _MIB:.1f}",
-            f"{item['device_bytes'] / _MIB:.1f}",
+            f"{item['resident_bytes'] / MIB:.1f}",
+            f"{item['device_bytes'] / MIB:.1f}",
             str(item["graphs"]),
         ]
-        for item in result["samples"]
-        if item["method"] == method
+        for item in samples_of(result, method)
     ]
     return table(["Calls", "Resident (MiB)", "GPU (MiB)", "Compiled graphs"], rows)
 
 
+def samples_of(result: Result, method: str) -> list[Mapping[str, Any]]:
+    """In the order of the calls."""
+    return [item for item in result["samples"] if item["method"] == method]
+
+
 def settled_and_last(result: Result, method: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The samples between which growth is counted."""
-    mine = [item for item in result["samples"] if item["method"] == method]
+    mine = samples_of(result, method)
     settled = next(item for item in mine if item["calls"] >= _SETTLED * mine[-1]["calls"])
     return settled, mine[-1]

@@ -1,61 +1,71 @@
-"""The results of `subtasks` as terminal lines and as markdown: pure functions from the dict that the JSON holds."""
+"""Tables and terminal lines of the task subtasks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from statistics import mean
 from typing import Any
 
-from hf_specdec.bench.figures import speed
-from hf_specdec.bench.figures.tradeoff import labels, prompts_of, unknown, verdict, won
+from hf_specdec.bench.figures import quality, rounds, speed, tradeoff
+from hf_specdec.bench.figures.tradeoff import labels, prompts_of
 from hf_specdec.bench.reports.heading import heading, remarks
-from hf_specdec.bench.reports.markdown import capital, number, percent, table
-from hf_specdec.bench.reports.outputs import equal_outputs
+from hf_specdec.bench.reports.markdown import capital, difference, number, ratio, table
+from hf_specdec.bench.reports.tables import methods
 
 Result = Mapping[str, Any]
 
-SHORT = {"plain": "AS", "speculative": "SPS", "bild": "BiLD", "assisted": "HF assisted", "prompt_lookup": "Lookup"}
+SHORT = {
+    "plain": "AS",
+    "none": "AS, our loop",
+    "speculative": "SPS",
+    "bild": "BiLD",
+    "assisted": "HF assisted",
+    "ensemble": "HF ensemble",
+    "lookup": "Lookup",
+}
 MEASURE_TITLES = {
     "bleu": "BLEU",
     "rouge1": "ROUGE-1",
     "rouge2": "ROUGE-2",
     "rougeL": "ROUGE-L",
     "exact_match": "Exact match",
+    "facts": "Facts",
 }
-LEGEND = (
-    "Tokens/Sec counts what came after each example's first delivery. Micro: all tokens / all seconds, and the speedup "
-    "is the ratio of these; macro is Spec-Bench's way: the mean of the examples' rates, and the ratio of those means. "
-    "Rates take of each example the repeat of median total time. Speedups are taken within each repeat, where the "
-    "methods took turns: the median of the repeats (low–high), so the ratio of two rates shown may differ a bit. "
-    "Examples with nothing after the first delivery have no rate and are left out. η is the share of the "
-    "decoding time that the models' bare forward passes need at these widths, timed at a prompt of middling length of "
-    "each subtask (above 1: recorded passes take less, or the bare ones met a worse moment than the runs)."
+LOSS = (
+    "Differences are in points, method − plain generate() on the same examples, with their 95% interval (paired "
+    "bootstrap over examples). No loss: the interval excludes a loss of more than one point."
 )
 BILD = (
-    "Speed: decode tokens/s within each repeat, the median (low–high). Faster: in every repeat. At no loss of quality: "
-    "neither ROUGE-L nor exact match is below plain decoding's."
+    "Speed: the rate of BiLD / that of speculative decoding. Faster: the interval lies above 1. No loss: for ROUGE-L "
+    "and for exact match, the interval of the difference to plain generate() excludes a loss of more than one point."
 )
 DRAWN = (
-    "Outputs are drawn, each method's with the same seed for the same example, so every repeat gives the same ones. "
-    "Quality is that of these single draws: speculative decoding, transformers' assisted generation and prompt lookup "
-    "have plain decoding's in expectation, and differ from it here by chance alone; BiLD's may differ truly."
+    "Outputs are sampled, with the same seed for the same example in every repeat, and quality is that of one output "
+    "per example. Lossless methods have the quality of plain decoding in expectation and differ from it by chance."
 )
 
 
 def render(result: Result) -> str:
     """The whole report."""
-    parts = [heading(result), LEGEND, f"## Speedup by subtask\n\n{speedup_table(result)}"]
-    parts.append(f"## Overall\n\n{group_table(result, None)}")
+    parts = [heading(result), f"## Speedup by subtask\n\n{methods.SPEED}"]
+    parts += [
+        f"### Over {title}\n\n{speedup_table(result, which)}"
+        for which, title in speed.BASELINES.items()
+        if drafting_methods(result, which)
+    ]
+    parts.append(f"## All methods\n\n{methods.MACRO}\n\n### Overall\n\n{group_table(result, None)}")
     if len(labels(result)) > 1:
-        parts += [f"## {label}\n\n{group_table(result, label)}" for label in labels(result)]
-    parts.append(f"## Where the time goes\n\n{time_table(result)}")
+        parts += [f"### {label}\n\n{group_table(result, label)}" for label in labels(result)]
+    parts.append(f"## Rounds\n\n{methods.ROUNDS}\n\n{methods.round_table(result, _groups(result), 'Subtask')}")
+    parts.append(f"## Cold cost\n\n{methods.COLD}\n\n{methods.cold_table(result)}")
     if _both(result):
-        parts.append(f"## BiLD against speculative decoding\n\n{BILD}\n\n{bild_table(result)}\n\n{count_line(result)}")
+        parts.append(f"## BiLD and speculative decoding\n\n{BILD}\n\n{bild_table(result)}\n\n{count_line(result)}")
     if result["quality"]:
         drawn = f"{DRAWN}\n\n" if result["sampling"] else ""
         parts.append(f"## Quality against the references, 0 to 100\n\n{drawn}{quality_table(result)}")
+        parts.append(f"### Differences to plain generate()\n\n{LOSS}\n\n{difference_table(result)}")
     if not result["sampling"]:
-        parts.append(f"## Outputs that differ from plain decoding\n\n{divergence_table(result)}")
+        parts.append(f"## Outputs that differ from plain generate()\n\n{divergence_table(result)}")
     lines = [average_alpha(result), *remarks(result)]
     parts.append("## Remarks\n\n" + "\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts) + "\n"
@@ -75,17 +85,17 @@ def terminal(result: Result) -> str:
         f"  thresholds:   fallback {arguments['fallback_threshold']:g}, rollback {arguments['rollback_threshold']:g}",
         "  tokens/sec:   after the first delivery, micro (all tokens / all seconds)",
     ]
+    plain = methods.plain_name(result)
     for label in (None, *labels(result)):
         lines.append("")
-        plain = list(_typical(result, "plain", label).values())
-        for method in result["methods"][1:]:
-            runs = list(_typical(result, method["name"], label).values())
-            ratio = number(speed.middle(_ratios(result, method["name"], label)), 2)
+        prompts = prompts_of(result, label)
+        base = number(speed.decode_rate(speed.calls_of(result, plain, prompts=prompts)), 1)
+        for method in drafting_methods(result, "plain"):
+            rate = number(speed.decode_rate(speed.calls_of(result, method["name"], prompts=prompts)), 1)
+            gain = methods.over(result, method, "plain", prompts=prompts)
             lines.append(
-                f"{label or 'Overall'} Result: "
-                f"AS: {number(speed.micro_rate(plain), 1)} tokens/sec, "
-                f"{SHORT[method['name']]}: {number(speed.micro_rate(runs), 1)} tokens/sec "
-                f"-> {ratio} X Speedup"
+                f"{label or 'Overall'} Result: AS: {base} tokens/sec, {SHORT[method['kind']]}: {rate} tokens/sec "
+                f"-> {'–' if gain is None else f'{gain.value:.2f}'} X Speedup"
             )
     lines += ["", average_alpha(result)]
     lines += [count_line(result)] if _both(result) else []
@@ -93,45 +103,29 @@ def terminal(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
-def speedup_table(result: Result) -> str:
-    """One row a subtask, one column a method: micro speedups over plain decoding."""
-    methods = result["methods"][1:]
+def drafting_methods(result: Result, which: str) -> list[Mapping[str, Any]]:
+    """All methods that have this baseline, plain generate() and the baseline itself left out."""
+    return [
+        method
+        for method in result["methods"]
+        if method["kind"] != "plain" and methods.over(result, method, which, by="end to end") is not None
+    ]
+
+
+def speedup_table(result: Result, which: str) -> str:
+    """One row a subtask, one column a method: micro speedups over a baseline."""
+    shown = drafting_methods(result, which)
     rows = []
     for label in (*labels(result), None):
-        cells = [_speedup(_ratios(result, m["name"], label)) for m in methods]
-        examples = str(len(prompts_of(result, label)))
-        rate = number(speed.micro_rate(_typical(result, "plain", label).values()), 1)
-        rows.append(["overall" if label is None else label, examples, rate, *cells])
-    return table(["Subtask", "Examples", "Plain Tokens/Sec", *(capital(m["title"]) for m in methods)], rows)
+        prompts = prompts_of(result, label)
+        cells = [ratio(methods.over(result, method, which, prompts=prompts)) for method in shown]
+        rows.append([label or "overall", str(len(prompts)), *cells])
+    return table(["Subtask", "Examples", *(capital(method["title"]) for method in shown)], rows)
 
 
 def group_table(result: Result, label: str | None) -> str:
     """One row a method for the examples of a subtask, or for all."""
-    rows = []
-    forwards = _forwards_by_prompt(result)
-    for method in result["methods"]:
-        listed = list(_typical(result, method["name"], label).values())
-        macro = _ratios(result, method["name"], label, speed.macro_speedup)
-        rows.append(
-            [
-                capital(method["title"]),
-                number(speed.micro_rate(listed), 1),
-                _speedup(_ratios(result, method["name"], label)),
-                number(speed.macro_rate(listed), 1),
-                number(speed.middle(macro), 2),
-                number(speed.end_to_end_rate(listed), 1),
-                percent(speed.acceptance_rate(listed)),
-                number(speed.tokens_per_round(listed), 2),
-                number(speed.alpha(listed), 3),
-                number(speed.efficiency(listed, forwards), 2),
-                equal_outputs(result, method["name"], prompts=prompts_of(result, label)),
-                str(sum(speed.decode_part(run) is None for run in listed)),
-            ]
-        )
-    header = ["Method", "Tokens/Sec (micro)", "Speedup (micro)", "Tokens/Sec (macro)", "Speedup (macro)"]
-    header += ["Tokens/Sec (end to end)", "Acceptance", "Tokens/Round", "α", "η"]
-    header += ["Outputs as plain", "Without a rate"]
-    return table(header, rows)
+    return methods.speed_table(result, prompts=prompts_of(result, label), macro=True)
 
 
 def quality_table(result: Result) -> str:
@@ -140,15 +134,24 @@ def quality_table(result: Result) -> str:
     order = [*labels(result), None]
     rows = [
         [
-            "overall" if entry["subtask"] is None else entry["subtask"],
+            entry["subtask"] or "overall",
             titles[entry["method"]],
             str(entry["examples"]),
-            number(entry["bleu"], 1),
-            *(number(entry[name], 1) for name in ("rouge1", "rouge2", "rougeL", "exact_match")),
+            *(number(entry.get(name), 1) for name in MEASURE_TITLES),
         ]
         for entry in sorted(result["quality"], key=lambda entry: order.index(entry["subtask"]))
     ]
     return table(["Subtask", "Method", "Examples", *MEASURE_TITLES.values()], rows)
+
+
+def difference_table(result: Result) -> str:
+    """One row a method: what it changes in quality over all examples."""
+    plain, prompts = methods.plain_name(result), prompts_of(result, None)
+    rows = []
+    for method in result["methods"][1:]:
+        found = [quality.difference(result, method["name"], plain, name, prompts) for name in tradeoff.JUDGED]
+        rows.append([capital(method["title"]), *(difference(item) for item in found)])
+    return table(["Method", *(MEASURE_TITLES[name] for name in tradeoff.JUDGED)], rows)
 
 
 def divergence_table(result: Result) -> str:
@@ -173,84 +176,43 @@ def divergence_table(result: Result) -> str:
 def average_alpha(result: Result) -> str:
     """α over all examples, of each method that tells it."""
     values = []
-    for method in result["methods"][1:]:
-        value = speed.alpha(_typical(result, method["name"], None).values())
+    for method in result["methods"]:
+        value = rounds.alpha(speed.calls_of(result, method["name"]))
         if value is not None:
-            values.append(f"{SHORT.get(method['name'], method['name'])} {value:.3f}")
+            values.append(f"{SHORT[method['kind']]} {value:.3f}")
     return "Average alpha: " + (", ".join(values) if values else "– (nothing was drafted)")
-
-
-def time_table(result: Result) -> str:
-    """One row a subtask and method that tells: a round's draft, verification and overhead."""
-    rows = []
-    for label in (*labels(result), None):
-        for method in result["methods"]:
-            parts = speed.round_parts(_typical(result, method["name"], label).values())
-            if parts is None:
-                continue
-            draft, verify, overhead = (1000 * parts[key] for key in ("draft", "verify", "overhead"))
-            milliseconds = [number(value, 2) for value in (draft, verify, overhead)]
-            share = percent(overhead / (draft + verify + overhead))
-            steps = number(parts["draft_steps"], 2)
-            rows.append([label or "overall", capital(method["title"]), steps, *milliseconds, share])
-    header = ["Subtask", "Method", "Draft steps/Round", "Draft (ms/round)", "Verification (ms/round)"]
-    return table([*header, "Overhead (ms/round)", "Overhead share"], rows)
 
 
 def bild_table(result: Result) -> str:
     """One row a subtask: BiLD's speed over speculative decoding's, its quality less plain decoding's, the verdict."""
     rows = []
     for label in (*labels(result), None):
-        found = verdict(result, label, "bild", "speculative")
-        differences = ["–"] * 2
-        if found.differences is not None:
-            differences = [f"{found.differences[name]:+.1f}" for name in ("rougeL", "exact_match")]
+        found = tradeoff.verdict(result, label, "bild", "speculative")
+        changes = [None if found.differences is None else found.differences[name] for name in tradeoff.JUDGED]
         examples = str(len(prompts_of(result, label)))
-        rows.append([label or "overall", examples, _speedup(found.ratios), *differences, found.words])
-    header = ["Subtask", "Examples", "Speed of BiLD / speculative", "ROUGE-L, BiLD − plain"]
-    return table([*header, "Exact match, BiLD − plain", "Faster at no loss of quality"], rows)
+        rows.append(
+            [label or "overall", examples, ratio(found.speed), *(difference(item) for item in changes), found.words]
+        )
+    header = ["Subtask", "Examples", "Speed of BiLD / speculative"]
+    header += [f"{MEASURE_TITLES[name]}, BiLD − plain" for name in tradeoff.JUDGED]
+    return table([*header, "Faster at no loss"], rows)
 
 
 def count_line(result: Result) -> str:
-    """The outcome in a sentence."""
-    count = won(result, "bild", "speculative")
+    """On how many subtasks BiLD is faster at no loss."""
+    count = tradeoff.won(result, "bild", "speculative")
     if count is None:
         return "Whether BiLD loses quality is not known: the data have no references."
     bild = next(method["title"] for method in result["methods"] if method["name"] == "bild")
     of = f"{count} of {len(labels(result))} subtasks"
-    without = unknown(result, "bild", "speculative")
-    rest = f"; of the others {without} can't be judged, for want of references or rates" if without else ""
+    without = tradeoff.unknown(result, "bild", "speculative")
+    rest = f"; {without} can't be judged, for want of references or rates" if without else ""
     return f"{bild} is faster than speculative decoding at no loss of quality on {of}{rest}."
+
+
+def _groups(result: Result) -> dict[str, list[int]]:
+    return {label or "overall": prompts_of(result, label) for label in (*labels(result), None)}
 
 
 def _both(result: Result) -> bool:
     return {"bild", "speculative"} <= {method["name"] for method in result["methods"]}
-
-
-def _typical(result: Result, method: str, label: str | None) -> dict[int, speed.RunDict]:
-    return speed.typical_runs(result["runs"], method, prompts_of(result, label))
-
-
-def _ratios(
-    result: Result,
-    method: str,
-    label: str | None,
-    ratio: Callable[[Mapping[int, speed.RunDict], Mapping[int, speed.RunDict]], float | None] = speed.speedup,
-) -> list[float]:
-    """Over plain decoding, one a repeat."""
-    return speed.speedup_by_repeat(result["runs"], method, "plain", prompts_of(result, label), ratio)
-
-
-def _speedup(ratios: Sequence[float]) -> str:
-    """The median of the repeats and, of several that differ, the lowest and the highest."""
-    within = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(set(ratios)) > 1 else ""
-    return number(speed.middle(ratios), 2) + within
-
-
-def _forwards_by_prompt(result: Result) -> dict[int, Mapping[str, Any]]:
-    """Raw forwards of each prompt's subtask, of all repeats."""
-    pooled = {
-        label: speed.pooled_forwards([item["times"] for item in result["forwards"] if item["label"] == label])
-        for label in labels(result)
-    }
-    return {prompt["index"]: pooled[prompt["label"]] for prompt in result["prompts"]}

@@ -1,0 +1,156 @@
+"""What bare passes allow: c and v, predicted and allowed speedups, and the share η of decoding that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from hf_specdec.bench.figures import rounds, speed
+from hf_specdec.bench.figures.speed import MethodDict, Result
+from hf_specdec.bench.running.timed_call import Call
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Medians of bare passes on one engine, at one batch size and prompt length, in seconds.
+
+    Args:
+        draft: of one draft step, by the number of steps that ran in a row; empty without a draft.
+        target: of one target pass, by its width in tokens.
+    """
+
+    draft: Mapping[int, float]
+    target: Mapping[int, float]
+
+    def drafting(self, steps: int) -> float:
+        """So many draft steps in a row."""
+        return steps * _between(self.draft, steps) if steps else 0.0
+
+    def verification(self, width: int) -> float:
+        """A target pass of this width."""
+        return _between(self.target, width)
+
+    def ratios(self, lookahead: int) -> tuple[float, float]:
+        """(c, v): a draft step, and a verification of lookahead + 1 tokens, each over one target step."""
+        step = self.target[1]
+        return _between(self.draft, lookahead) / step, self.verification(lookahead + 1) / step
+
+
+def costs(result: Result, engine: str, batch: int = 1, draft: str | None = None) -> dict[int, Costs]:
+    """Of an engine at a batch size, by prompt length, over all repeats; empty where it was not timed.
+
+    Args:
+        draft: the draft's name, where the result has several; None: any.
+    """
+    samples: dict[int, list[Mapping[str, Any]]] = {}
+    for item in result["passes"]:
+        if (item["engine"], item["batch"]) == (engine, batch) and draft in (None, item["draft"]):
+            samples.setdefault(item["length"], []).append(item["times"])
+    found = {
+        length: Costs(_medians(times, "draft"), _medians(times, "target")) for length, times in sorted(samples.items())
+    }
+    return {length: one for length, one in found.items() if 1 in one.target}
+
+
+def nearest(known: Mapping[int, Costs], length: int) -> Costs:
+    """The costs at the prompt length that is closest."""
+    return known[min(known, key=lambda other: (abs(other - length), other))]
+
+
+def pooled(known: Mapping[int, Costs]) -> Costs | None:
+    """Means over prompt lengths, of the widths that all of them have; None without any."""
+    if not known:
+        return None
+    listed = list(known.values())
+
+    def means(sides: Sequence[Mapping[int, float]]) -> dict[int, float]:
+        shared = set.intersection(*(set(side) for side in sides))
+        return {key: sum(side[key] for side in sides) / len(sides) for key in sorted(shared)}
+
+    return Costs(means([one.draft for one in listed]), means([one.target for one in listed]))
+
+
+def efficiency(result: Result, calls: Iterable[Call]) -> float | None:
+    """η: what bare passes on the same engine need for the decode parts of calls / what these took.
+
+    Bare passes hold the whole batch. Rounds that are not prepared leave out rows that have ended, so that in batches
+    η is an upper bound for them. None where the engine's passes were not timed.
+    """
+    lengths = {prompt["index"]: prompt["tokens"] for prompt in result["prompts"]}
+    methods = {method["name"]: method for method in result["methods"]}
+    known: dict[tuple[str, int], dict[int, Costs]] = {}
+    needed = measured = 0.0
+    for call in calls:
+        part, place = speed.decode_part(call), (call.method, call.batch)
+        if part is None:
+            continue
+        if place not in known:
+            method = methods[call.method]
+            known[place] = costs(result, method["engine"], call.batch, method["draft"])
+        if not known[place]:
+            return None
+        one = nearest(known[place], max(lengths[index] for index in call.prompts))
+        measured += part[0]
+        needed += _needed(call, part[1], one)
+    return needed / measured if measured else None
+
+
+def _needed(call: Call, tokens: int, passes: Costs) -> float:
+    """Seconds that bare passes take for a call's decode part of so many tokens."""
+    if call.rounds is None:
+        return tokens / call.batch * passes.target[1]
+    steps, widths = call.rounds.draft_steps[1:], call.rounds.width[1:]
+    return sum(passes.drafting(n) for n in steps) + sum(passes.verification(width) for width in widths)
+
+
+def predicted_speedup(alpha: float, c: float, v: float, lookahead: int) -> float:
+    """(1 - alpha^(lookahead+1)) / ((1 - alpha)(lookahead c + v)), after Leviathan et al. 2023, theorem 3.8.
+
+    An estimate: it takes acceptance for independent from position to position, which it is not.
+    """
+    # The geometric sum, which also holds at alpha = 1.
+    tokens = sum(alpha**power for power in range(lookahead + 1))
+    return tokens / (lookahead * c + v)
+
+
+def allowed(result: Result, method: MethodDict, batch: int = 1, prompts: Iterable[int] | None = None) -> float | None:
+    """The speedup over plain decoding on the same engine that measured α, c and v allow.
+
+    As if no row ever waited for another. None without a fixed lookahead, α or bare passes of draft and target.
+    """
+    lookahead = method["lookahead"]
+    alpha = rounds.alpha(speed.calls_of(result, method["name"], batch=batch, prompts=prompts))
+    passes = pooled(costs(result, method["engine"], batch, method["draft"]))
+    if alpha is None or passes is None or not passes.draft or not isinstance(lookahead, int):
+        return None
+    return predicted_speedup(alpha, *passes.ratios(lookahead), lookahead)
+
+
+def share_of_allowed(result: Result, method: MethodDict, batch: int = 1) -> float | None:
+    """Measured over allowed speedup, both over plain decoding on the method's engine."""
+    base, limit = speed.baseline(result, method, "engine", batch), allowed(result, method, batch)
+    if base is None or limit is None:
+        return None
+    measured = speed.speedup(result, method["name"], base["name"], batch=batch)
+    return None if measured is None else measured.value / limit
+
+
+def _medians(samples: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
+    """Of each number of steps or tokens, over all samples that have it."""
+    times: dict[int, list[float]] = {}
+    for sample in samples:
+        for number, seconds in sample[key].items():
+            times.setdefault(int(number), []).extend(seconds)
+    return {number: median(seconds) for number, seconds in sorted(times.items()) if seconds}
+
+
+def _between(known: Mapping[int, float], place: int) -> float:
+    """The value at a place, linear between known ones, level beyond them."""
+    below = max((key for key in known if key <= place), default=min(known))
+    above = min((key for key in known if key >= place), default=max(known))
+    if below == above:
+        return known[below]
+    share = (place - below) / (above - below)
+    return (1 - share) * known[below] + share * known[above]

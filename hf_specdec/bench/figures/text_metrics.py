@@ -1,0 +1,126 @@
+"""BLEU, ROUGE, exact match and facts as metrics of Hugging Face `evaluate`, without its hub.
+
+`evaluate.load` fetches a script for each metric; these come with the package and work offline, also through
+`add_batch` and `evaluate.combine`. A module of its own, since `import evaluate` takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+import datasets
+import evaluate
+from sacrebleu.metrics import BLEU
+
+from hf_specdec.bench.figures import quality
+
+# A str stands for one reference, as in the hub's metrics.
+References = Sequence[str] | Sequence[Sequence[str]]
+
+_INPUTS = """
+Args:
+    predictions: list of texts.
+    references: list of lists of texts, one or more for each prediction; or list of texts, one for each.
+"""
+
+
+class TextMetric(evaluate.Metric):
+    """A metric of texts, kept in memory: no files that would have to be locked and cleaned up."""
+
+    description = ""
+    citation = ""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"keep_in_memory": True, **settings})
+
+    def _info(self) -> evaluate.MetricInfo:
+        text = datasets.Value("string")
+        several = datasets.Features({"predictions": text, "references": datasets.Sequence(text)})
+        single = datasets.Features({"predictions": text, "references": text})
+        return evaluate.MetricInfo(
+            description=self.description,
+            citation=self.citation,
+            inputs_description=_INPUTS,
+            features=[several, single],
+        )
+
+    def _compute(self, predictions: Sequence[str], references: References) -> dict[str, float]:
+        return self.score(predictions, _checked(predictions, references))
+
+    def score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        """The figures by name."""
+        raise NotImplementedError
+
+
+class Bleu(TextMetric):
+    """`{"bleu": 0 to 100}`: corpus BLEU by sacrebleu, its defaults: 4-grams, exponential smoothing, cased.
+
+    Tokens are sacrebleu's `13a`; characters, where a reference holds Chinese, Japanese or Korean. A corpus without
+    any text of four tokens scores 0 by definition: read exact match there.
+    """
+
+    description = "Corpus BLEU by sacrebleu, from 0 to 100."
+    citation = "Papineni et al. 2002; Post 2018"
+
+    def score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        """See `TextMetric.score`."""
+        characters = any(quality.has_cjk(text) for texts in references for text in texts)
+        # sacrebleu takes the first references of all examples, then the second ones; None where there are fewer.
+        most = max(len(texts) for texts in references)
+        streams: list[list[Any]] = [[texts[i] if i < len(texts) else None for texts in references] for i in range(most)]
+        metric = BLEU(tokenize="char" if characters else "13a", force=True)
+        return {"bleu": float(metric.corpus_score(list(predictions), streams).score)}
+
+
+class Rouge(TextMetric):
+    """`{"rouge1", "rouge2", "rougeL"}`, each 0 to 100: means over the examples of `quality.rouge`."""
+
+    description = "ROUGE-1, ROUGE-2 and ROUGE-L F1 by rouge_score, from 0 to 100."
+    citation = "Lin 2004"
+
+    def score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        """See `TextMetric.score`."""
+        scores = [quality.rouge(*pair) for pair in zip(predictions, references, strict=True)]
+        return {name: mean(score[name] for score in scores) for name in quality.ROUGE}
+
+
+class ExactMatch(TextMetric):
+    """`{"exact_match": 0 to 100}`: mean of `quality.exact_match`."""
+
+    description = "Share of answers that equal a reference, in percent."
+
+    def score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        """See `TextMetric.score`."""
+        return {"exact_match": mean(map(quality.exact_match, predictions, references))}
+
+
+class Facts(TextMetric):
+    """`{"facts": 0 to 100}`: mean of `quality.facts`."""
+
+    description = "Share of a reference's statements that stand in the answer, in percent, mean over examples."
+
+    def score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        """See `TextMetric.score`."""
+        return {"facts": mean(map(quality.facts, predictions, references))}
+
+
+def combined() -> evaluate.CombinedEvaluations:
+    """All of them; `compute` returns `quality.MEASURES`."""
+    return evaluate.combine([Bleu(), Rouge(), ExactMatch(), Facts()])
+
+
+def _checked(predictions: Sequence[str], references: References) -> list[list[str]]:
+    """References as lists.
+
+    Raises:
+        ValueError: nothing to score, or an example without reference.
+    """
+    if not predictions:
+        raise ValueError("predictions: empty, so there is nothing to score; give at least one answer.")
+    listed = [[texts] if isinstance(texts, str) else list(texts) for texts in references]
+    for place, texts in enumerate(listed):
+        if not texts:
+            raise ValueError(f"references[{place}]: {texts!r}; give a list of one or more texts, such as ['yes'].")
+    return listed

@@ -1,0 +1,202 @@
+"""transformers' own ways of speculating, at each of their settings, and how their rounds are read off from outside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.running.methods import Method, ReadRounds, fixed_lookahead
+from hf_specdec.bench.running.round_records import streamed_rounds
+from hf_specdec.bench.settings import Settings
+
+# As Spec-Bench runs it; a look-up costs nothing, so that it pays to draft more than a model would.
+LOOKUP_TOKENS = 10
+CONSTANT_LENGTHS = (2, 4, 6, 8)
+# Of the draft's most likely token; 0.4 is transformers' default, with up to 20 tokens.
+CONFIDENCES = (0.2, 0.4, 0.6)
+_GROWN = 12  # tokens that a heuristic schedule may well come to
+ENSEMBLE_WEIGHT = 0.5  # the target's share in the mixture by which drafts are judged
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How transformers' assisted generation chooses a draft's length.
+
+    Args:
+        tokens: to begin each call with.
+        kind: `"constant"` or `"heuristic"`.
+        confidence: drafts end behind a token with a lower probability; 0 for no such stop.
+    """
+
+    tokens: int
+    kind: str = "constant"
+    confidence: float = 0.0
+
+    @property
+    def words(self) -> str:
+        """For titles and names."""
+        if self.confidence:
+            return f"confidence {self.confidence:g}"
+        return f"{self.kind} {self.tokens}" if self.kind == "constant" else f"{self.kind} from {self.tokens}"
+
+
+SCHEDULES = (
+    *(Schedule(tokens) for tokens in CONSTANT_LENGTHS),
+    Schedule(5, "heuristic"),
+    *(Schedule(20, confidence=threshold) for threshold in CONFIDENCES),
+)
+
+
+def assisted_refusal(settings: Settings, pair: LoadedPair) -> str | None:
+    """Why transformers' own assisted generation can't be a baseline here, in a sentence; None where it can."""
+    if max(settings.batch_sizes) > 1 and min(settings.batch_sizes) > 1:
+        return "transformers' assisted generation and prompt lookup are left out: they take one row at a time."
+    if settings.sampling and pair.draft is not None and not _same_vocabulary(pair):
+        return (
+            "transformers' assisted generation is left out: the vocabularies of target and draft differ in size, and "
+            "to sample it would cut the draft's head for good."
+        )
+    return None
+
+
+def assisted(settings: Settings, pair: LoadedPair, schedule: Schedule | None = None) -> Method:
+    """transformers' own assisted generation, by default with our lookahead, constant, without an early stop.
+
+    Where vocabularies differ in size, transformers wants both tokenizers and drafts through text.
+    """
+    chosen = schedule or Schedule(fixed_lookahead(settings, pair))
+    models: dict[str, Any] = {"assistant_model": pair.draft}
+    title = "transformers' assisted generation"
+    if not _same_vocabulary(pair):
+        models |= {"tokenizer": pair.tokenizer, "assistant_tokenizer": pair.draft_tokenizer}
+        title += " (through both tokenizers)"
+    return Method(
+        "assisted" if schedule is None else f"assisted {chosen.words}",
+        title if schedule is None else f"{title}, {chosen.words}",
+        "assisted",
+        lookahead=chosen.tokens if chosen.kind == "constant" and not chosen.confidence else None,
+        longest=chosen.tokens if chosen.kind == "constant" else _GROWN,
+        models=models,
+        draft=pair.draft,
+        draft_name=pair.draft_name,
+        most_rows=1,
+        surroundings=_drafting_by(chosen),
+        read_rounds=_reader(settings, tells_overlap=True, draft_passes=True),
+    )
+
+
+def ensemble(settings: Settings, pair: LoadedPair, weight: float = ENSEMBLE_WEIGHT) -> Method:
+    """transformers' lossy relaxation: drafts are judged by weight · target + (1 - weight) · draft."""
+    schedule = Schedule(fixed_lookahead(settings, pair))
+    return Method(
+        "ensemble",
+        f"transformers' assisted generation, ensemble weight {weight:g} (lossy)",
+        "ensemble",
+        lookahead=schedule.tokens,
+        longest=schedule.tokens,
+        keywords={"assistant_ensemble_weight": weight},
+        models={"assistant_model": pair.draft},
+        draft=pair.draft,
+        draft_name=pair.draft_name,
+        most_rows=1,
+        surroundings=_drafting_by(schedule),
+        # What is accepted there isn't what the target agrees with.
+        read_rounds=_reader(settings, tells_overlap=False, draft_passes=True),
+    )
+
+
+def can_ensemble(pair: LoadedPair) -> bool:
+    """Whether target and draft have the distributions over one vocabulary that an ensemble mixes."""
+    return pair.draft is not None and _same_vocabulary(pair)
+
+
+def prompt_lookup(settings: Settings) -> Method:
+    """transformers' own prompt lookup: drafts are what followed the same words earlier in the text."""
+    return Method(
+        "prompt_lookup",
+        f"transformers' prompt lookup ({LOOKUP_TOKENS} tokens)",
+        "lookup",
+        lookahead=LOOKUP_TOKENS,
+        longest=LOOKUP_TOKENS,
+        keywords={"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+        most_rows=1,
+        surroundings=lambda loaded: _watched_lookups(),
+        read_rounds=_reader(settings, tells_overlap=True, draft_passes=False),
+    )
+
+
+def _same_vocabulary(pair: LoadedPair) -> bool:
+    return len({model.config.get_text_config().vocab_size for model in pair.models}) == 1
+
+
+def _reader(settings: Settings, *, tells_overlap: bool, draft_passes: bool) -> ReadRounds:
+    greedy = tells_overlap and not settings.sampling
+
+    def read(pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Sequence[Tensor]) -> Any:
+        drafts = [drafted.tolist() for drafted in log]
+        return streamed_rounds(tokens[0], puts, drafts, greedy=greedy, draft_passes=draft_passes), None
+
+    return read
+
+
+def _drafting_by(schedule: Schedule) -> Callable[[LoadedPair], AbstractContextManager[list[Tensor]]]:
+    def surroundings(loaded: LoadedPair) -> AbstractContextManager[list[Tensor]]:
+        assert loaded.draft is not None
+        return _watched_drafts(loaded.draft, schedule)
+
+    return surroundings
+
+
+@contextmanager
+def _watched_drafts(draft: PreTrainedModel, schedule: Schedule) -> Iterator[list[Tensor]]:
+    """Sets the draft's generation_config for transformers' loop; yields a list of what it drafts, `[length]` a round.
+
+    transformers reads lookahead, schedule and confidence threshold from there only. It calls the draft's
+    generate() once a round, so looking there costs a microsecond a round. Both are put back.
+    """
+    saved, generate = draft.generation_config, draft.generate
+    drafted: list[Tensor] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = generate(*args, **kwargs)
+        start = kwargs["decoder_input_ids"] if "decoder_input_ids" in kwargs else kwargs["input_ids"]
+        drafted.append(output.sequences[0, start.shape[1] :])
+        return output
+
+    config = copy.deepcopy(saved)
+    config.num_assistant_tokens = schedule.tokens
+    config.num_assistant_tokens_schedule = schedule.kind
+    config.assistant_confidence_threshold = schedule.confidence
+    draft.generation_config = config
+    draft.generate = watched
+    try:
+        yield drafted
+    finally:
+        del draft.generate
+        draft.generation_config = saved
+
+
+@contextmanager
+def _watched_lookups() -> Iterator[list[Tensor]]:
+    """Yields a list of what transformers' prompt lookup finds, `[length]` a round."""
+    get_candidates = PromptLookupCandidateGenerator.get_candidates
+    found: list[Tensor] = []
+
+    def watched(self: Any, input_ids: Any, **kwargs: Any) -> Any:
+        candidates = get_candidates(self, input_ids, **kwargs)
+        found.append(candidates[0][0, input_ids.shape[1] :])
+        return candidates
+
+    PromptLookupCandidateGenerator.get_candidates = watched
+    try:
+        yield found
+    finally:
+        PromptLookupCandidateGenerator.get_candidates = get_candidates

@@ -1,0 +1,83 @@
+"""Warm and cold: calls go on until their times have settled, and what they took before that is kept."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_specdec.bench.inputs.prompts import Prompt
+from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.running.methods import Method
+from hf_specdec.bench.running.timed_call import Call, timed_call
+from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.models.recorded_passes import recordings_of
+from hf_specdec.prepared.engine import kept_engines
+
+SETTLED = 0.05  # two warm-up calls in a row differ by less than this share
+MOST_WARM_UPS = 12
+MOST_AGAIN = 4  # times that a call is made anew because something was prepared in it
+
+
+@dataclass(frozen=True)
+class ColdStart:
+    """The calls before a method's times had settled.
+
+    Args:
+        method: its name.
+        batch: rows.
+        length: tokens of the longest prompt.
+        seconds: of each warm-up call, in order.
+        settled: whether the last two differ by less than `SETTLED` and nothing was prepared in the last one; False
+            where the bound was reached first.
+    """
+
+    method: str
+    batch: int
+    length: int
+    seconds: list[float]
+    settled: bool
+
+
+def warm_up(pair: LoadedPair, method: Method, prompts: Sequence[Prompt], settings: Settings) -> ColdStart:
+    """Calls until times have settled, at most `MOST_WARM_UPS` times.
+
+    The first use of the models is also where they refuse what they can't do.
+
+    Raises:
+        BenchError: such a refusal, in one line.
+    """
+    seconds: list[float] = []
+    settled = False
+    while not settled and len(seconds) < MOST_WARM_UPS:
+        before, start = prepared_so_far(pair), time.perf_counter()
+        try:
+            timed_call(pair, method, prompts, settings)
+        except ValueError as error:
+            raise BenchError(" ".join(str(error).split())) from error
+        seconds.append(time.perf_counter() - start)
+        close = len(seconds) > 1 and abs(seconds[-1] - seconds[-2]) < SETTLED * seconds[-2]
+        settled = close and prepared_so_far(pair) == before
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    return ColdStart(method.name, len(prompts), longest, seconds, settled)
+
+
+def warm_call(pair: LoadedPair, method: Method, prompts: Sequence[Prompt], settings: Settings, **place: Any) -> Call:
+    """`timed_call` in which nothing was recorded or compiled: a call in which something was is made again."""
+    again = 0
+    while True:
+        before = prepared_so_far(pair)
+        call = timed_call(pair, method, prompts, settings, **place)
+        if prepared_so_far(pair) == before or again == MOST_AGAIN:
+            return replace(call, again=again)
+        again += 1
+
+
+def prepared_so_far(pair: LoadedPair) -> tuple[int, ...]:
+    """How many graphs were compiled in this process, steps prepared, and passes of each model recorded."""
+    compiled = sys.modules.get("torch._dynamo.utils")
+    graphs = 0 if compiled is None else compiled.counters["stats"]["unique_graphs"]
+    kept = (engine for compile in (False, True) for engine in kept_engines(pair.target, compile=compile))
+    return (graphs, sum(len(engine.steps) for engine in kept), *(recordings_of(model) for model in pair.models))

@@ -1,0 +1,87 @@
+"""Methods in turn on batches of prompts of one length, and bare passes between them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from tqdm import tqdm
+
+from hf_specdec.bench.inputs.prompts import Prompt
+from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
+from hf_specdec.bench.running.contestants import engines_of
+from hf_specdec.bench.running.methods import Method
+from hf_specdec.bench.running.warming import warm_call, warm_up
+from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.storage.run_session import RunSession, passes_key
+
+Batch = tuple[Prompt, ...]
+
+
+def batches_of(prompts: Sequence[Prompt], settings: Settings, most: int) -> list[list[Batch]]:
+    """The prompts of each length and batch size in batches.
+
+    Args:
+        most: about as many rows at every batch size; one batch at least.
+    """
+    found = []
+    for length in settings.prompt_lengths:
+        same = [prompt for prompt in prompts if len(prompt.token_ids) == length]
+        for size in settings.batch_sizes:
+            count = max(1, min(most, len(same)) // size)
+            found.append([tuple(same[number * size : (number + 1) * size]) for number in range(count)])
+    return found
+
+
+def measure(
+    settings: Settings,
+    pair: LoadedPair,
+    methods: Sequence[Method],
+    groups: Sequence[Sequence[Batch]],
+    session: RunSession,
+) -> None:
+    """Everything that the journal does not hold yet, each record written before the next is measured."""
+    bare = BarePasses(pair, settings.max_new_tokens, widths_for(methods))
+    warm: set[tuple[str, int, int]] = set()
+    work = list(in_turn(methods, groups, settings.repeats))
+    bar = tqdm(total=sum(len(turn) for *_, turn in work), desc=settings.task, unit="run", file=sys.stderr)
+    position = 0
+    with bar, keeping_engines(len(methods)):
+        for repeat, batch, turn in work:
+            indexes = tuple(prompt.index for prompt in batch)
+            size, length = len(batch), len(batch[0].token_ids)
+            for method in turn:
+                if not session.has_call(method.name, indexes, repeat):
+                    if (method.name, size, length) not in warm:
+                        warm.add((method.name, size, length))
+                        session.keep_cold(warm_up(pair, method, batch, settings))
+                    session.keep_call(warm_call(pair, method, batch, settings, repeat=repeat, position=position))
+                position += 1
+                bar.update()
+            # After the last method of each batch, so that bare passes meet the same state of the machine as calls do.
+            for engine in engines_of(turn):
+                if passes_key(engine, pair.draft_name, indexes, repeat) in session.records:
+                    continue
+                times = bare.sample(engine, batch)
+                about = {"engine": engine, "draft": pair.draft_name, "prompts": list(indexes), "repeat": repeat}
+                about |= {"batch": size, "length": length}
+                # Without times where the engine could not be had and rounds ran as on the eager one.
+                session.keep("passes", about | {"times": times or {"draft": {}, "target": {}}})
+
+
+def in_turn(
+    methods: Sequence[Method], groups: Sequence[Sequence[Batch]], repeats: int
+) -> Iterator[tuple[int, Batch, list[Method]]]:
+    """(repeat, batch, its methods): they take turns on each batch, and the one that begins changes.
+
+    So drift of the machine hits all alike, and none always follows the same other. All repeats of one length and
+    batch size come before the next: only they are compared, and what an engine has compiled for them need not be
+    kept for long.
+    """
+    for same in groups:
+        for repeat, (number, batch) in product(range(repeats), enumerate(same)):
+            here = [method for method in methods if method.takes(len(batch))]
+            shift = (repeat + number) % len(here)
+            yield repeat, batch, [*here[shift:], *here[:shift]]
