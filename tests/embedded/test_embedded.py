@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -155,21 +156,29 @@ def test_models_share_the_tokenizer_and_its_special_ids(models, tokenizer):
         assert (other.pad_token_id, other.bos_token_id, other.eos_token_id) == (0, 1, 2)
 
 
-def test_the_target_answers_held_out_questions_better_than_its_draft(models, tokenizer):
-    # Other examples than the report's, of the subtasks that the target has learnt.
-    chosen = [x for s in ("translation", "summarization") for x in embedded.examples(s, n=32, seed=1)]
-    means = []
-    for name in ("target", "draft"):
-        dialogues = answer_examples(models[name], tokenizer, chosen)
-        means.append(sum(score(x, d) for x, d in zip(chosen, dialogues, strict=True)) / len(chosen))
-    assert means[0] >= means[1] + 0.1
-    assert means[0] >= 0.4
+def answers_of(models, tokenizer, name, chosen):
+    """A model's answers to examples, and its mean score on each subtask."""
+    dialogues = answer_examples(models[name], tokenizer, chosen)
+    found = {subtask: [] for subtask in embedded.SUBTASKS}
+    for example, dialogue in zip(chosen, dialogues, strict=True):
+        found[example.subtask].append(score(example, dialogue))
+    return dialogues, {subtask: mean(values) for subtask, values in found.items()}
 
 
-def test_the_target_loses_to_its_draft_nowhere_and_acceptance_is_that_of_a_real_pair(claims):
-    scores = claims["pairs"]["target"]["scores"]
-    assert all(scores["target"][s] >= scores["draft"][s] for s in embedded.SUBTASKS)
-    assert 0.6 <= report.total(claims["pairs"]["target"]["agreement"]["draft"]).acceptance <= 0.8
+@pytest.mark.parametrize(("target", "draft", "subtasks"), [("target", "draft", 6), ("t5-target", "t5-draft", 2)])
+def test_the_target_is_ahead_of_its_draft_which_it_often_agrees_with(models, tokenizer, target, draft, subtasks):
+    """Ahead by ten points on so many subtasks, behind on none; other held-out examples than the report's."""
+    chosen = [x for subtask in embedded.SUBTASKS for x in embedded.examples(subtask, "heldout", n=12, seed=1)]
+    dialogues, scores = answers_of(models, tokenizer, target, chosen)
+    _, of_draft = answers_of(models, tokenizer, draft, chosen)
+    leads = {subtask: scores[subtask] - of_draft[subtask] for subtask in embedded.SUBTASKS}
+    assert sum(lead >= 0.10 for lead in leads.values()) >= subtasks, leads
+    assert min(leads.values()) >= 0, leads
+    assert scores["summarization"] >= 0.5
+    agreed = sum(agreements(models[draft], tokenizer, [a for d in dialogues for a in d]), Agreement())
+    assert 0.4 <= agreed.acceptance <= 0.8
+    if target == "target":
+        assert agreed.acceptance >= 0.6 and scores["translation"] >= 0.8
 
 
 # Evaluation
@@ -221,15 +230,6 @@ def test_the_report_is_rendered_from_its_data_and_describes_the_shipped_files(cl
         assert facts["safetensors_bytes"] == (embedded.model_path(name) / "model.safetensors").stat().st_size
 
 
-@pytest.mark.parametrize(("target", "draft", "subtasks"), [("target", "draft", 6), ("t5-target", "t5-draft", 2)])
-def test_the_target_is_ahead_of_its_draft(claims, target, draft, subtasks):
-    """By ten points in so many subtasks or more, and never behind."""
-    scores = claims["pairs"][target]["scores"]
-    ahead = [scores[target][s] - scores[draft][s] for s in embedded.SUBTASKS]
-    assert sum(lead >= 0.10 for lead in ahead) >= subtasks
-    assert min(ahead) >= 0
-
-
 def test_t5_begins_by_looking_things_up() -> None:
     """A decoded token's attention is at its twin in the source and beside it; that of random queries is anywhere."""
     torch.manual_seed(0)
@@ -249,9 +249,9 @@ def test_t5_begins_by_looking_things_up() -> None:
 def test_reported_figures_come_out_again(claims, models, tokenizer):
     chosen = embedded.examples("summarization", n=claims["pairs"]["target"]["examples_per_subtask"])
     dialogues = answer_examples(models["target"], tokenizer, chosen)
-    mean = sum(score(x, d) for x, d in zip(chosen, dialogues, strict=True)) / len(chosen)
+    found = mean(score(x, d) for x, d in zip(chosen, dialogues, strict=True))
     # Another machine may round a near-tie the other way, hence the tolerance.
-    assert mean == pytest.approx(claims["pairs"]["target"]["scores"]["target"]["summarization"], abs=0.05)
+    assert found == pytest.approx(claims["pairs"]["target"]["scores"]["target"]["summarization"], abs=0.05)
     again = sum(agreements(models["draft"], tokenizer, [a for d in dialogues for a in d]), Agreement())
     reported = Agreement(**claims["pairs"]["target"]["agreement"]["draft"]["summarization"])
     assert again.acceptance == pytest.approx(reported.acceptance, abs=0.02)
