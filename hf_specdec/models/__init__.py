@@ -1,1 +1,1 @@
-"""One model's forward passes: what feeds it, its cache and the rollback; knows nothing of drafting or acceptance."""
+"""Forward passes of one model: runners, caches and their rollback, masks, recordings. No drafting, no acceptance."""

@@ -1,8 +1,7 @@
 """Better Transformer: attention through torch's `scaled_dot_product_attention` (SDPA).
 
-transformers does this itself for most models, and there its own switch is used. BLOOM is the family of ours that
-it leaves eager; its attention is replaced here by a subclass, module by module, so that weights, names and what
-`save_pretrained` writes stay as they are.
+transformers has this for most models, and its own switch is used for them. It has none for BLOOM, whose attention
+modules get a subclass here, so that weights, names and the output of `save_pretrained` don't change.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
 
 class BloomSdpaAttention(BloomAttention):
-    """BLOOM's attention through SDPA: same weights, and the same numbers but for the order of additions.
+    """BLOOM's attention through SDPA, with the same weights; results differ only by rounding.
 
     ALiBi (Press et al. 2022, arXiv 2108.12409) enters as part of the additive mask.
     """
@@ -34,14 +33,14 @@ class BloomSdpaAttention(BloomAttention):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """`BloomAttention.forward`, without weights of attention.
+        """`BloomAttention.forward` without attention weights.
 
         Args:
             hidden_states, residual: `[B, Q, D]`.
             alibi: `[B * H, 1, K]`.
             attention_mask: `[B, 1, Q, K]`, additive; None masks nothing.
-            layer_past: takes this pass's keys and values.
-            output_attentions: asks for `[B, H, Q, K]` weights, which SDPA never forms: answered by eager attention.
+            layer_past: the cache, updated with this pass's keys and values.
+            output_attentions: return the weights `[B, H, Q, K]`, which only eager attention computes.
         """
         if output_attentions or (self.pretraining_tp > 1 and self.slow_but_exact):
             return super().forward(
@@ -55,7 +54,7 @@ class BloomSdpaAttention(BloomAttention):
         if attention_mask is not None:
             bias = bias + attention_mask
         if bias.dtype != query.dtype:
-            # Autocast: the narrower type would take the mask's lowest number for -inf, and hidden rows for NaN.
+            # Autocast: in the narrower dtype the mask's lowest number would become -inf, and masked rows NaN.
             bias = bias.to(query.dtype).clamp(min=torch.finfo(query.dtype).min)
         context = functional.scaled_dot_product_attention(
             query,
@@ -73,13 +72,13 @@ def to_better_transformer(model: PreTrainedModel) -> PreTrainedModel:
     """Switch a model's attention to SDPA, in place; `to_eager_attention` undoes it.
 
     Args:
-        model: a target or a draft; adapters (PEFT) around it are seen through.
+        model: a target or a draft, possibly wrapped by PEFT.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: transformers has no SDPA for the model and neither have we; see `better_transformer_refusal`.
+        ValueError: neither transformers nor this package has SDPA for the model; see `better_transformer_refusal`.
     """
     refusal = better_transformer_refusal(model)
     if refusal is not None:
@@ -92,7 +91,7 @@ def to_better_transformer(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def to_eager_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch a model's attention to transformers' eager one, in place: what Better Transformer is compared with.
+    """Switch a model's attention to transformers' eager one, in place: the baseline for Better Transformer.
 
     Returns:
         The same model.
@@ -112,7 +111,7 @@ def to_eager_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def better_transformer_refusal(model: PreTrainedModel) -> str | None:
-    """Why `to_better_transformer` can't be had for a model, in a sentence with the way out; None where it can."""
+    """Why `to_better_transformer` can't be applied to a model, with the way out; None if it can."""
     if attention_of(model) == "sdpa" or _bloom_attentions(model):
         return None
     name = type(_base(model)).__name__
@@ -132,7 +131,7 @@ def better_transformer_refusal(model: PreTrainedModel) -> str | None:
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """The attention that a model computes with, by transformers' name: "sdpa", "eager" or another."""
+    """The model's attention implementation by transformers' name: "sdpa", "eager" or another."""
     own = _bloom_attentions(model)
     if own and all(isinstance(module, BloomSdpaAttention) for module in own):
         return "sdpa"
@@ -144,7 +143,7 @@ def _base(model: Any) -> Any:
 
 
 def _bloom_attentions(model: PreTrainedModel) -> list[BloomAttention]:
-    """BLOOM's attention modules, ours included; subclasses of others (remote code) may compute something else."""
+    """BLOOM's attention modules, but not other subclasses (remote code), which may compute something else."""
     return [module for module in model.modules() if type(module) in (BloomAttention, BloomSdpaAttention)]
 
 
@@ -152,5 +151,5 @@ def _set_class(model: PreTrainedModel, attention: type[BloomAttention]) -> None:
     for module in _bloom_attentions(model):
         module.__class__ = attention
         if hasattr(module, "_old_forward"):
-            # accelerate's hooks keep the forward that they wrap.
+            # accelerate's hooks keep a reference to the forward that they wrap.
             module._old_forward = MethodType(attention.forward, module)

@@ -1,9 +1,9 @@
-"""Rolling back the caches of transformers: what can be, and how, row by row.
+"""Rolling back transformers' caches, row by row.
 
-After a round each row keeps a different number of its cached tokens. All rows of a cache of transformers share
-one slot axis, so the rows are moved until their last kept tokens share a slot again; the slots that open up on
-the left are hidden by the attention mask, as padding is. Distances between slots within a row never change,
-which is all that relative positions, ALiBi and sliding windows ask for.
+After a round each row keeps a different number of cached tokens, but all rows of such a cache share one slot axis.
+So rows are shifted until their last kept tokens are in the same slot, and the slots that this frees on the left are
+masked like padding. Distances between slots of a row don't change, which is all that relative positions, ALiBi and
+sliding windows depend on.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-# Dummies hold nothing; transformers puts them where a layer uses another's keys.
+# transformers uses empty dummy layers where a layer shares another layer's keys.
 REWINDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 
 
 def new_cache(model: PreTrainedModel, argument: str, *, cross_attention: bool) -> Cache:
-    """An empty cache for a model's decoder that any number of passes can be rolled back in.
+    """An empty cache for a model's decoder that can be rolled back by any number of passes.
 
-    Every layer keeps all its tokens, also where attention is windowed by its mask: between two calls of `crop`
-    transformers' sliding layers take one pass (5.17), a drafting loop makes several.
+    Every layer keeps all tokens, even if its attention has a window: transformers' sliding layers (5.17) allow one
+    pass between two calls of `crop`, and drafting makes several.
 
     Args:
         model: the model.
-        argument: the argument of `generate` that it came by.
-        cross_attention: whether its decoder reads an encoding.
+        argument: the name of the argument that passed it.
+        cross_attention: whether its decoder attends to an encoder.
 
     Raises:
         ValueError: the model's own kind of cache can't be rolled back.
@@ -41,12 +41,12 @@ def new_cache(model: PreTrainedModel, argument: str, *, cross_attention: bool) -
 def check_rewindable(cache: object, argument: str) -> None:
     """Refuse a cache that cannot forget its last tokens.
 
-    Layers are judged by their exact class: quantized layers inherit `is_croppable=True` and a `crop` that
-    leaves their quantized part behind.
+    Layers are checked by their exact class, because quantized layers inherit `is_croppable=True` and a `crop` that
+    ignores their quantized part.
 
     Args:
         cache: any cache of transformers.
-        argument: the argument that it came by, with its value, as the message names it.
+        argument: the argument that passed it, with its value, for the message.
 
     Raises:
         ValueError: names the argument, the cache's class and the way out.
@@ -64,23 +64,23 @@ def check_rewindable(cache: object, argument: str) -> None:
 
 
 def is_static_by_request(cache: object) -> bool:
-    """Whether `generate` made this cache, for `cache_implementation="static"`; it is unused, ours takes its place."""
+    """Whether `generate` made this cache for `cache_implementation="static"`, so that a `RowsCache` can replace it."""
     own = self_attention(cache)
     return isinstance(own, StaticCache) and not own.offloading and not getattr(cache, "_is_user_defined", False)
 
 
 def is_unused_default(cache: object) -> bool:
-    """Whether `generate` made this cache because nothing else was asked for; then any other may take its place."""
+    """Whether `generate` made this cache by default, so that any other can replace it."""
     if not isinstance(cache, DynamicCache) or getattr(cache, "_is_user_defined", False):
         return False
     return type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0
 
 
 def start_recording(cache: Cache) -> list[Any]:
-    """Have sliding-window layers hold the tokens of a pass until they are kept or forgotten.
+    """Make sliding-window layers keep the tokens of a pass until `crop` decides about them.
 
     Returns:
-        The layers that did not before, for `stop_recording`.
+        The layers that changed, for `stop_recording`.
     """
     idle = [layer for layer in self_attention(cache).layers if getattr(layer, "record_past", None) is False]
     cache.activate_past_recording()
@@ -88,20 +88,20 @@ def start_recording(cache: Cache) -> list[Any]:
 
 
 def stop_recording(layers: Sequence[Any]) -> None:
-    """Have sliding-window layers, cut to their windows, keep no more than these in later passes."""
+    """Undo `start_recording` for layers that have been cropped to their windows."""
     for layer in layers:
         layer.record_past = False
 
 
 def forget_broken_pass(cache: Cache, width: int) -> None:
-    """Bring every layer back to `width` slots after a pass that may have ended before its last layer."""
+    """Cut every layer to `width` slots after a pass that may have been interrupted between layers."""
     for layer in _holding(cache):
         if (excess := layer.get_seq_length() - width) > 0:
             layer.crop(-excess)
 
 
 def can_forget(cache: Cache, width: int, count: int) -> bool:
-    """Whether all layers hold `width` slots, and what windows see after their last `count` are forgotten."""
+    """Whether all layers have what they need after dropping the last `count` of `width` slots."""
     for layer in _holding(cache):
         needed = width
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -112,24 +112,24 @@ def can_forget(cache: Cache, width: int, count: int) -> bool:
 
 
 def forget_all(cache: Cache) -> None:
-    """Empty the part of a cache that grows with the decoded text."""
+    """Empty the part of a cache that grows with the generated text."""
     self_attention(cache).reset()
 
 
 def forget_last(cache: Cache, count: int) -> None:
-    """Forget the last `count` cached tokens of every row; sliding windows shrink to their size even at 0."""
+    """Drop the last `count` tokens of every row; sliding windows are cut to size even at 0."""
     cache.crop(-count)
 
 
 def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int) -> None:
-    """Move each row along the slot axis and set the axis' length.
+    """Shift each row along the slot axis and set the axis' length.
 
     Args:
-        cache: any cache that `check_rewindable` lets through; cross-attention is left alone.
-        width: slots of the cache now.
-        shifts: `[B]`, slots by which a row moves right (negative: left).
-        new_width: slots afterwards; what a row moves beyond them is forgotten, what opens up on the left
-            holds arbitrary finite numbers, to be masked.
+        cache: any cache that `check_rewindable` accepts; cross-attention is unchanged.
+        width: the current number of slots.
+        shifts: `[B]`, by how many slots a row moves right (negative: left).
+        new_width: the new number of slots. What a row moves past it is dropped; slots that a row frees on the left
+            hold arbitrary finite numbers and have to be masked.
     """
     for layer in _holding(cache):
         stored = layer.keys.shape[-2]
@@ -143,7 +143,7 @@ def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int) -> 
 
 
 def copy_out_of_inference_mode(cache: Cache) -> None:
-    """Turn what `torch.inference_mode` wrote into ordinary tensors, which autograd may save, too."""
+    """Replace tensors written in `torch.inference_mode` by ordinary ones, which autograd can save."""
     parts = (
         [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
     )
@@ -152,28 +152,28 @@ def copy_out_of_inference_mode(cache: Cache) -> None:
 
 
 def shift_rows(rows: torch.Tensor, shifts: Sequence[int], new_width: int) -> torch.Tensor:
-    """`realign` for a plain tensor `[B, width]`, as used without a cache."""
+    """`realign` for a tensor `[B, width]` of tokens, used without a cache."""
     source = _source_slots(shifts, 0, range(new_width), rows.shape[1], rows.device)
     return rows.gather(1, source)
 
 
 def self_attention(cache: Any) -> Any:
-    """The part of a cache that grows with the decoded text."""
+    """The part of a cache that grows with the generated text."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def _holding(cache: Any) -> list[Any]:
-    """The layers that hold tokens: not those that no pass has reached, nor those that use another's keys."""
+    """The layers that hold tokens: initialized, and without another layer's keys."""
     return [layer for layer in self_attention(cache).layers if layer.is_initialized and layer.keys is not None]
 
 
 def _source_slots(shifts: Sequence[int], first: int, slots: range, stored: int, device: torch.device) -> torch.Tensor:
-    """`[B, len(slots)]`: for each new slot the index of its content in the stored part, clamped into it."""
+    """`[B, len(slots)]`: the index of each new slot's content in the stored part, clamped to it."""
     wanted = torch.tensor([slots.start - first - shift for shift in shifts], device=device).unsqueeze(1)
     return (wanted + torch.arange(len(slots), device=device)).clamp_(0, stored - 1)
 
 
 def _take(states: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Gather `[B, H, new, D]` from `[B, H, stored, D]` along the slots that `source` `[B, new]` names."""
+    """Gather `[B, H, new, D]` from `[B, H, stored, D]` by the slots in `source` `[B, new]`."""
     index = source[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
     return states.gather(2, index)

@@ -1,7 +1,7 @@
-"""One model's forward passes over a batch whose rows have read different numbers of tokens.
+"""Passes of one model over a batch whose rows have read different numbers of tokens.
 
-A runner appends tokens, returns logits, and rewinds. It hides how transformers' models are fed: attention
-masks, positions, caches or the lack of one. The loop and the drafters see rows and counts only.
+A runner appends tokens, returns logits and rewinds. It hides masks, positions and caches (or the lack of one) from
+the loop and the drafters, which only deal with rows and counts.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from hf_specdec.models import cache_rollback
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.traits import pass_mode
 
-# What a later pass of a text model may be given beyond masks, positions and tokens.
+# What later passes of a text model may need besides masks, positions and tokens.
 LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
 PER_TOKEN_KWARGS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 class DynamicRunner:
-    """Feeds one model, all rows in one pass.
+    """Runs one model over all rows at once, with a cache of transformers or without one.
 
-    Rows are right-aligned on the slot axis: the last token read of every row sits in the last slot, and a row
-    that has read `lag` tokens fewer than the longest has its first `lag` slots masked.
+    Rows are right-aligned: each row's last token is in the last slot. The first `lag` slots of a row that has read
+    `lag` tokens fewer than the longest are masked.
 
     Args:
         model: any decoder-only or encoder-decoder model of transformers.
         model_kwargs: what `generate` prepared for the model: masks, positions, encoder outputs, cache.
-        input_ids: `[B, P]` prompts; only their shape and device count here.
-        capacity: the most tokens that a row can reach, drafts included.
-        hidden: tokens that precede `input_ids` in a given cache.
+        input_ids: `[B, P]` prompts; only their shape and device matter here.
+        capacity: the most tokens of a row, drafts included.
+        hidden: tokens in a given cache that precede `input_ids`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DynamicRunner:
             self._causal = CausalMasks(total, None, model.dtype, model.device)
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
-        """Append `tokens` `[B, k]` to the rows, in one pass.
+        """Append `tokens` `[B, k]` to the rows in one pass.
 
         Returns:
             Logits `[B, count, V]` of the last `count` appended positions, in the model's dtype.
@@ -128,18 +128,18 @@ class DynamicRunner:
         self._width = new_width
 
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
-        """Only these rows count from now on, fewer and fewer: of the others any logits are returned.
+        """Drop all rows but these from now on; the logits of dropped rows are arbitrary.
 
         Returns:
-            The rows that passes will feed: here all, where they can be left out only these.
+            The rows that passes still run: here all of them, in runners that can leave rows out only `rows`.
         """
         return range(len(self.read))
 
     def end(self, length: int) -> None:
-        """Leave the cache as plain `generate` would after `length` tokens, whatever ended the call.
+        """Leave the cache as plain `generate` would after `length` tokens, even after an exception.
 
-        It is emptied where a pass broke off beyond repair, or a sliding window no longer holds what it would see:
-        going on from it is right then, too, and reads the text again.
+        If a pass was interrupted or a sliding window has lost tokens that it would need, the cache is emptied
+        instead: the next call then reads the whole text again, with the same result.
         """
         if self.cache is None:
             return
@@ -151,10 +151,10 @@ class DynamicRunner:
         cache_rollback.stop_recording(self._recording)
 
     def _inputs(self, tokens: Tensor, slot_kwargs: dict[str, Tensor]) -> dict[str, Any]:
-        """The arguments of a pass, by the model's own preparation.
+        """The arguments of a pass, from `prepare_inputs_for_generation`.
 
-        Where that is transformers' general one and has nothing left to decide, it is spared: it costs a tenth of
-        a small draft's pass.
+        transformers' default implementation takes a tenth of a small draft's pass and is skipped where it would
+        change nothing.
         """
         if self.passes and self._prepared:
             return {self._ids_key: tokens, "past_key_values": self.cache, **slot_kwargs, **self.kwargs}
@@ -182,7 +182,7 @@ class DynamicRunner:
             mask = self._ones
         width = last_slot - first_slot
         if mask is None and self._causal is not None and self.passes and 1 < width <= MAX_MASKED_TOKENS:
-            # Not a single token's, nor the prompt's: for them attention does without a mask.
+            # For a single token and for the prompt, attention needs no mask.
             kwargs[self._mask_key] = self._causal.of_last(width, last_slot)
         elif mask is not None:
             kwargs[self._mask_key] = _rows_at(mask, lags, 0, last_slot, before=0) if ragged else mask[:, :last_slot]
@@ -195,9 +195,9 @@ class DynamicRunner:
 
 
 class RowByRowRunner:
-    """Feeds one model a row at a time, for decoders that give all rows of a pass the same positions.
+    """Runs one model row by row, for decoders in which a token's position is its slot (BART, Pegasus, Marian).
 
-    BART, Pegasus and Marian are such: their position of a token is its slot. Same methods as `DynamicRunner`.
+    The methods are those of `DynamicRunner`.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class RowByRowRunner:
 
 
 def extend_mask(mask: Tensor | None, total: int) -> Tensor | None:
-    """A prompt's mask `[B, P]` with ones up to `total` columns; None where nothing is masked."""
+    """A prompt's mask `[B, P]`, extended by ones to `total` columns; None if nothing is masked."""
     if mask is None or bool((mask == 1).all()):
         return None
     return torch.cat([mask, mask.new_ones(mask.shape[0], max(total - mask.shape[1], 0))], dim=1)
@@ -268,7 +268,7 @@ def prompt_positions(mask: Tensor | None, length: int, device: torch.device) -> 
 
 
 def extend_count(positions: Tensor | None, total: int) -> Tensor | None:
-    """Prompt positions `[..., P]` counted on up to `total` columns."""
+    """Prompt positions `[..., P]`, continued to `total` columns."""
     if positions is None:
         return None
     more = max(total - positions.shape[-1], 0)
@@ -276,15 +276,15 @@ def extend_count(positions: Tensor | None, total: int) -> Tensor | None:
 
 
 def _extend_last(values: Tensor, total: int) -> Tensor:
-    """Per-token values `[..., P]` repeated up to `total` columns, as `_update_model_kwargs_for_generation` does."""
+    """Per-token values `[..., P]`, the last repeated up to `total`, as `_update_model_kwargs_for_generation` does."""
     more = max(total - values.shape[-1], 0)
     return torch.cat([values, values[..., -1:].expand(*values.shape[:-1], more)], dim=-1)
 
 
 def _rows_at(table: Tensor, lags: list[int], first: int, last: int, before: int | None = None) -> Tensor:
-    """Columns of `table` `[..., B or 1, N]` that stand in slots `first` to `last` of rows that lag.
+    """The columns of `table` `[..., B or 1, N]` in slots `first` to `last`, for rows shifted right by `lags`.
 
-    Slots before a row's first token take its first column, or the value `before` if given.
+    Slots before a row's first token get its first column, or `before` if given.
     """
     lag = torch.tensor(lags, device=table.device).unsqueeze(1)
     columns = torch.arange(first, last, device=table.device) - lag
@@ -294,7 +294,7 @@ def _rows_at(table: Tensor, lags: list[int], first: int, last: int, before: int 
 
 
 def _row(value: Any, row: int, batch_size: int) -> Any:
-    """One row of whatever a model is given: tensors along their batch axis, outputs field by field."""
+    """One row of a model's argument: of tensors along their batch axis, of outputs field by field."""
     if isinstance(value, ModelOutput):
         return type(value)(**{key: _row(field, row, batch_size) for key, field in value.items()})
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""What code made from a model depends on beside its weights' numbers: calls that find it unchanged share such code."""
+"""What recordings and compiled code of a model depend on besides the weights' values; equal states can share them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# By these names PEFT's layers say which adapter is at work. Other private attributes are `generate`'s book-keeping.
+# PEFT's layers say here which adapter is active. Other private attributes are bookkeeping of `generate`.
 _ADAPTERS = frozenset({"_active_adapter", "_disable_adapters"})
-# What every module has; hooks and training are looked at by themselves.
+# What every module has; hooks and `training` are part of the state separately.
 _MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, type)
 _numbers = count()
@@ -23,30 +23,34 @@ _serials: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
 def state_of(model: PreTrainedModel) -> Hashable:
-    """A model's modules with their classes, methods, hooks and attributes, its attention, adapters, autocast.
+    """Everything but weights and texts that decides what a pass computes.
 
-    Objects among the attributes (a config) are told apart, but not looked into. Nothing in it keeps a model alive.
+    These are the modules with their classes, methods, hooks and attributes, the values of their configurations,
+    attention, adapters and autocast. Other objects among the attributes count by identity. No reference in it keeps
+    a model alive.
     """
-    config = model.config.get_text_config(decoder=True)
-    attention = config._attn_implementation
+    modules = list(model.modules())
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
     cast = torch.is_autocast_enabled(model.device.type) and torch.get_autocast_dtype(model.device.type)
     functions = {
         name: tuple(_serial(value) for value in vars(sys.modules[name]).values() if isinstance(value, FunctionType))
-        for name in {type(module).__module__ for module in model.modules()}
+        for name in {type(module).__module__ for module in modules}
         if name in sys.modules and not name.startswith("torch.")
     }
+    configs = {id(c): c for module in modules if isinstance(c := vars(module).get("config"), PreTrainedConfig)}
     return (
         str(model.device),
         cast,
-        (attention, _plain(ALL_ATTENTION_FUNCTIONS.get(attention))),
-        tuple(_module_state(module) for module in model.modules()),
+        (attention, _value(ALL_ATTENTION_FUNCTIONS.get(attention))),
+        tuple(map(_module_state, modules)),
+        tuple(map(_config_state, configs.values())),
         tuple(sorted(functions.items())),
     )
 
 
 def weights_of(model: PreTrainedModel) -> Hashable:
-    """A model's very weights and buffers: which tensors they are, and where they stand."""
-    # Those of a tensor class of their own (quantized ones) may have no address to ask for.
+    """The identity and address of each weight and buffer."""
+    # Tensor subclasses (quantized weights) may have no address.
     plain = (torch.nn.Parameter, torch.Tensor)
     return tuple(
         (_serial(t), t.data_ptr() if type(t) in plain else 0, t.dtype)
@@ -56,38 +60,49 @@ def weights_of(model: PreTrainedModel) -> Hashable:
 
 
 def shapes_of(model: PreTrainedModel) -> Hashable:
-    """Shapes and dtypes of weights and buffers."""
+    """The shape and dtype of each weight and buffer."""
     return tuple((tuple(t.shape), t.dtype) for tensors in (model.parameters(), model.buffers()) for t in tensors)
 
 
-def runs_custom_python(model: PreTrainedModel) -> bool:
-    """Whether calling a model runs more than operations of transformers' and torch's own layers.
+def has_custom_hooks(model: PreTrainedModel) -> bool:
+    """Whether a pass calls hooks other than transformers' own, which only collect outputs on request.
 
-    Modules of other libraries do (adapters among them), hooks, replaced or compiled methods, dropout, autocast, torch's
-    function modes, weights of a tensor class of their own.
+    A recorded, compiled or captured pass would not call them as the model does.
+    """
+    return torch.nn.modules.module._has_any_global_hook() or any(map(_custom_hooks, model.modules()))
+
+
+def runs_custom_python(model: PreTrainedModel) -> bool:
+    """Whether a pass runs more than the operations of transformers' and torch's own layers.
+
+    Such are modules of other libraries (adapters among them), hooks, replaced or compiled methods, dropout, autocast,
+    torch function modes and tensor subclasses as weights.
     """
     return (
         torch.is_autocast_enabled(model.device.type)
-        or torch.nn.modules.module._has_any_global_hook()
         or torch._C._len_torch_function_stack() > 0
         or any(type(weight) is not torch.nn.Parameter for weight in model.parameters())
-        or any(map(_has_python, model.modules()))
+        or has_custom_hooks(model)
+        or any(map(_runs_custom_python, model.modules()))
     )
 
 
 def has_fixed_rope(model: PreTrainedModel) -> bool:
-    """Whether rotary frequencies are the same at every length; otherwise they are chosen by reading numbers."""
+    """Whether rotary frequencies are the same at every length; if not, a pass chooses them by reading positions."""
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
 
 
-def _has_python(module: torch.nn.Module) -> bool:
+def _custom_hooks(module: torch.nn.Module) -> list[Any]:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+
+
+def _runs_custom_python(module: torch.nn.Module) -> bool:
     return bool(
         module.training
         or not type(module).__module__.startswith(("torch.nn.", "transformers."))
-        or module._forward_hooks
-        or module._forward_pre_hooks
         or module._compiled_call_impl is not None
         or "forward" in vars(module)
     )
@@ -95,45 +110,55 @@ def _has_python(module: torch.nn.Module) -> bool:
 
 def _module_state(module: torch.nn.Module) -> Hashable:
     attributes = [
-        (name, _plain(value))
+        (name, _value(value))
         for name, value in vars(module).items()
         if name in _ADAPTERS or not (name.startswith("_") or name in _MODULE_ATTRIBUTES)
     ]
-    hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     kind = type(module)
     return (
         _serial(module),
         kind,
         _serial(kind.forward),
-        hooks,
+        tuple(map(_serial, hooks)),
         module.training,
         tuple(attributes),
     )
 
 
-def _plain(value: Any) -> Hashable:
-    """A value itself where it is plain, its parts where it is a collection, otherwise which object it is."""
+def _config_state(config: PreTrainedConfig) -> Hashable:
+    """A configuration's values, those of its parts included: models read some of them in every pass."""
+    return tuple(
+        (name, _config_state(value) if isinstance(value, PreTrainedConfig) else _value(value))
+        for name, value in sorted(vars(config).items())
+    )
+
+
+def _value(value: Any) -> Hashable:
+    """A plain value itself, the parts of a collection, and of anything else its identity."""
     if isinstance(value, _PLAIN):
-        return value
+        # 0 == -0.0 == False, and nan != nan.
+        return (type(value).__name__, repr(value)) if isinstance(value, (bool, int, float)) else value
     if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
+        return tuple(map(_value, value))
     if isinstance(value, (set, frozenset)):
-        return frozenset(map(_plain, value))
+        return frozenset(map(_value, value))
     if isinstance(value, dict):
-        return tuple((key, _plain(part)) for key, part in value.items())
+        return tuple((_value(key), _value(part)) for key, part in value.items())
     return _serial(value)
 
 
 def _serial(thing: object) -> int:
-    """A number for each object, never given to another one; negative where an object can't be watched."""
+    """A number that identifies an object and is never reused; negative for objects without weak references."""
     key = id(thing)
     known = _serials.get(key)
     if known is not None and known[0]() is thing:
         return known[1]
     try:
-        # What has gone makes room for another object of the same address.
+        # Once it is gone, another object may have the same address.
         watch = weakref.ref(thing, lambda _: _serials.pop(key, None))
     except TypeError:
         return -key
-    _serials[key] = watch, next(_numbers)
-    return _serials[key][1]
+    number = next(_numbers)
+    _serials[key] = watch, number
+    return number

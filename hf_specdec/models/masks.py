@@ -1,7 +1,7 @@
-"""Attention masks made here instead of in every pass of the model: ready, additive, four-dimensional.
+"""Additive 4-D attention masks, taken from tables instead of being built in every pass.
 
-transformers passes such masks through. Its own are made anew in each pass, and as booleans, which every layer's
-attention turns into numbers once more: together 3% of a small model's verification pass.
+transformers passes such masks on unchanged. It builds its own boolean masks in each pass, and every layer converts
+them to numbers: together 3% of a small model's verification pass.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = ("eager", "sdpa")
-# The most tokens of a pass that a table of masks is kept for; a draft that catches up after many rounds reads more.
+# The widest pass that a table of masks is kept for; only prompts and drafts that catch up are wider.
 MAX_MASKED_TOKENS = 32
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def takes_4d_masks(model: PreTrainedModel) -> bool:
-    """Whether a model takes ready masks, and looks at keys by its mask only.
+    """Whether a model takes 4-D masks and decides by them alone which keys a query sees.
 
-    Encoder-decoder models and those with ALiBi (BLOOM), which read positions off a two-dimensional mask, don't;
-    transformers' own mark for static caches says the rest.
+    Encoder-decoder models don't, nor models with ALiBi (BLOOM), which compute positions from a 2-D mask. For the
+    others, transformers' flag for static caches tells.
     """
     config = model.config.get_text_config(decoder=True)
     return (
@@ -36,12 +36,12 @@ def takes_4d_masks(model: PreTrainedModel) -> bool:
 
 
 def takes_one_causal_mask(model: PreTrainedModel) -> bool:
-    """Whether a model takes ready masks and all its layers see all tokens before, so that one mask serves them."""
+    """Whether a model takes 4-D masks and has no sliding windows, so that one causal mask serves all layers."""
     return takes_4d_masks(model) and not any(attention_windows(model.config).values())
 
 
 def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
-    """The kinds of a model's layers, each with how many tokens back it sees, itself included; None: all."""
+    """The window of each kind of layer: how many last tokens a query sees, itself included; None: all."""
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
@@ -53,7 +53,7 @@ def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
 def attention_mask(slots: Tensor, visible: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """The additive mask `[B, 1, k, span]` of queries in `slots` `[B, k]` over the slots of `visible` `[B, span]`.
 
-    A query sees visible slots up to its own and not beyond its window. It always sees itself, padding too, so that
+    A query sees the visible slots within its window up to its own. It always sees itself, even as padding, so that
     no softmax is empty.
     """
     keys = torch.arange(visible.shape[1], device=slots.device)
@@ -67,10 +67,10 @@ def attention_mask(slots: Tensor, visible: Tensor, window: int | None, dtype: to
 
 
 class CausalMasks:
-    """The masks of rows without padding whose tokens all stand in the same slots: views of one table a width.
+    """Masks of rows without padding that have the same length: views of one table per width.
 
     Args:
-        capacity: the most slots that a row can reach.
+        capacity: the most slots of a row.
         window: as of `attention_mask`.
         dtype, device: of the model's hidden states.
     """
@@ -80,7 +80,7 @@ class CausalMasks:
         self._tables: dict[int, Tensor] = {}
 
     def of_last(self, width: int, slots: int) -> Tensor:
-        """`[1, 1, width, slots]`: each of the last `width` of so many slots sees itself and those before it."""
+        """`[1, 1, width, slots]`: queries in the last `width` of `slots` slots."""
         if width not in self._tables:
             ends = torch.arange(self._capacity, self._capacity + width, device=self._device).unsqueeze(0)
             visible = torch.ones(1, self._capacity + width, dtype=torch.bool, device=self._device)
@@ -89,10 +89,9 @@ class CausalMasks:
 
 
 class SlotMasks:
-    """The masks of rows whose tokens stand in slots of their own: cuts of one line, of which each slot sees its part.
+    """Masks of rows with different lengths: each query's mask is a section of one precomputed line.
 
-    The same as `attention_mask` by a third of its operations, but that a query in a padded slot sees nothing in
-    particular instead of itself.
+    They equal `attention_mask` at a third of its operations, except that queries in padding may see nothing.
 
     Args:
         capacity: slots of a row.
@@ -107,7 +106,7 @@ class SlotMasks:
         self._line[max(capacity - (window or capacity), 0) : capacity] = 0
 
     def of(self, slots: Tensor, span: int, visible: Tensor | None) -> Tensor:
-        """`[B, 1, k, span]`, of queries in `slots` `[B, k]`; `visible` `[B, span]`, None where all are."""
+        """`[B, 1, k, span]`, for queries in `slots` `[B, k]`; `visible` `[B, span]`, None if all slots are."""
         mask = self._line.unfold(0, span, 1)[self._last - slots]
         if visible is not None:
             mask = mask.masked_fill(~visible.unsqueeze(1), self._hidden)

@@ -1,16 +1,18 @@
-"""Passes without Python in them, on a CPU: recorded as the model runs, replayed by TorchScript's interpreter.
+"""Passes on a CPU without Python overhead: traced as the model runs, replayed by TorchScript's interpreter.
 
-Calling a small model takes longer than what it computes. A recording replays the model's very operations, to the bit,
-needs no compiler, and takes as long to make as some thirty passes. It holds no weights and no caches: whatever may
-change is its input, so that it costs no memory to speak of and serves all lengths of text. What it can't know of is
-Python in a model that does more than call operations; such models run as they are.
+For a small model, calling its modules takes longer than the computation. A recording replays the model's own
+operations bit by bit; making one needs no compiler and takes as long as about thirty passes. Weights and caches are
+inputs of a recording, so it takes little memory and serves texts of any length. Models whose passes do more in Python
+than call operations are not recorded.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,29 +24,39 @@ from transformers import PreTrainedModel
 from hf_specdec.models.fingerprint import has_fixed_rope, runs_custom_python, shapes_of, state_of
 from hf_specdec.models.per_target import PerTarget
 
-EAGER_PASSES = 8  # of a shape with the model as it is before they are recorded
-AGREEING_TRIALS = 2  # of a shape with a recording, in which both have to agree in every bit
-MAX_RECORDINGS = 4  # recordings of a model; shapes that none of them serves run as the model does
+EAGER_PASSES = 8  # passes of a shape before it is recorded
+AGREEING_TRIALS = 2  # passes of a shape in which recording and model have to agree in every bit
+MAX_RECORDINGS = 4  # recordings of a model in one state; shapes that none of them serves run eagerly
+MAX_TRACES = 512  # recordings ever made by a process, since torch never frees a trace
 
 Step = Callable[..., Tensor]
 
 
+_traces = count(1)
+_tracing = threading.local()
+
+
 @dataclass
 class _Shape:
-    """How far a shape has come: its passes, the recording it tries or uses, and in how many trials that agreed."""
+    """The state of a shape: its passes, the recording that it tries or uses, and the trials that agreed."""
 
     passes: int = 0
     recording: int = 0
     agreed: int = 0
 
 
-class Recorded:
-    """A step as it is at first, later its recordings: most shapes share one, and each has proved it the same."""
+class RecordedStep:
+    """A step that runs eagerly at first and later from recordings, each of which was compared with the eager step.
+
+    Most shapes share one recording. Calls from several threads don't wait for each other: while one tries a
+    recording, the others run eagerly.
+    """
 
     def __init__(self) -> None:
         self._recordings: list[Step] = []
         self._shapes: dict[tuple[int, ...], _Shape] = {}
         self._refused = False
+        self._trying = threading.Lock()
 
     @property
     def made(self) -> int:
@@ -52,30 +64,35 @@ class Recorded:
         return len(self._recordings)
 
     def run(self, step: Step, inputs: Sequence[Tensor], span: int) -> Tensor:
-        """What `step(*inputs)` returns, and does to its inputs.
+        """The result of `step(*inputs)`, with its changes to the inputs.
 
         Args:
-            step: the same one at every call but for its closure, which holds nothing that changes beside the inputs.
-            inputs: every tensor that a call may find changed; the first one's shape tells shapes apart.
-            span: slots that attention looks at; shapes prove themselves anew where it has doubled.
+            step: the same function in every call, apart from closures that hold nothing that changes except inputs.
+            inputs: all tensors that may differ between calls; the shape of the first one tells shapes apart.
+            span: slots that attention looks at; once it has doubled, a shape is compared anew.
         """
         shape = self._shapes.setdefault((*inputs[0].shape, span.bit_length()), _Shape())
         if shape.agreed >= AGREEING_TRIALS:
             return _replay(self._recordings[shape.recording], inputs)
-        shape.passes += 1
-        if shape.recording < len(self._recordings):
-            return self._tried(step, inputs, shape)
-        if shape.passes < EAGER_PASSES or len(self._recordings) == MAX_RECORDINGS or self._refused:
+        if not self._trying.acquire(blocking=False):
             return step(*inputs)
-        return self._record(step, inputs)
+        try:
+            shape.passes += 1
+            if shape.recording < len(self._recordings):
+                return self._try(step, inputs, shape)
+            if shape.passes < EAGER_PASSES or len(self._recordings) == MAX_RECORDINGS or self._refused:
+                return step(*inputs)
+            return self._record(step, inputs)
+        finally:
+            self._trying.release()
 
-    def _tried(self, step: Step, inputs: Sequence[Tensor], shape: _Shape) -> Tensor:
-        """Replay a recording and run the step: once more that they agree, or on to the next recording."""
+    def _try(self, step: Step, inputs: Sequence[Tensor], shape: _Shape) -> Tensor:
+        """Run a recording and the step and compare; if they differ, the shape goes on to the next recording."""
         try:
             replayed = _replay(self._recordings[shape.recording], inputs)
-        except RuntimeError:  # a shape that it was not made for
+        except RuntimeError:  # made for other shapes
             replayed = None
-        result = step(*inputs)  # last, so that what it leaves behind stands
+        result = step(*inputs)  # last, so that its writes to the cache stay
         if replayed is not None and torch.equal(result, replayed):
             shape.agreed += 1
         else:
@@ -83,42 +100,62 @@ class Recorded:
         return result
 
     def _record(self, step: Step, inputs: Sequence[Tensor]) -> Tensor:
-        """Record, where that can be done at all; the step's result."""
+        """Record the step if possible; returns its result."""
         try:
             with _ReadsValues() as reads, _ReadsOnHost() as host:
                 step(*inputs)
-            if reads.seen or host.seen:
-                self._refused = True
-            else:
-                self._recordings.append(_recording(step, inputs))
-        except Exception:  # a model may do anything; one that can't be recorded runs as it is
+            recording = None if reads.seen or host.seen else _recording(step, inputs)
+        except Exception:  # a model's code may do anything; one that can't be traced runs eagerly
+            recording = None
+        if recording is None:
             self._refused = True
+        else:
+            self._recordings.append(recording)
         return step(*inputs)
 
 
-def _recording(step: Step, inputs: Sequence[Tensor]) -> Step:
-    with warnings.catch_warnings():
-        # That it is deprecated, and that a recording is of one shape unless proved otherwise.
-        warnings.simplefilter("ignore")
+def _recording(step: Step, inputs: Sequence[Tensor]) -> Step | None:
+    """The trace of a step; None where torch makes none."""
+    if next(_traces) > MAX_TRACES:
+        return None
+    warnings.filterwarnings("ignore", category=_WhileTracing)
+    _tracing.active = True
+    try:
         made: Any = torch.jit.trace(step, tuple(inputs), check_trace=False)
+    finally:
+        _tracing.active = False
+    if not isinstance(made, torch.jit.ScriptFunction):  # PYTORCH_JIT=0: the step itself, which reads this call's cache
+        return None
     made._torchdynamo_inline = None  # the step, which holds the model
     return made
 
 
+class _InTracingThread(type):
+    def __subclasscheck__(cls, category: type) -> bool:
+        return getattr(_tracing, "active", False)
+
+
+class _WhileTracing(Warning, metaclass=_InTracingThread):
+    """Every warning of a thread that is tracing: that tracing is deprecated, and that it fixes shapes.
+
+    `warnings.catch_warnings` would change the filters of all threads.
+    """
+
+
 def _replay(recording: Step, inputs: Sequence[Tensor]) -> Tensor:
-    # Optimising takes as long as recording, and finds nothing.
+    # The optimizer takes as long as recording and gains nothing.
     with torch.jit.optimized_execution(False):
         return recording(*inputs)
 
 
 class _ReadsValues(TorchDispatchMode):
-    """Sees operations whose outcome Python goes by, so that it may go another way with another text."""
+    """Detects operations that return data to Python, which may then behave differently for another text."""
 
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_inference_mode_enabled():
-            # There operations arrive that others consist of, and hide them.
+            # Composite operations are dispatched whole there and hide their parts.
             with self:
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -129,7 +166,7 @@ class _ReadsValues(TorchDispatchMode):
 
 
 class _ReadsOnHost(TorchFunctionMode):
-    """Sees what is read off tensors without an operation."""
+    """Detects tensors read by Python without an operation."""
 
     seen = False
     NAMES = frozenset({"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "item"})
@@ -140,13 +177,13 @@ class _ReadsOnHost(TorchFunctionMode):
 
 
 class RecordedPasses:
-    """A model's passes: over one row, and over several, which a cache writes in another way."""
+    """A model's recorded passes over one row, and over several, which write to the cache differently."""
 
     def __init__(self) -> None:
-        self._one_row, self._rows = Recorded(), Recorded()
+        self._one_row, self._rows = RecordedStep(), RecordedStep()
 
-    def of(self, rows: int) -> Recorded:
-        """Those over so many rows."""
+    def of(self, rows: int) -> RecordedStep:
+        """The passes over so many rows."""
         return self._one_row if rows == 1 else self._rows
 
     @property
@@ -159,7 +196,7 @@ _known: PerTarget[RecordedPasses] = PerTarget()
 
 
 def recordable(model: PreTrainedModel) -> bool:
-    """Whether passes of a model may be recorded: on the CPU, of nothing but layers."""
+    """Whether passes of a model can be recorded: on the CPU, by models that run layers only."""
     return (
         model.device.type == "cpu"
         and hasattr(torch.jit, "trace")
@@ -169,7 +206,7 @@ def recordable(model: PreTrainedModel) -> bool:
 
 
 def recorded_passes(model: PreTrainedModel) -> RecordedPasses | None:
-    """What earlier calls have recorded of a model in the state that it is in; None where it is not `recordable`."""
+    """The recordings that calls share while the model's state is the same; None if it is not `recordable`."""
     return _known.of(model, (state_of(model), shapes_of(model)), RecordedPasses) if recordable(model) else None
 
 

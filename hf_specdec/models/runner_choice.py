@@ -1,4 +1,4 @@
-"""Which runner feeds a model."""
+"""The choice of a model's runner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Runner = DynamicRunner | RowByRowRunner | StaticRunner
 def runner_for(
     model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
 ) -> Runner:
-    """The runner that a model needs for a batch of `input_ids` `[B, P]` and its cache; see `DynamicRunner`."""
+    """The runner for a model, a batch of `input_ids` `[B, P]` and its cache; arguments as `DynamicRunner`."""
     if isinstance(model_kwargs.get("past_key_values"), RowsCache):
         return StaticRunner(model, model_kwargs, input_ids)
     batched = len(input_ids) == 1 or takes_row_positions(model)

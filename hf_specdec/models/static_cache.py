@@ -1,8 +1,8 @@
-"""A static cache whose rows have lengths of their own: no token is ever moved, and no shape changes.
+"""A static cache whose rows have different lengths; rolling back moves no data and changes no shape.
 
-Token number i of a row (its padding counted) stands in slot i. A pass writes its tokens into the slots that it is
-given, row by row, and rolling back is the caller's knowing that a row is shorter: what stands beyond its length is
-hidden by the mask until it is written over. A pass over fewer rows than the cache holds is one over its first rows.
+Token i of a row, padding included, is in slot i. A pass writes each row's tokens to the slots that it is given. The
+caller keeps the rows' lengths: slots past a row's length are masked until they are overwritten. A pass over fewer
+rows than the cache has uses its first rows.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ GROWTH = 256  # slots that a growing cache adds at a time
 
 @dataclass(frozen=True)
 class CacheSize:
-    """How large the static caches of a call are; see `RowsCache`."""
+    """The size of a call's static caches, see `RowsCache`."""
 
     capacity: int
     grows: bool = False
 
 
 class Slots:
-    """Where the next pass writes and how far it looks; one object, shared by all layers of a cache.
+    """The slots that the next pass writes and reads; all layers of a cache share the object.
 
     Attributes:
-        written: `[m, k]`, each row's slots of the tokens of the pass, for the first m rows.
-        rows: `[m, 1]`, their numbers.
-        span: slots that attention looks at, counted from 0; at most the capacity.
+        written: `[m, k]`, the slots of the pass's tokens in the first m rows.
+        rows: `[m, 1]`, the indices of these rows.
+        span: attention reads slots 0 to `span`; at most the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
         self.next_pass(torch.zeros(0, 0, dtype=torch.long), capacity)
 
     def next_pass(self, written: Tensor, span: int) -> None:
-        """Say it once for all layers."""
+        """Set the slots for all layers."""
         self.written, self.span = written, span
         self.rows = torch.arange(written.shape[0], device=written.device).unsqueeze(1)
 
 
 class RowsLayer(CacheLayerMixin):
-    """One layer: keys and values `[B, H, capacity, D]`, made at the first pass and kept in place.
+    """One layer: keys and values `[B, H, capacity, D]`, allocated at the first pass and updated in place.
 
     Args:
         capacity: slots of each row.
-        slots: where the next pass writes.
-        grows: start with the slots of the first pass and add `GROWTH` at a time, up to the capacity.
+        slots: those of the next pass.
+        grows: allocate `GROWTH` slots at a time as they are needed, up to the capacity.
     """
 
     def __init__(self, capacity: int, slots: Slots, grows: bool = False) -> None:
@@ -69,7 +69,7 @@ class RowsLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def reserve(self, span: int) -> None:
-        """Take the memory for so many slots."""
+        """Allocate memory for `span` slots."""
         if self.is_initialized and (more := self._needed(span) - self.keys.shape[2]) > 0:
             self.keys, self.values = (torch.nn.functional.pad(old, (0, 0, 0, more)) for old in (self.keys, self.values))
 
@@ -77,7 +77,7 @@ class RowsLayer(CacheLayerMixin):
         return min(self.capacity, -(-span // GROWTH) * GROWTH) if self.grows else self.capacity
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[m, H, k, D]` into the slots of the pass; returns everything up to the span, `[m, H, span, D]`."""
+        """Write `[m, H, k, D]` to the slots of the pass; returns all slots up to the span, `[m, H, span, D]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         written, span = self.slots.written, self.slots.span
@@ -91,7 +91,7 @@ class RowsLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """The memory that keys and values take now; 0 before the first pass."""
+        """Bytes of keys and values; 0 before the first pass."""
         return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class RowsLayer(CacheLayerMixin):
         return self.slots.span, 0
 
     def get_seq_length(self) -> int:
-        """0: rows have lengths of their own, and passes are told positions and masks."""
+        """0: rows have different lengths; passes are given positions and masks."""
         return 0
 
     def get_max_length(self) -> int:
@@ -111,9 +111,9 @@ class RowsCache(Cache):
     """A static cache for a decoder-only model, fed by `static_runner.StaticRunner`.
 
     Args:
-        config: the model's; it says how many layers there are.
-        capacity: the most tokens that a row can hold, drafts included.
-        grows: take memory as texts grow, instead of all at once; nothing can be compiled over such a cache.
+        config: the model's, for the number of layers.
+        capacity: the most tokens of a row, drafts included.
+        grows: allocate memory as texts grow instead of all at once; such a cache can't be compiled over.
     """
 
     def __init__(self, config: PreTrainedConfig, capacity: int, *, grows: bool = False) -> None:
@@ -124,16 +124,16 @@ class RowsCache(Cache):
         super().__init__(layers=[RowsLayer(capacity, self.slots, grows) for _ in range(count)])
 
     def reserve(self, span: int) -> None:
-        """Take the memory for so many slots, where it was not taken at once."""
+        """Allocate memory for `span` slots if the cache grows."""
         for layer in self.layers if self.grows else ():
             layer.reserve(span)
 
     def tensors(self) -> list[Tensor]:
-        """All layers' keys and values, from the first pass on; a pass writes into them."""
+        """All layers' keys and values; none before the first pass."""
         return [stored for layer in self.layers if layer.is_initialized for stored in (layer.keys, layer.values)]
 
     def swap(self, places: Sequence[int], others: Sequence[int], span: int) -> None:
-        """Let the row in each of `places` and the one in the same entry of `others` change places, in `span` slots."""
+        """Exchange the rows in `places` with those in `others`, pair by pair, in the first `span` slots."""
         into, taken = [*places, *others], [*others, *places]
         for layer in self.layers:
             if layer.is_initialized:
@@ -141,18 +141,18 @@ class RowsCache(Cache):
                     stored[into, :, :span] = stored[taken, :, :span]
 
     def as_dynamic(self, config: PreTrainedConfig, length: int, places: Sequence[int]) -> DynamicCache:
-        """The first `length` tokens of the rows in `places` as plain `generate` would have cached them."""
+        """The first `length` tokens of the rows in `places` as a cache of transformers."""
         dynamic = DynamicCache(config=config.get_text_config(decoder=True))
         for index, layer in enumerate(self.layers):
-            if layer.is_initialized:  # layers that share another's keys never are
+            if layer.is_initialized:  # never for layers that share another layer's keys
                 dynamic.update(layer.keys[places, :, :length], layer.values[places, :, :length], index)
         return dynamic
 
     @staticmethod
     def bytes_needed(config: PreTrainedConfig, batch_size: int, capacity: int, dtype: torch.dtype) -> int:
-        """The memory that keys and values take: 2 · layers · B · H_kv · capacity · D · bytes of a number.
+        """Bytes of keys and values: 2 · layers · B · H_kv · capacity · D · bytes per number.
 
-        For models whose keys and values have one width D in all layers.
+        For models with the same D in all layers.
         """
         text = config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -161,5 +161,5 @@ class RowsCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """The memory that keys and values take now; 0 before the first pass."""
+        """Bytes of keys and values; 0 before the first pass."""
         return sum(layer.nbytes for layer in self.layers)

@@ -1,7 +1,7 @@
-"""One model's passes over rows of uneven length, in a static cache: rolling back moves nothing.
+"""Passes of one model over rows of different lengths, in a static cache that rolls back without moving data.
 
-The same interface as `runner.DynamicRunner`. Masks are built from slots, padding and windows, positions are looked up
-by slot, so that a ragged batch costs what an even one costs. Rows that have ended are left out of passes.
+The interface is that of `dynamic_runner.DynamicRunner`. Masks are built from slots, padding and windows, and positions
+are looked up by slot, so a ragged batch costs as much as an even one. Finished rows are left out of passes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", "past_k
 
 
 def supports_rows_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a model can be fed from a `RowsCache`.
-
-    It has to take ready masks and positions for every row, and to stand on one device.
-    """
+    """Whether a `RowsCache` can be used: the model takes 4-D masks and per-row positions and is on one device."""
     positions = model_kwargs.get("position_ids")
     return (
         takes_4d_masks(model)
@@ -49,15 +46,15 @@ def supports_rows_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
 
 
 def supports_recorded_row(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a `RowsCache` pays for a single row as well: where passes from it are recorded."""
+    """Whether a single row should use a `RowsCache` too, which its passes need to be recorded."""
     return supports_rows_cache(model, model_kwargs) and recordable(model)
 
 
 def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: CacheSize, argument: str) -> Cache:
-    """An unused cache for a call that wants a static one: a `RowsCache` where the model can be fed from it.
+    """An empty cache for a call with static caches: a `RowsCache`, or a dynamic one for models that can't use it.
 
     Raises:
-        ValueError: neither that nor transformers' dynamic cache can be rolled back.
+        ValueError: the model's own kind of cache can't be rolled back.
     """
     if supports_rows_cache(model, model_kwargs):
         return RowsCache(model.config, size.capacity, grows=size.grows)
@@ -65,21 +62,21 @@ def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: Cac
 
 
 class StaticRunner:
-    """Feeds one decoder-only model from a `RowsCache`; the methods are those of `DynamicRunner`.
+    """Runs one decoder-only model with a `RowsCache`; the methods are those of `DynamicRunner`.
 
     Args:
-        model: one that `supports_rows_cache`.
+        model: one for which `supports_rows_cache` holds.
         model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as `past_key_values`.
-        input_ids: `[B, P]` prompts; only their shape and device count here.
+        input_ids: `[B, P]` prompts; only their shape and device matter here.
 
-    The rows that are fed stand in the first places of the cache, so that a pass looks at them without copying. One
-    that is left out gives its place to one from behind; what it has read stays, for whoever is handed the cache.
+    The rows in use occupy the first places of the cache, so a pass reads them without copying. A row that is left
+    out changes places with one from further back and keeps its content, since the cache may be returned.
 
     Attributes:
-        visible: `[m, capacity]` bool, slots that hold no padding, of the m rows that are fed; by place.
-        positions: `[m, capacity]`, the position of a token in each slot, likewise.
+        visible: `[m, capacity]` bool, the slots without padding of the m rows in use, by place.
+        positions: `[m, capacity]`, the position of each slot's token, likewise.
         windows: see `attention_windows`.
-        keeps_logits: whether the model can be asked for the last logits only.
+        keeps_logits: whether the model can return the last logits only (`logits_to_keep`).
     """
 
     def __init__(self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor) -> None:
@@ -118,7 +115,7 @@ class StaticRunner:
         slots = self._slots(read, width)
         with self._mode():
             self.cache.reserve(span)
-            if self._recorded is not None and self.passes and width <= MAX_MASKED_TOKENS:
+            if self._recorded is not None and self.passes and any(read) and width <= MAX_MASKED_TOKENS:
                 logits = self._recorded_pass(self._recorded, tokens, slots, span)
             else:
                 kept = count if self.keeps_logits else None
@@ -132,13 +129,13 @@ class StaticRunner:
         return self._by_row(logits if logits.shape[1] == count else logits[:, -count:])
 
     def _slots(self, read: Sequence[int], width: int) -> Tensor:
-        """`[m, width]`: the slots behind what rows have read."""
+        """`[m, width]`: the next slots of each row."""
         if len(read) == 1:
             return self._all_slots[:, read[0] : read[0] + width]
         return self._all_slots[:, :width] + torch.tensor(read, device=self._all_slots.device).unsqueeze(1)
 
     def _recorded_pass(self, recorded: RecordedPasses, tokens: Tensor, slots: Tensor, span: int) -> Tensor:
-        """A pass over few tokens, recorded sooner or later; all of their logits, so that one recording serves all."""
+        """A pass over few tokens, recorded after a while; it returns all logits, so one recording serves all counts."""
         masks = self._ready_masks(slots, span)
 
         def step(tokens: Tensor, slots: Tensor, positions: Tensor, *rest: Tensor) -> Tensor:
@@ -149,19 +146,19 @@ class StaticRunner:
         return recorded.of(len(self._fed)).run(step, inputs, span)
 
     def _by_row(self, logits: Tensor) -> Tensor:
-        """Logits of the rows fed, `[m, count, V]`, among zeros for those left out, `[B, count, V]`."""
+        """`[B, count, V]` from the logits `[m, count, V]` of the rows in use; zeros for the others."""
         if not self._left_out:
             return logits
         return logits.new_zeros(len(self.read), *logits.shape[1:]).index_copy_(0, self._fed_rows, logits)
 
     def _masks_of(self, slots: Tensor, span: int) -> Masks:
-        """The masks of a pass; the first one, over all pairs of the prompt's tokens, is left to the model to make."""
-        if not self.passes:
+        """The masks of a pass; for a prompt the model makes its own from the padding, without a table of all pairs."""
+        if not any(self.read):
             return self.visible[:, :span].long() if self._padded else None
         return _by_kind(self._ready_masks(slots, span))
 
     def _ready_masks(self, slots: Tensor, span: int) -> dict[str, Tensor]:
-        """Ready masks by the kind of layers."""
+        """4-D masks by kind of layer."""
         if not self._tables:
             kind_of_table = CausalMasks if self._one_row else SlotMasks
             made_for = self.model.dtype, slots.device
@@ -176,11 +173,11 @@ class StaticRunner:
         return table.of(slots, span, self.visible[:, :span] if self._padded else None)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """As `DynamicRunner.rewind`; no data is touched."""
+        """As `DynamicRunner.rewind`; only lengths change."""
         self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
 
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
-        """As `DynamicRunner.retain`: the others are left out of passes."""
+        """As `DynamicRunner.retain`; the other rows are left out of passes."""
         count = len(rows)
         if count == len(self._fed):
             return rows
@@ -193,7 +190,9 @@ class StaticRunner:
             places[place], places[other] = other, place
         moved = [self._fed[place] for place in places]
         self._fed, self._left_out = moved[:count], moved[count:] + self._left_out
-        self._fed_rows = torch.tensor(self._fed, device=self.positions.device)  # here, where no pass is waited for
+        self._fed_rows = torch.tensor(
+            self._fed, device=self.positions.device
+        )  # here, since a copy to the device would wait for a pass
         kept = places[:count]
         self.positions, self.visible = self.positions[kept], self.visible[kept]
         return rows
@@ -210,7 +209,7 @@ class StaticRunner:
 
 
 def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:
-    """Ready masks as a model takes them: one, or one for each kind of its layers; see `attention_mask`."""
+    """4-D masks as the model takes them: one, or one per kind of layer; see `attention_mask`."""
     return _by_kind({kind: attention_mask(slots, visible, window, dtype) for kind, window in windows.items()})
 
 
@@ -230,14 +229,14 @@ def static_pass(
     span: int,
     count: int | None,
 ) -> Tensor:
-    """One forward pass that writes into given slots; a plain function of tensors, to be captured or compiled.
+    """A forward pass that writes to given slots: a function of tensors that can be captured or compiled.
 
     Args:
         tokens, slots: `[B, k]`.
         positions, visible: `[B, capacity]`, by slot.
         windows: see `attention_windows`.
         span: slots that attention looks at.
-        count: positions to give logits for; None for all.
+        count: how many last positions to return logits for; None for all.
 
     Returns:
         Logits `[B, count, V]`.
@@ -257,7 +256,7 @@ def masked_pass(
     span: int,
     count: int | None,
 ) -> Tensor:
-    """`static_pass` with masks at hand: ready ones, or in a first pass what `generate` was given."""
+    """`static_pass` with given masks: 4-D ones, or for a prompt the 2-D one of `generate`."""
     cache.slots.next_pass(slots, span)
     kept = {} if count is None else {"logits_to_keep": count}
     logits: Tensor = model(

@@ -1,10 +1,13 @@
-"""Recorded passes: the model's own to the bit, for all lengths of text; left alone where Python has a say."""
+"""RecordedStep passes: the model's own to the bit, for all lengths of text; left alone where Python has a say."""
 
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from types import MethodType
 
 import pytest
@@ -16,8 +19,8 @@ from transformers.models.llama import modeling_llama
 
 import hf_specdec
 from hf_specdec.models import recorded_passes
-from hf_specdec.models.fingerprint import state_of
-from hf_specdec.models.recorded_passes import MAX_RECORDINGS, Recorded, recordable
+from hf_specdec.models.fingerprint import has_custom_hooks, state_of
+from hf_specdec.models.recorded_passes import MAX_RECORDINGS, RecordedStep, recordable
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
@@ -147,7 +150,7 @@ def test_a_step_that_python_changes_is_never_replayed() -> None:
         count[0] += 1
         return x + count[0]
 
-    passes = Recorded()
+    passes = RecordedStep()
     found = [passes.run(step, [torch.zeros(2)], 1)[0].item() for _ in range(60)]
     assert found == sorted(set(found)), "each call gives another number"
     assert len(passes._recordings) == MAX_RECORDINGS
@@ -200,7 +203,7 @@ def test_frequencies_that_depend_on_the_length_are_left_alone(kind: str) -> None
 
 def test_a_choice_by_the_length_of_the_text_is_found_out(replays: list[int]) -> None:
     """Shapes prove themselves anew where the text has doubled."""
-    passes = Recorded()
+    passes = RecordedStep()
 
     def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return x + (1 if mask.shape[0] > 100 else 0)
@@ -234,3 +237,85 @@ def test_a_model_in_training_under_autocast_or_a_function_mode_is_left_alone() -
         assert not recordable(target)
     with BaseTorchFunctionMode():
         assert not recordable(target)
+
+
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "attn_logit_softcapping"])
+def test_an_edited_configuration_is_seen(name: str, replays: list[int]) -> None:
+    """Models read some of its values in every pass."""
+    target, draft = pair("gemma2")
+    settings = {"eos_token_id": None}
+    for _ in range(2):
+        _speculate(target, draft, **settings)
+    assert replays
+    state = state_of(target)
+    setattr(target.config, name, 0.5)
+    assert state_of(target) != state
+    for _ in range(2):
+        out = _speculate(target, draft, **settings)
+    plain = target.generate(**prompts(1), **{**SETTINGS, **settings})
+    assert torch.equal(out.sequences, plain.sequences)
+    assert torch.allclose(torch.cat(out.logits), torch.cat(plain.logits))
+
+
+def test_hooks_are_told_apart_and_those_of_transformers_are_none() -> None:
+    target, _ = pair("llama")
+    layer, states = target.model.layers[0], []
+    for _ in range(2):
+        handle = layer.register_forward_hook(lambda module, args, output: output)
+        states.append(state_of(target))
+        assert has_custom_hooks(target) and not recordable(target)
+        handle.remove()
+    assert states[0] != states[1]
+    target(**prompts(1), output_hidden_states=True)
+    assert layer._forward_hooks, "transformers collects outputs by hooks"
+    assert not has_custom_hooks(target) and recordable(target)
+
+
+def test_without_torchscript_nothing_is_replayed(replays: list[int]) -> None:
+    """`PYTORCH_JIT=0`: tracing returns the step itself, which writes into the first call's cache."""
+    target, draft = pair("llama")
+    torch.jit._state.disable()
+    try:
+        plain = target.generate(**prompts(1), **SETTINGS).sequences
+        for _ in range(4):
+            assert torch.equal(_speculate(target, draft).sequences, plain)
+    finally:
+        torch.jit._state.enable()
+    assert not replays
+
+
+def test_a_process_makes_a_limited_number_of_traces(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps every trace for good."""
+    monkeypatch.setattr(recorded_passes, "_traces", count(recorded_passes.MAX_TRACES))
+    steps = [RecordedStep() for _ in range(3)]
+    for step in steps:
+        for _ in range(5):
+            assert step.run(torch.neg, [torch.ones(2)], 1).tolist() == [-1.0, -1.0]
+    assert [len(step._recordings) for step in steps] == [1, 0, 0]
+
+
+def test_tracing_hides_no_warning_of_another_thread() -> None:
+    seen = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        warnings.warn("while tracing", UserWarning, stacklevel=1)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(warnings.warn, "elsewhere", UserWarning).result()
+        return x + 1
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert recorded_passes._recording(step, [torch.zeros(2)]) is not None
+        seen = [str(warning.message) for warning in caught]
+    assert "elsewhere" in seen
+    assert not any("tracing" in text or "deprecated" in text for text in seen)
+
+
+def test_threads_record_and_replay_the_same_model(replays: list[int]) -> None:
+    target, draft = pair("llama")
+    plain = target.generate(**prompts(1), **SETTINGS).sequences
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        with ThreadPoolExecutor(8) as pool:
+            calls = [pool.submit(target.generate, **prompts(1), **SETTINGS) for _ in range(24)]
+        assert all(torch.equal(call.result().sequences, plain) for call in calls)
+    assert replays

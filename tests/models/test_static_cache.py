@@ -176,3 +176,17 @@ def test_a_static_cache_of_the_caller_s_own_is_refused_by_name() -> None:
         pytest.raises(ValueError, match=r"StaticCache.*cache_implementation"),
     ):
         target.generate(**prompts(1), max_new_tokens=4, past_key_values=StaticCache(target.config, max_cache_len=64))
+
+
+def test_a_first_pass_behind_text_that_the_cache_holds_sees_that_text() -> None:
+    """Prepared rounds read a short prompt themselves; the runner's first pass then starts behind it."""
+    target = pair("llama")[0]
+    ids = torch.arange(3, 13).unsqueeze(0)
+    cache = RowsCache(target.config, 20)
+    kwargs = {"past_key_values": cache, "use_cache": True}
+    first = StaticRunner(target, dict(kwargs), ids[:, :2])
+    first.forward(ids[:, :4], 1)
+    second = StaticRunner(target, dict(kwargs), ids[:, :2])
+    second.read = [4]
+    logits = second.forward(ids[:, 4:], 1)
+    assert torch.allclose(logits, target(ids).logits[:, -1:])
