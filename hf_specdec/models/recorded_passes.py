@@ -126,7 +126,7 @@ def _recording(step: Step, inputs: Sequence[Tensor]) -> Step | None:
         _tracing.active = False
     if not isinstance(made, torch.jit.ScriptFunction):  # PYTORCH_JIT=0: the step itself, which reads this call's cache
         return None
-    made._torchdynamo_inline = None  # the step, which holds the model
+    vars(made).pop("_torchdynamo_inline", None)  # the step, which holds the model
     return made
 
 
