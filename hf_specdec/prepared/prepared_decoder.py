@@ -22,7 +22,7 @@ from hf_specdec.host.processors import SCORES_ONLY, BildRollback
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
-from hf_specdec.models.fingerprint import has_fixed_rope, state_of, weights_of
+from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, state_of, weights_of
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
@@ -172,7 +172,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or transcript.records
         or not all(type(processor) in PROCESSORS for processor in processors)
         or not (decoder.relaxation is None or type(decoder.relaxation) is BildRollback)
-        or not has_fixed_rope(target.model)
+        or not _runs_the_same_each_time(target, transcript)
         or not _within(context_length(target.model), transcript)
     ):
         return None
@@ -192,7 +192,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or drafter.runner.positions.device != transcript.ids.device
         or not _within(drafter.max_positions, transcript)
         or transcript.prompt_length < 2
-        or not has_fixed_rope(drafter.runner.model)
+        or not _runs_the_same_each_time(drafter.runner, transcript)
     ):
         return None
     parts = parts_of(drafter.rule)
@@ -207,6 +207,15 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         stop=FirstOf(*stops) if stops else StopRule(0),
         **common,
     )
+
+
+def _runs_the_same_each_time(runner: StaticRunner, transcript: Transcript) -> bool:
+    """Whether a model's passes depend on nothing but the steps' inputs.
+
+    The last prompt token has to be visible: the first step reads it, and as padding it would see itself.
+    """
+    visible = bool(runner.visible[:, transcript.prompt_length - 1].all())
+    return visible and has_fixed_rope(runner.model) and not has_custom_hooks(runner.model)
 
 
 def _within(bound: int | None, transcript: Transcript) -> bool:

@@ -109,7 +109,7 @@ def draft_step(side: Side, plan: Plan, state: Tensor, uniforms: Tensor) -> tuple
         logits = align_vocabulary(side.read(known, slots, 1)[:, -1], plan.vocabulary)
         scores = _process(plan.processors, tokens, logits)
         probs = sampling.probabilities(scores) if plan.do_sample or plan.stop.reads_probabilities else scores
-        choice = sampling.draw(probs, uniforms[:, step]) if plan.do_sample else scores.argmax(dim=-1)
+        choice = sampling.draw(probs, uniforms[:, step]).clamp(min=0) if plan.do_sample else scores.argmax(dim=-1)
         if plan.stop.reads_probabilities:
             before, after = plan.stop.before_append(probs), plan.stop.after_append(probs)
             open_rows += [] if before is None else [~before]

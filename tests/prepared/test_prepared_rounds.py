@@ -400,3 +400,27 @@ def test_calls_of_similar_length_share_a_capacity_that_wastes_little() -> None:
     assert all(tokens <= size for tokens, size in enumerate(sizes, 1))
     assert all(size <= 1.25 * tokens for tokens, size in enumerate(sizes, 1) if tokens > 512)
     assert len(set(sizes)) == 16
+
+
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_models_with_hooks_and_rows_without_a_token_get_no_prepared_rounds(model: str, monkeypatch) -> None:
+    """A replay would call no hook, and the last prompt token of a masked row would see itself."""
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+    plans: list[object] = []
+    plan_for = prepared_decoder.plan_for
+    monkeypatch.setattr(prepared_decoder, "plan_for", lambda *args: plans.append(plan_for(*args)) or plans[-1])
+    target, draft = pair("llama")
+    inputs, settings = prompts(2), {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+
+    def speculate() -> torch.Tensor:
+        with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+            return target.generate(**inputs, **settings, cache_implementation="static")
+
+    assert torch.equal(speculate(), target.generate(**inputs, **settings))
+    hooked = {"target": target, "draft": draft}[model]
+    handle = hooked.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+    assert torch.equal(speculate(), target.generate(**inputs, **settings))
+    handle.remove()
+    inputs["attention_mask"][1] = 0
+    assert torch.equal(speculate(), target.generate(**inputs, **settings))
+    assert [plan is None for plan in plans] == [False, True, True]
