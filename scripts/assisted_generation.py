@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measures and runs assisted generation; `--task benchmark --assisted_generation` is the main job."""
+"""Measures assisted generation, or decodes prompts with it; start with `--task benchmark --assisted_generation`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-# From a checkout the package beside this folder is meant, installed or not; a copy on PATH has no such
-# neighbour.
+# In a checkout, use the package beside this folder, installed or not. A copy of the script on PATH has none beside it.
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if (_CHECKOUT / "hf_specdec" / "__init__.py").is_file():
     sys.path.insert(0, str(_CHECKOUT))
@@ -44,7 +43,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage text before it."""
+    """Reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
@@ -54,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     """All arguments, with their aliases, defaults and ranges."""
     parser = _OneLineParser(
         prog="assisted_generation.py",
-        description="Measures speculative and BiLD decoding under generate(), or decodes prompts.",
+        description="Measures speculative decoding and BiLD in generate(), or decodes prompts with them.",
         allow_abbrev=False,
     )
     parser.add_argument("--task", choices=tuple(_TASKS), default="benchmark", help="what to do (%(default)s)")
@@ -69,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    tokens = "new tokens at most; " + ", ".join(
+    tokens = "most new tokens per answer; default: " + ", ".join(
         f"{task} {most}" for task, (most, _) in _TASKS.items() if task != "report"
     )
     add("--max_new_tokens", "--max_tokens", type=_at_least(1), metavar="N", help=tokens)
@@ -78,21 +77,22 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         type=_at_least(1),
         nargs="+",
         metavar="N",
-        help="in tokens; benchmark 256 512, engines 256, growth 40 90 150",
+        help="prompt lengths in tokens; default: benchmark 256 512, engines 256, growth 40 90 150",
     )
-    sizes = "rows that are decoded at once (1); engines: several (1 4 8)"
+    sizes = "texts decoded at once (1); engines takes several (1 4 8)"
     add("--batch_size", "--batch_sizes", dest="batch_sizes", nargs="+", type=_at_least(1), metavar="N", help=sizes)
-    add("--engines", nargs="+", choices=_ENGINES, default=["eager", "compiled"], help="engines (eager compiled)")
-    add("--calls", type=_at_least(2), default=2000, metavar="N", help="growth: calls in a row (%(default)s)")
+    engines = "engines: which to compare (eager compiled)"
+    add("--engines", nargs="+", choices=_ENGINES, default=["eager", "compiled"], help=engines)
+    add("--calls", type=_at_least(2), default=2000, metavar="N", help="growth: number of calls (%(default)s)")
     add(
         "--prompt",
         dest="prompts",
         action="append",
         default=[],
         metavar="TEXT",
-        help="decode: a prompt; repeatable",
+        help="decode: the prompt; give it several times for several prompts",
     )
-    times = "times that all is measured; " + ", ".join(
+    times = "how often each measurement is repeated; default: " + ", ".join(
         f"{task} {most}" for task, (_, most) in _TASKS.items() if task != "report"
     )
     add("--repeats", type=_at_least(1), metavar="N", help=times)
@@ -101,7 +101,7 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         type=Path,
         default=Path("results"),
         metavar="DIR",
-        help="for JSON, markdown and pictures (%(default)s); report: renders the JSON files that are there",
+        help="where JSON, markdown and pictures go (%(default)s); report: the folder to render",
     )
 
 
@@ -117,24 +117,33 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         "--assistant_model",
         "--approx_model_name",
         metavar="NAME",
-        help="draft; by default the one known for the target",
+        help="draft model; default: the one known for the target",
     )
-    several = "sweep: drafts to compare; by default --assistant_model, or all embedded ones under an embedded target"
+    several = "sweep: drafts to compare; default: --assistant_model, or all drafts of an embedded target"
     add("--draft_models", nargs="+", default=[], metavar="NAME", help=several)
-    better = "ablation always tries both; elsewhere SDPA attention by hf_specdec.to_better_transformer"
+    better = "use SDPA attention (hf_specdec.to_better_transformer); ablation always measures with and without"
     add("--better_transformer", action="store_true", help=better)
 
 
 def _add_precision_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--device", metavar="DEVICE", help="of the target, such as cpu or cuda:0; by default a GPU if there is one")
-    add("--draft_device", metavar="DEVICE", help="of the draft; by default the target's")
-    add("--dtype", choices=_DTYPES, default="auto", help="of the target; auto: as stored (%(default)s)")
-    add("--draft_dtype", choices=_DTYPES, default="auto", help="of the draft; auto: as --dtype (%(default)s)")
-    add("--precision", choices=("int8", "int4"), help="of the target's weights, through optimum-quanto")
-    add("--draft_precision", choices=("int8", "int4"), help="of the draft's weights")
-    add("--device_map", metavar="MAP", help="auto: spread the target over all devices, through accelerate")
-    add("--offload_folder", type=Path, metavar="DIR", help="with --device_map: for weights that fit nowhere else")
+    add(
+        "--device", metavar="DEVICE", help="device of the target, such as cpu or cuda:0; default: a GPU if there is one"
+    )
+    add("--draft_device", metavar="DEVICE", help="device of the draft; default: the target's")
+    add(
+        "--dtype",
+        choices=_DTYPES,
+        default="auto",
+        help="dtype of the target; auto: that of its configuration (%(default)s)",
+    )
+    add("--draft_dtype", choices=_DTYPES, default="auto", help="dtype of the draft; auto: as --dtype (%(default)s)")
+    add("--precision", choices=("int8", "int4"), help="quantize the target's weights with optimum-quanto")
+    add("--draft_precision", choices=("int8", "int4"), help="quantize the draft's weights")
+    add("--device_map", metavar="MAP", help="auto: spread the target over all devices with accelerate")
+    add(
+        "--offload_folder", type=Path, metavar="DIR", help="with --device_map: folder for weights that fit on no device"
+    )
 
 
 def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
@@ -142,33 +151,34 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     names = "embedded, spec_bench, a local file, or a name that `datasets` knows, as NAME[:CONFIG] (%(default)s)"
     add("--dataset", default="embedded", metavar="NAME", help=names)
     add("--dataset_path", type=Path, metavar="FILE", help="spec_bench: its question.jsonl")
-    split = "of the data: embedded: train or heldout (heldout); of a data set on the hub: any that it has (test)"
+    split = "split of the data; embedded: train or heldout (heldout); data sets from the hub: any of theirs (test)"
     add("--split", metavar="NAME", help=split)
-    add("--prompt_column", metavar="COLUMN", help="holds the prompts; dots lead into nested ones: translation.de")
-    add("--reference_column", metavar="COLUMN", help="holds right answers, to judge quality by")
-    template = "put around each prompt; {prompt} stands for it (%(default)s)"
+    add("--prompt_column", metavar="COLUMN", help="column of the prompts; a dot enters a nested one: translation.de")
+    add("--reference_column", metavar="COLUMN", help="column of the reference answers, for quality")
+    template = "text around each prompt; {prompt} is its place (%(default)s)"
     add("--prompt_template", type=_template, default="{prompt}", metavar="TEXT", help=template)
-    add(
-        "--limit",
-        type=_at_least(1),
-        metavar="N",
-        help="examples of each subtask; embedded: subtasks 50, sweep 5 (with BiLD 50), ablation 3; others: all; "
-        "engines: prompts 8",
+    examples = (
+        "examples per subtask (all; embedded: subtasks 50, sweep 5, with BiLD 50, ablation 3); engines: prompts (8)"
     )
+    add("--limit", type=_at_least(1), metavar="N", help=examples)
 
 
 def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--assisted_generation", action="store_true", help="decode with a draft, and compare")
+    add(
+        "--assisted_generation",
+        action="store_true",
+        help="decode with a draft; benchmark compares it with plain decoding",
+    )
     add(
         "--generation_strategy",
         choices=("speculative", "bild"),
         default="speculative",
         help="how to use the draft (%(default)s)",
     )
-    lookahead = "draft tokens per round, or auto; by default 4, or 7 for T5; sweep and engines: several"
+    lookahead = "tokens drafted per round, or auto (4, T5 7); sweep and engines take several"
     add("--num_assistant_tokens", "--gamma", "--n_lookahead", nargs="+", type=_lookahead, metavar="N", help=lookahead)
-    fallback = "BiLD: the target takes over below this draft probability (0.6); sweep: several"
+    fallback = "BiLD: a draft ends where its best token has a probability below P (0.6); sweep takes several"
     add(
         "--fallback_threshold",
         "--fallback_thres",
@@ -177,7 +187,7 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="P",
         help=fallback,
     )
-    rollback = "BiLD: drafted tokens further than this from the target's choice, in nats, are cut (3); sweep: several"
+    rollback = "BiLD: a drafted token is rejected if the target's -ln p exceeds D nats (3); sweep takes several"
     add(
         "--rollback_threshold",
         "--rollback_thres",
@@ -201,23 +211,23 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--do_sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    add("--do_sample", action="store_true", help="sample tokens instead of taking the most likely one")
     add("--temperature", type=_between(0, None), default=1.0, metavar="T", help="0 is greedy decoding (%(default)s)")
     add(
         "--top_k",
         type=_at_least(0),
         default=50,
         metavar="K",
-        help="draw from the K likeliest tokens; 0: from all (%(default)s, as in transformers)",
+        help="sample from the K most likely tokens; 0: from all (%(default)s, as in transformers)",
     )
     add(
         "--top_p",
         type=_between(0, 1),
         default=1.0,
         metavar="P",
-        help="draw from the likeliest tokens that hold P",
+        help="sample from the most likely tokens whose probabilities add up to P (%(default)s)",
     )
-    add("--seed", type=_at_least(0), default=0, metavar="N", help="of the draws (%(default)s)")
+    add("--seed", type=_at_least(0), default=0, metavar="N", help="seed of the samples (%(default)s)")
 
 
 def _lookahead(text: str) -> int | str:
@@ -260,7 +270,7 @@ def _between(least: float, most: float | None) -> Callable[[str], float]:
 
 
 def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Settings`: defaults of the task filled in, what is not used said, single values unpacked."""
+    """The arguments of `Settings`: fills in the task's defaults, warns of unused options, unpacks single values."""
     task = options["task"]
     if options["assistant_model"] and not options["assisted_generation"] and task in ("benchmark", "decode"):
         print(f"{parser.prog}: --assistant_model is not used without --assisted_generation", file=sys.stderr)
@@ -293,11 +303,11 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parses and runs; returns the exit status: 0, 1 for what the user can put right, 130 for Ctrl-C."""
+    """Parse and run; returns the exit status: 0, 1 for an error that the user can fix, 130 for Ctrl-C."""
     parser = build_parser()
     options = complete(parser, vars(parser.parse_args(arguments)))
 
-    # All of them now, since some are imported late, when everything was measured.
+    # Checked at the start, because some are imported only after everything has been measured.
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
@@ -307,7 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 1
 
-    # Only now, since these take seconds, which nobody should wait for a typing error.
+    # Imported only now, because it takes seconds: a mistyped argument is reported at once.
     import transformers
 
     from hf_specdec.bench.settings import BenchError, Settings
