@@ -1,4 +1,4 @@
-"""The task `report`: every result in a folder rendered again, as markdown and as pictures."""
+"""The task `report`: results rendered again, those of several pairs joined, and the READMEs that quote them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_specdec.bench.reports import rendering
+from hf_specdec.bench.reports import readme, rendering
+from hf_specdec.bench.reports.tables import pairs
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import results
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Result = Mapping[str, Any]
 
@@ -29,32 +27,25 @@ _COMPARED = {
 
 
 def run_report(settings: Settings) -> None:
-    """Renders `*.json` of `settings.output_dir` to `.md` and `.png` beside it, and prints what was written.
+    """Renders all results under `settings.output_dir` to markdown and pictures beside them; prints what was written.
 
-    Raises `BenchError` where there is nothing to render, or a file can't be read, rendered or written.
+    Results of `subtasks` are also joined into `pairs.md`. A README.md in the folder or above it gets the parts that
+    it takes from results.
+
+    Raises:
+        BenchError: there is nothing to render, or a file can't be read, rendered or written.
     """
-    # Here because it imports matplotlib, which takes a second.
-    from hf_specdec.bench.reports.pictures.by_task import pictures
-
     folder = settings.output_dir
-    paths = sorted(folder.glob(f"*{results.SUFFIX}"))
+    paths = sorted(folder.rglob(f"*{results.SUFFIX}"))
     if not paths:
         raise BenchError(f"--output_dir: {str(folder)!r} holds no JSON of an earlier task; give a folder that does")
-    loaded = {path: results.load(path) for path in paths}
-    for path, result in loaded.items():
-        stem = folder / path.name.removesuffix(results.SUFFIX)
-        try:
-            text, figures = rendering.render(result), pictures(result)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise BenchError(
-                f"--output_dir: {str(path)!r} is no result of this version ({error!r}); move it away"
-            ) from error
-        results.write_bytes(stem.with_name(f"{stem.name}.md"), text.encode())
-        print(stem.with_name(f"{stem.name}.md"))
-        for name, figure in figures.items():
-            _write_picture(stem.with_name(f"{stem.name}-{name}.png"), figure)
-            print(stem.with_name(f"{stem.name}-{name}.png"))
-    for line in differences(list(loaded.items())):
+    loaded = {path.with_name(path.name.removesuffix(results.SUFFIX)): results.load(path) for path in paths}
+    for stem, result in loaded.items():
+        _render(stem, result)
+    _join(folder, [result for result in loaded.values() if result["task"] == "subtasks"])
+    for path in (folder / "README.md", folder.resolve().parent / "README.md"):
+        _fill(path, loaded)
+    for line in differences([(stem, result) for stem, result in loaded.items()]):
         print(line, file=sys.stderr)
 
 
@@ -71,9 +62,48 @@ def differences(loaded: Sequence[tuple[Path, Result]]) -> list[str]:
     return lines
 
 
-def _write_picture(path: Path, figure: Figure) -> None:
+def _render(stem: Path, result: Result) -> None:
+    # Here because it imports matplotlib, which takes a second.
+    from hf_specdec.bench.reports.pictures.by_task import pictures
+    from hf_specdec.bench.reports.pictures.drawing import png
+
     try:
-        # Without the version of the library, so that a picture changes only with what it shows.
-        figure.savefig(path, metadata={"Software": None})
-    except OSError as error:
-        raise BenchError(f"--output_dir: {str(path)!r} can't be written ({error.strerror}); make room") from error
+        text = rendering.render(result)
+        drawn = {f"{stem.name}-{name}.png": png(figure) for name, figure in pictures(result).items()}
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        name = f"{stem}{results.SUFFIX}"
+        raise BenchError(f"--output_dir: {name!r} is no result of this version ({error!r}); move it away") from error
+    _write(stem.with_name(f"{stem.name}.md"), text.encode())
+    for name, data in drawn.items():
+        _write(stem.with_name(name), data)
+
+
+def _join(folder: Path, listed: Sequence[Result]) -> None:
+    """The results of `subtasks` in one table and picture, where there are several."""
+    if len(listed) < 2:
+        return
+    from hf_specdec.bench.reports.pictures.drawing import png
+    from hf_specdec.bench.reports.pictures.pairs import greedy_and_sampling
+
+    _write(folder / "pairs.md", pairs.render(listed).encode())
+    _write(folder / "pairs-greedy-and-sampling.png", png(greedy_and_sampling(listed)))
+
+
+def _fill(path: Path, loaded: Mapping[Path, Result]) -> None:
+    """A README's parts, where it has any."""
+    if not path.is_file() or not readme.has_parts(before := path.read_text(encoding="utf-8")):
+        return
+    resolved = {stem.resolve(): result for stem, result in loaded.items()}
+    try:
+        text = readme.filled(before, path.resolve().parent, resolved)
+    except (KeyError, ValueError) as error:
+        raise BenchError(
+            f"--output_dir: {str(path)!r} asks for a result that is not under {path.parent} ({error}); correct the "
+            "path between its markers"
+        ) from error
+    _write(path, text.encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    results.write_bytes(path, data)
+    print(path)

@@ -27,7 +27,7 @@ def ablation_gains(result: Result) -> Figure:
         panels, (gains, drafting), ("over all three switched off", "of drafting, rest unchanged"), strict=True
     ):
         ratio_panel(axes, [(_name(m), found.get(m["name"]), BY_KIND[m["kind"]]) for m in shown])
-        axes.set_xlabel(f"Speedup {title} (×)")
+        axes.set_xlabel(f"Speedup {title} (×)", fontsize="small")
     figure.suptitle("Speculative decoding, KV cache and Better Transformer")
     caption(figure, HOLLOW)
     return figure

@@ -17,7 +17,7 @@ from hf_specdec.bench.reports.tables.engines import batch_sizes, engines_of
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
 
-_TOKENS = [10**power for power in range(1, 8)]
+_TOKENS = [10 ** (power / 8) for power in range(8, 57)]
 
 
 def gain_by_batch(result: Result) -> Figure:
@@ -44,7 +44,7 @@ def gain_by_batch(result: Result) -> Figure:
     axes.set_xlabel("Batch size (rows)")
     axes.set_ylabel("Speedup over plain, same engine (×)")
     figure.suptitle("Gain of drafting by batch size, best draft setting of each engine")
-    legend(figure, axes)
+    legend(axes)
     caption(figure, HOLLOW)
     return figure
 
@@ -60,7 +60,7 @@ def time_until_it_pays(result: Result, batch: int) -> Figure:
             continue
         cold, rate = line
         colour = BY_ENGINE[method["engine"]]
-        label = f"{name}: {cold:.1f} s cold, then {rate:.0f} tokens/s"
+        label = f"{name}: {cold:.2g} s, then {rate:.0f} tokens/s"
         axes.plot(_TOKENS, [cold + tokens / rate for tokens in _TOKENS], color=colour, label=label)
         if method is plain:
             continue
@@ -71,16 +71,16 @@ def time_until_it_pays(result: Result, batch: int) -> Figure:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("New tokens")
-    axes.set_ylabel("Time, cold calls included (s)")
+    axes.set_ylabel("Time with loading and cold calls (s)")
     axes.grid(color="0.92")
     figure.suptitle(f"Tokens until recording and compiling pay, batch size {batch}")
-    legend(figure, axes)
+    legend(axes)
     caption(figure, f"Over plain generate(): {', '.join(sentences)}." if sentences else None)
     return figure
 
 
 def _cost_line(result: Result, method: MethodDict, batch: int) -> tuple[float, float] | None:
-    """(cold seconds, tokens per second when warm)."""
+    """(seconds of cold calls and of loading the draft, tokens per second when warm)."""
     rate = speed.decode_rate(speed.calls_of(result, method["name"], batch=batch))
     cold = speed.cold_seconds(result, method["name"], batch)
-    return None if rate is None or cold is None else (cold, rate)
+    return None if rate is None or cold is None else (cold + speed.loading_seconds(result, method), rate)

@@ -11,6 +11,7 @@ from hf_specdec.bench.figures import rounds, speed
 from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import (
     BLUE,
+    BY_KIND,
     LINES,
     PALE,
     SKY,
@@ -45,7 +46,7 @@ def time_per_round(result: Result) -> Figure:
     axes.margins(x=0.12)
     axes.set_xlabel("Mean time per round (ms)")
     figure.suptitle("Time of a round: draft, verification and the rest")
-    legend(figure, axes)
+    legend(axes)
     return figure
 
 
@@ -54,10 +55,11 @@ def acceptance_by_position(result: Result) -> Figure:
     shown = [m for m in result["methods"] if len(rounds.acceptance_by_position(_calls(result, m))) > 1]
     figure, (axes,) = new_figure(4.6)
     longest = 0
+    by_kind = len({method["kind"] for method in shown}) == len(shown)
     for number, method in enumerate(shown):
         positions = rounds.acceptance_by_position(_calls(result, method))
         longest = max(longest, len(positions))
-        colour = LINES[number % len(LINES)]
+        colour = BY_KIND[method["kind"]] if by_kind else LINES[number % len(LINES)]
         for place, position in enumerate(positions, start=1):
             faded = position.reached < FEW
             at = offset(place, number, len(shown)) if len(shown) > 1 else place
@@ -80,7 +82,7 @@ def acceptance_by_position(result: Result) -> Figure:
     axes.set_xlabel("Position in the draft")
     axes.set_ylabel("Accepted share of the tokens reached")
     figure.suptitle("Acceptance by position in the draft")
-    legend(figure, axes)
+    legend(axes)
     caption(
         figure,
         "n: drafted tokens judged at the first and at the last position. Bars: 95% Wilson interval.",

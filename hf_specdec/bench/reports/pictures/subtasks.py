@@ -21,7 +21,7 @@ def speedup_by_subtask(result: Result, which: str) -> Figure:
     """The speedup of each method over a baseline on each subtask, and over all."""
     labels: list[str | None] = [*tradeoff.labels(result), None]
     shown = drafting_methods(result, which)
-    figure, (axes,) = new_figure(1.6 + 0.17 * len(labels) * max(2, len(shown)))
+    figure, (axes,) = new_figure(1.6 + 0.13 * len(labels) * max(2, len(shown)))
     named: set[str] = set()
     for place, label in enumerate(labels):
         prompts = tradeoff.prompts_of(result, label)
@@ -41,6 +41,6 @@ def speedup_by_subtask(result: Result, which: str) -> Figure:
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlabel(f"Speedup over {speed.BASELINES[which]} (×)")
     figure.suptitle("Decoding speed by subtask (examples in brackets)")
-    legend(figure, axes)
+    legend(axes)
     caption(figure, HOLLOW)
     return figure

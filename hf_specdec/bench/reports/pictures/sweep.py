@@ -52,7 +52,7 @@ def speedup_over_lookahead(result: Result) -> Figure:
     axes.set_xlabel("Lookahead (draft tokens per round)")
     axes.set_ylabel("Speedup over plain, same engine (×)")
     figure.suptitle("Speedup by draft and lookahead")
-    legend(figure, axes)
+    legend(axes)
     caption(figure, "Bars: 95% interval, paired bootstrap over examples and repeats.")
     return figure
 

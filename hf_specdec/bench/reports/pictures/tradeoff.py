@@ -25,6 +25,7 @@ from hf_specdec.bench.reports.tables import methods
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
 
+_CROWDED = 12  # methods
 _SPAN = 4.0  # points of ROUGE-L that the axis shows at least
 
 
@@ -35,6 +36,7 @@ def speed_against_quality(result: Result) -> Figure:
     drafts = list(dict.fromkeys(method["draft"] for method in result["methods"] if method["draft"]))
     named: set[str] = set()
     ends = [0.0]
+    crowded = len(result["methods"]) > _CROWDED
     for method in result["methods"]:
         gain = methods.over(result, method, "plain")
         change = quality.difference(result, method["name"], plain, "rougeL", prompts)
@@ -53,6 +55,7 @@ def speed_against_quality(result: Result) -> Figure:
             markersize=5,
             markerfacecolor=colour if sure(change, 0.0) else "white",
             elinewidth=0.8,
+            alpha=0.7 if crowded else 1.0,
             capsize=2,
             linestyle="none",
             label=None if label in named else label,
@@ -65,7 +68,7 @@ def speed_against_quality(result: Result) -> Figure:
     axes.set_xlabel("ROUGE-L, difference to plain generate() (points)")
     axes.set_ylabel("Speedup over plain generate() (×)")
     figure.suptitle("Speed and quality")
-    legend(figure, axes)
+    legend(axes)
     caption(
         figure,
         f"Bars: 95% intervals, paired bootstrap; {len(prompts)} examples.",
@@ -79,7 +82,7 @@ def _named(method: MethodDict, drafts: list[str]) -> tuple[str, str]:
     ours = method["kind"] in ("speculative", "bild")
     if ours and len(drafts) > 1:
         words = "BiLD" if method["kind"] == "bild" else "speculative"
-        number = 2 * drafts.index(method["draft"]) if method["draft"] in drafts else -1
+        number = drafts.index(method["draft"]) if method["draft"] in drafts else -1
         return f"{capital(words)}, {short_name(method['draft'] or 'no draft')}", LINES[number % len(LINES)]
     if ours:
         return ("BiLD" if method["kind"] == "bild" else "Speculative"), BY_KIND[method["kind"]]

@@ -1,0 +1,190 @@
+"""The summary over a folder of results: one row a claim, with its figure, interval, file and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_specdec.bench.figures import quality, speed, tradeoff
+from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.reports.best_settings import fastest_of, methods_of
+from hf_specdec.bench.reports.markdown import capital, table
+from hf_specdec.bench.reports.rendering import title_note
+from hf_specdec.bench.reports.tables import growth, methods
+from hf_specdec.bench.reports.tables.ablation import without_draft
+from hf_specdec.bench.reports.tables.benchmark import chosen_method
+from hf_specdec.bench.reports.tables.engines import DRAFTING, batch_sizes, engines_of
+from hf_specdec.bench.reports.tables.subtasks import MEASURE_TITLES
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What was measured, in words, and how much.
+
+    Args:
+        unit: × for ratios, points, or MiB.
+    """
+
+    words: str
+    found: Interval
+    unit: str = "×"
+
+
+def summary_table(results: Mapping[str, Result]) -> str:
+    """All claims of all results, by the link of each result's report."""
+    rows = []
+    for link, result in results.items():
+        for claim in claims(result):
+            name = link.rsplit("/", 1)[-1].removesuffix(".md")
+            rows.append([claim.words, *_figures(claim), f"[{name}]({link})", machine(result)])
+    return table(["Claim", "Figure", "95% interval", "File", "Machine"], rows)
+
+
+def claims(result: Result) -> list[Claim]:
+    """The claims of one result; each names its baseline, its pair and how tokens were chosen."""
+    found = _CLAIMS.get(result["task"], lambda _: iter(()))(result)
+    return [Claim(f"{capital(claim.words)} ({setting(result)})", claim.found, claim.unit) for claim in found]
+
+
+def setting(result: Result) -> str:
+    """The pair and how tokens were chosen."""
+    note = title_note(result)
+    how = "sampling" if result["sampling"] else "greedy"
+    return ", ".join([pair(result), how, *([note] if note else [])])
+
+
+def pair(result: Result) -> str:
+    """Names of target and draft, without folders."""
+    return " + ".join(model["name"].rstrip("/").rsplit("/", 1)[-1] for model in result["models"].values())
+
+
+def machine(result: Result) -> str:
+    """Processor or GPUs, and threads."""
+    environment = result["environment"]
+    if environment["gpus"] and not result["models"]["target"]["device"].startswith("cpu"):
+        return ", ".join(environment["gpus"])
+    return f"{environment['cpu']}, {environment['torch_threads']} threads"
+
+
+def _figures(claim: Claim) -> list[str]:
+    sign = "+" if claim.unit != "×" else ""
+    digits = 2 if claim.unit == "×" else 1
+    unit = "" if claim.unit == "×" else f" {claim.unit}"
+    interval = "–"
+    if claim.found.low is not None and claim.found.high is not None:
+        interval = f"{claim.found.low:{sign}.{digits}f} to {claim.found.high:{sign}.{digits}f}"
+    return [f"{claim.found.value:{sign}.{digits}f}{unit}", interval]
+
+
+def _over(result: Result, method: Mapping[str, Any], words: str, **where: Any) -> Iterator[Claim]:
+    """A method over each baseline."""
+    for which, title in speed.BASELINES.items():
+        gain = methods.over(result, method, which, **where)
+        if gain is not None:
+            yield Claim(f"{words} over {title}", gain)
+
+
+def _of_benchmark(result: Result) -> Iterator[Claim]:
+    chosen = chosen_method(result)
+    yield from _over(result, chosen, chosen["title"])
+
+
+def _of_engines(result: Result) -> Iterator[Claim]:
+    for batch in batch_sizes(result):
+        for engine in engines_of(result):
+            best = speed.fastest(result, batch=batch, kind=DRAFTING, engine=engine)
+            if best is not None:
+                yield from _over(result, best, f"batch size {batch}: {best['title']},", batch=batch)
+
+
+def _of_subtasks(result: Result) -> Iterator[Claim]:
+    plain = methods.plain_name(result)
+    for method in [m for m in result["methods"] if m["kind"] in DRAFTING]:
+        yield from _over(result, method, method["title"])
+        for name in tradeoff.JUDGED:
+            change = quality.difference(result, method["name"], plain, name, tradeoff.prompts_of(result, None))
+            if change is not None:
+                yield Claim(f"{method['title']}, {MEASURE_TITLES[name]}, difference to plain", change, "points")
+    if {"bild", "speculative"} <= {method["name"] for method in result["methods"]}:
+        gain = speed.speedup(result, "bild", "speculative")
+        if gain is not None:
+            yield Claim("BiLD over speculative decoding", gain)
+
+
+def _of_sweep(result: Result) -> Iterator[Claim]:
+    for strategy in DRAFTING:
+        best = fastest_of(result, methods_of(result, strategy))
+        if best is not None:
+            yield from _over(result, best, f"fastest of the sweep: {best['title']},")
+
+
+def _of_ablation(result: Result) -> Iterator[Claim]:
+    for method in result["methods"]:
+        base = without_draft(result, method)
+        gain = None if base is None else speed.speedup(result, method["name"], base)
+        if gain is not None:
+            yield Claim(f"{method['title']}, over the same without a draft", gain)
+
+
+def _of_growth(result: Result) -> Iterator[Claim]:
+    for method in result["methods"]:
+        first, last = growth.settled_and_last(result, method["name"])
+        grown = (last["resident_bytes"] - first["resident_bytes"]) / growth.MIB
+        calls = f"from call {first['calls']:,} to {last['calls']:,}"
+        yield Claim(f"resident memory {calls}, {method['title']}", Interval(grown, None, None), "MiB")
+
+
+_CLAIMS: Mapping[str, Callable[[Result], Iterator[Claim]]] = {
+    "benchmark": _of_benchmark,
+    "engines": _of_engines,
+    "subtasks": _of_subtasks,
+    "sweep": _of_sweep,
+    "ablation": _of_ablation,
+    "growth": _of_growth,
+}
+
+
+def engine_rows(results: Mapping[str, Result]) -> str:
+    """When drafting pays: the fastest setting of each engine and batch size, by target, device and batch."""
+    listed = {link: result for link, result in results.items() if result["task"] == "engines"}
+    engines = list(dict.fromkeys(engine for result in listed.values() for engine in engines_of(result)))
+    header = ["Target + draft", "Device", "Tokens chosen by", "Batch size", "Plain generate() (tokens/s)"]
+    for engine in engines:
+        header += [f"Plain, {engine} (tokens/s)", f"Draft over plain, {engine}"]
+    rows = [
+        row
+        for link, result in listed.items()
+        for batch in batch_sizes(result)
+        if (row := _engine_row(result, batch, link, engines))
+    ]
+    return table([*header, "Fastest over plain generate()"], rows)
+
+
+def _engine_row(result: Result, batch: int, link: str, engines: Sequence[str]) -> list[str]:
+    plain = speed.decode_rate(speed.calls_of(result, methods.plain_name(result), batch=batch))
+    sizes = " + ".join(_size(model["parameters"]) for model in result["models"].values())
+    note = title_note(result)
+    cells = [f"{sizes} ({note})" if note else sizes, f"[{machine(result)}]({link})"]
+    cells += ["sampling" if result["sampling"] else "greedy", str(batch), "–" if plain is None else f"{plain:.1f}"]
+    for engine in engines:
+        base = speed.fastest(result, batch=batch, kind="none", engine=engine)
+        best = speed.fastest(result, batch=batch, kind=DRAFTING, engine=engine)
+        rate = None if base is None else speed.decode_rate(speed.calls_of(result, base["name"], batch=batch))
+        gain = None if best is None else methods.over(result, best, "engine", batch=batch)
+        cells += ["–" if rate is None else f"{rate:.1f}", _gain(gain)]
+    best = speed.fastest(result, batch=batch, kind=DRAFTING)
+    return [*cells, _gain(None if best is None else methods.over(result, best, "plain", batch=batch))]
+
+
+def _gain(found: speed.Ratio | None) -> str:
+    if found is None:
+        return "–"
+    ends = "" if found.low is None else f" ({found.low:.2f}–{found.high:.2f})"
+    return f"{found.value:.2f}{ends}"
+
+
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
