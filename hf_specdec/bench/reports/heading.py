@@ -20,7 +20,8 @@ _CALM = 0.25
 def heading(result: Result) -> str:
     """Title, models, machine, versions, data and settings."""
     lines = [_model(role, model) for role, model in result["models"].items()]
-    further = _values(result, "draft")[1:]
+    described = [model["name"] for model in result["models"].values()]
+    further = [name for name in _values(result, "draft") if name not in described]
     lines += [f"- further drafts: {', '.join(further)}"] if further else []
     lines.append(_machine(result))
     if result["task"] in DATA_TASKS:
@@ -81,8 +82,9 @@ def _shape(result: Result) -> str:
 
 def _values(result: Result, name: str) -> list[str]:
     """All values of a setting over our methods that draft, in order."""
-    ours = [method for method in result["methods"] if method["kind"] in ("speculative", "bild")]
-    return list(dict.fromkeys(str(method[name]) for method in ours if method.get(name) is not None))
+    ours = [m for m in result["methods"] if m["kind"] in ("speculative", "bild") and m.get("role") != "floor"]
+    found = dict.fromkeys(method[name] for method in ours if method.get(name) is not None)
+    return [str(value) for value in sorted(found, key=lambda value: (isinstance(value, str), value))]
 
 
 def _unrest(result: Result) -> str | None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from tabulate import tabulate
 
 from hf_specdec.bench.figures.bootstrap import Interval
 
+# How a cell with a figure begins, or one without; for the alignment of its column.
+_FIGURE = re.compile(r"[*+-]*\d|–|$")
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table; the first column is aligned left, the others right."""
-    align = ["left", *["right"] * (len(header) - 1)] if rows else None
-    return tabulate(rows, headers=header, tablefmt="pipe", disable_numparse=True, colalign=align)
+    """A markdown table; columns of figures are aligned right, others left, and always the first."""
+    align = [
+        "right" if place and all(_FIGURE.match(row[place]) for row in rows) else "left" for place in range(len(header))
+    ]
+    return tabulate(rows, headers=header, tablefmt="pipe", disable_numparse=True, colalign=align if rows else None)
 
 
 def capital(title: str) -> str:

@@ -12,7 +12,7 @@ from hf_specdec.bench.reports.best_settings import fastest_of, methods_of
 from hf_specdec.bench.reports.markdown import capital, table
 from hf_specdec.bench.reports.rendering import title_note
 from hf_specdec.bench.reports.tables import growth, methods
-from hf_specdec.bench.reports.tables.ablation import without_draft
+from hf_specdec.bench.reports.tables.ablation import base_of
 from hf_specdec.bench.reports.tables.benchmark import chosen_method
 from hf_specdec.bench.reports.tables.engines import DRAFTING, batch_sizes, engines_of
 from hf_specdec.bench.reports.tables.subtasks import MEASURE_TITLES
@@ -122,11 +122,11 @@ def _of_sweep(result: Result) -> Iterator[Claim]:
 
 
 def _of_ablation(result: Result) -> Iterator[Claim]:
-    for method in result["methods"]:
-        base = without_draft(result, method)
+    for method in [m for m in result["methods"] if m["kind"] in DRAFTING]:
+        base = base_of(result, method, "none")
         gain = None if base is None else speed.speedup(result, method["name"], base)
         if gain is not None:
-            yield Claim(f"{method['title']}, over the same without a draft", gain)
+            yield Claim(f"{method['title']}, over plain on the same engine", gain)
 
 
 def _of_growth(result: Result) -> Iterator[Claim]:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.reports.pictures.drawing import BY_KIND, caption, new_figure, ratio_panel
 from hf_specdec.bench.reports.pictures.gains import HOLLOW
-from hf_specdec.bench.reports.tables.ablation import without_draft
+from hf_specdec.bench.reports.tables.ablation import base_of, short_title
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
@@ -22,11 +22,13 @@ def ablation_gains(result: Result) -> Figure:
     gains = {m["name"]: speed.speedup(result, m["name"], first) for m in result["methods"][1:]}
     shown = sorted((m for m in result["methods"][1:] if gains[m["name"]]), key=lambda m: -_value(gains[m["name"]]))
     figure, panels = new_figure(1.4 + 0.42 * len(shown), columns=2, sharey=True)
-    drafting = {m["name"]: speed.speedup(result, m["name"], base) for m in shown if (base := without_draft(result, m))}
+    bases = {m["name"]: base for m in shown if (base := base_of(result, m, "none"))}
+    drafting = {name: speed.speedup(result, name, base) for name, base in bases.items()}
     for axes, found, title in zip(
-        panels, (gains, drafting), ("over all three switched off", "of drafting, rest unchanged"), strict=True
+        panels, (gains, drafting), ("over all switched off", "over plain, same engine and switches"), strict=True
     ):
         ratio_panel(axes, [(_name(m), found.get(m["name"]), BY_KIND[m["kind"]]) for m in shown])
+        axes.tick_params(axis="y", labelsize="small")
         axes.set_xlabel(f"Speedup {title} (×)", fontsize="small")
     figure.suptitle("Speculative decoding, KV cache and Better Transformer")
     caption(figure, HOLLOW)
@@ -38,5 +40,5 @@ def _value(found: speed.Ratio | None) -> float:
 
 
 def _name(method: MethodDict) -> str:
-    parts = {"speculative": "draft", "cache": "KV cache", "better_transformer": "Better Transformer"}
-    return " + ".join(words for switch, words in parts.items() if method[switch]) or "none"
+    parts = {"cache": "KV cache", "better_transformer": "Better Transformer"}
+    return " + ".join([short_title(method), *(words for switch, words in parts.items() if method[switch])])

@@ -42,7 +42,7 @@ def _subtasks(result: Result) -> dict[str, Figure]:
         for which in ("engine", "plain")
         if drafting_methods(result, which)
     }
-    if result["quality"]:
+    if result["quality"] and tradeoff.quality_differs(result):
         found["speed-and-quality"] = tradeoff.speed_against_quality(result)
     return found | _of_rounds(result)
 
@@ -57,7 +57,7 @@ def _sweep(result: Result) -> dict[str, Figure]:
         pairs = {thresholds(m) for m in bild if (m["draft"], m["lookahead"]) == (draft, lookahead)}
         if len(pairs) >= _ENOUGH:
             found[f"thresholds-{short_name(draft)}-{lookahead}"] = sweep.threshold_maps(result, draft, lookahead)
-    if bild and result["quality"]:
+    if bild and result["quality"] and tradeoff.quality_differs(result):
         found["speed-and-quality"] = tradeoff.speed_against_quality(result)
     return found
 

@@ -97,7 +97,7 @@ def ratio_panel(axes: Axes, rows: Sequence[tuple[str, Interval | None, str]], *,
                 "ha": "right",
                 "fontsize": "small",
             }
-            axes.text(1.0, place - 0.36, ratio(found), **text)
+            axes.text(1.0, place - 0.4, ratio(found), **text)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.set_ylim(len(rows) - 0.4, -0.8)
@@ -133,7 +133,7 @@ def legend(axes: Axes, width: int = 100) -> None:
     axes.legend(**place, ncols=columns, fontsize="small", frameon=False)
 
 
-def title_of(method: Mapping[str, Any], width: int = 34) -> str:
+def title_of(method: Mapping[str, Any], width: int = 50) -> str:
     """A method's title for an axis, on several lines."""
     return _broken(capital(method["title"]), width)
 

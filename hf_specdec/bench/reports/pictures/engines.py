@@ -17,7 +17,7 @@ from hf_specdec.bench.reports.tables.engines import batch_sizes, engines_of
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
 
-_TOKENS = [10 ** (power / 8) for power in range(8, 57)]
+_TOKENS = [10 ** (power / 8) for power in range(57)]
 
 
 def gain_by_batch(result: Result) -> Figure:

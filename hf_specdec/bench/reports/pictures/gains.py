@@ -33,7 +33,7 @@ def gain_by_method(result: Result, batch: int | None = None) -> Figure:
     """The speedups of every method over plain decoding on the same engine and over plain generate(), sorted."""
     shown = [m for m in methods.shown_methods(result, batch=batch) if _gains(result, m, batch)]
     shown.sort(key=lambda method: -_gains(result, method, batch)["plain"].value)
-    figure, panels = new_figure(1.4 + 0.46 * len(shown), columns=2, sharey=True)
+    figure, panels = new_figure(1.4 + 0.36 * len(shown), columns=2, sharey=True)
     for axes, which in zip(panels, _PANELS, strict=True):
         rows = [(title_of(m), _gains(result, m, batch).get(which), BY_KIND[m["kind"]]) for m in shown]
         ratio_panel(axes, rows)

@@ -24,7 +24,7 @@ def memory_over_calls(result: Result) -> Figure:
         panels[0].plot(calls, [item["resident_bytes"] / MIB for item in samples], **style)
         panels[1].step(calls, [item["graphs"] for item in samples], where="post", **style)
     for axes, label in zip(panels, ("Resident memory (MiB)", "Compiled graphs"), strict=True):
-        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        axes.set_ylim(0, max(1.0, 1.1 * axes.get_ylim()[1]))
         axes.set_xlabel("Calls")
         axes.set_ylabel(label)
     figure.suptitle("Memory and compiled graphs over many calls")

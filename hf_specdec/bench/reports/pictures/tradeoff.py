@@ -77,6 +77,13 @@ def speed_against_quality(result: Result) -> Figure:
     return figure
 
 
+def quality_differs(result: Result) -> bool:
+    """Whether any method's answers are judged otherwise than plain decoding's."""
+    plain, prompts = methods.plain_name(result), tradeoff.prompts_of(result, None)
+    found = (quality.difference(result, m["name"], plain, "rougeL", prompts) for m in result["methods"])
+    return any(change is not None and (change.value, change.low, change.high) != (0.0, 0.0, 0.0) for change in found)
+
+
 def _named(method: MethodDict, drafts: list[str]) -> tuple[str, str]:
     """(label, colour): of a sweep by strategy and draft, elsewhere by method."""
     ours = method["kind"] in ("speculative", "bild")

@@ -7,12 +7,17 @@ from typing import Any
 
 from hf_specdec.bench.figures import rounds, speed
 from hf_specdec.bench.reports.heading import heading, remarks
-from hf_specdec.bench.reports.markdown import number, percent, ratio, table
+from hf_specdec.bench.reports.markdown import capital, number, percent, ratio, table
 from hf_specdec.bench.reports.outputs import equal_outputs
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
 SWITCHES = ("speculative", "cache", "better_transformer")
+# Baselines with the same cache and attention, by column.
+_SAME_SWITCHES = {
+    "Speedup over plain generate(), same cache and attention": "plain",
+    "Speedup over plain on the same engine, same cache and attention": "none",
+}
 
 LEGEND = (
     "Tokens/Sec counts the tokens after the first delivery, summed over all examples and repeats (micro). In brackets: "
@@ -34,32 +39,38 @@ def terminal(result: Result) -> str:
 
 def ablation_table(result: Result) -> str:
     """One row a combination."""
-    header = ["Speculative decoding", "KV cache", "Better Transformer", "Method", "Tokens/Sec"]
-    header += ["Speedup over the first row", "Speedup over the same row without a draft", "Tokens/Sec, end to end"]
+    header = ["Method", "Speculative decoding", "KV cache", "Better Transformer", "Tokens/Sec"]
+    header += ["Speedup over the first row", *_SAME_SWITCHES, "Tokens/Sec, end to end"]
     header += ["Acceptance", "Tokens/Round", "Outputs as the first row's"]
     return table(header, [_row(result, method) for method in result["methods"]])
 
 
-def without_draft(result: Result, method: MethodDict) -> str | None:
-    """The name of the row that differs in speculation only; None for rows without a draft."""
-    if not method["speculative"]:
+def base_of(result: Result, method: MethodDict, kind: str) -> str | None:
+    """The name of the row of a kind ("plain" or "none") with the same cache and attention; None for itself.
+
+    "none" is plain decoding on the same engine, which transformers' own loops don't have.
+    """
+    if kind == method["kind"] or (kind == "none" and method["same_engine"] is None):
         return None
-    return next(
-        str(other["name"])
-        for other in result["methods"]
-        if not other["speculative"] and all(other[switch] == method[switch] for switch in SWITCHES[1:])
-    )
+    same = (m for m in result["methods"] if m["kind"] == kind and all(m[s] == method[s] for s in SWITCHES[1:]))
+    return next((str(other["name"]) for other in same), None)
+
+
+def short_title(method: MethodDict) -> str:
+    """The title without cache and attention, which have columns of their own."""
+    return capital(method["title"].split(", with")[0])
 
 
 def _row(result: Result, method: MethodDict) -> list[str]:
-    name, first, base = method["name"], result["methods"][0]["name"], without_draft(result, method)
+    name, first = method["name"], result["methods"][0]["name"]
+    bases = [base_of(result, method, kind) for kind in _SAME_SWITCHES.values()]
     calls = speed.calls_of(result, name)
     return [
+        short_title(method),
         *("yes" if method[switch] else "no" for switch in SWITCHES),
-        method["title"],
         number(speed.decode_rate(calls), 1),
         "–" if name == first else ratio(speed.speedup(result, name, first)),
-        ratio(None if base is None else speed.speedup(result, name, base)),
+        *(ratio(None if base is None else speed.speedup(result, name, base)) for base in bases),
         number(speed.end_to_end_rate(calls), 1),
         percent(rounds.acceptance_rate(calls)),
         number(rounds.tokens_per_round(calls), 2),

@@ -54,7 +54,7 @@ def allowed_table(result: Result) -> str:
     for batch in batch_sizes(result):
         for method in methods.shown_methods(result, batch=batch):
             limit = passes.allowed(result, method, batch)
-            if limit is None or not isinstance(method["lookahead"], int):
+            if limit is None or method.get("role") != "fixed":
                 continue
             calls = speed.calls_of(result, method["name"], batch=batch)
             costs = next(iter(passes.costs(result, method["engine"], batch, method["draft"]).values()))

@@ -101,7 +101,9 @@ def round_table(result: Result, groups: Mapping[str, Prompts], group: str, batch
             calls = speed.calls_of(result, method["name"], prompts=prompts, batch=batch)
             if rounds.acceptance_rate(calls) is None:
                 continue
-            measured = over(result, method, "engine", prompts=prompts, batch=batch)
+            # The engine of transformers' own loops is generate().
+            which = "plain" if method["same_engine"] is None else "engine"
+            measured = over(result, method, which, prompts=prompts, batch=batch)
             rows.append(
                 [
                     name,

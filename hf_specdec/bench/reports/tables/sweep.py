@@ -9,12 +9,15 @@ from hf_specdec.bench.figures import passes, rounds, speed
 from hf_specdec.bench.figures.tradeoff import labels
 from hf_specdec.bench.reports.best_settings import methods_of, recommendations, won_subtasks
 from hf_specdec.bench.reports.heading import heading, remarks
-from hf_specdec.bench.reports.markdown import capital, number, ratio, table
+from hf_specdec.bench.reports.markdown import number, ratio, table
 from hf_specdec.bench.reports.outputs import equal_outputs
 from hf_specdec.bench.reports.tables import methods
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
+# Keywords that have a column of their own.
+_COLUMNS = ("generation_strategy", "num_assistant_tokens", "fallback_threshold", "rollback_threshold")
+_STRATEGIES = {"speculative": "speculative", "bild": "BiLD"}
 _QUALITY = ("bleu", "rougeL", "exact_match")
 
 LEGEND = (
@@ -41,8 +44,8 @@ def terminal(result: Result) -> str:
 
 def draft_table(result: Result) -> str:
     """One row a draft and lookahead: the published columns, and what they predict."""
-    header = ["Draft", "Parameters", "n_lookahead", "Mean acceptance rate", "Inference speed ratio (c)", "Speedup"]
-    header = [*header[:-1], *(f"Speedup over {title}" for title in speed.BASELINES.values())]
+    header = ["Draft", "Parameters", "n_lookahead", "Mean acceptance rate", "Inference speed ratio (c)"]
+    header += [*(f"Speedup over {title}" for title in speed.BASELINES.values())]
     header += ["Predicted over plain on the same engine", "Tokens/Round", "α", "Tokens/Sec", "Outputs as plain"]
     rows = []
     for method in [m for m in result["methods"] if m["kind"] != "bild"]:
@@ -115,10 +118,12 @@ def _tables(result: Result) -> str:
 
 
 def _name(method: MethodDict) -> str:
-    """The draft, and what is done with it where that is not plain to see."""
-    if method["kind"] in ("speculative", "bild") and method["draft"] is not None:
-        return f"{method['draft']} ({'BiLD' if method['kind'] == 'bild' else capital(method['title'])})"
-    return f"none ({method['title']})" if method["draft"] is None else f"{method['draft']} ({method['title']})"
+    """The draft, and what is done with it beyond what the other columns say."""
+    words = method["title"].removesuffix(f" with {method['draft']}")
+    if method["kind"] in ("speculative", "bild"):
+        further = [f"{k}={v}" for k, v in method["keywords"].items() if k not in _COLUMNS]
+        words = ", ".join([_STRATEGIES[method["kind"]], *further])
+    return f"{method['draft'] or 'none'} ({words})"
 
 
 def _round_figures(result: Result, method: MethodDict) -> list[str]:
