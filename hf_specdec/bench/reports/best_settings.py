@@ -38,7 +38,7 @@ def recommendations(result: Result) -> list[str]:
             lines += [f"{line}." for line in at_the_edge(result, best)]
     if methods_of(result, "bild") and result["quality"]:
         best = fastest_of(result, without_loss(result))
-        words = "Fastest bild at no loss in ROUGE-L and exact match"
+        words = "Fastest bild at no loss"
         lines.append(f"{words}: none." if best is None else _recommended(words, result, best))
         lines.append(_chosen(result))
     return lines

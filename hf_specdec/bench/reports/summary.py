@@ -34,7 +34,10 @@ class Claim:
 
 
 def summary_table(results: Mapping[str, Result]) -> str:
-    """All claims of all results, by the link of each result's report."""
+    """All claims of all results, by the link of each result's report.
+
+    Where a claim is of the fastest of several settings, it was chosen on the calls that it is measured on.
+    """
     rows = []
     for link, result in results.items():
         for claim in claims(result):
@@ -66,7 +69,8 @@ def machine(result: Result) -> str:
     environment = result["environment"]
     if environment["gpus"] and not result["models"]["target"]["device"].startswith("cpu"):
         return ", ".join(environment["gpus"])
-    return f"{environment['cpu']}, {environment['torch_threads']} threads"
+    count = environment["torch_threads"]
+    return f"{environment['cpu']}, {count} thread{'s' if count > 1 else ''}"
 
 
 def _figures(claim: Claim) -> list[str]:
@@ -79,46 +83,53 @@ def _figures(claim: Claim) -> list[str]:
     return [f"{claim.found.value:{sign}.{digits}f}{unit}", interval]
 
 
-def _over(result: Result, method: Mapping[str, Any], words: str, **where: Any) -> Iterator[Claim]:
-    """A method over each baseline."""
-    for which, title in speed.BASELINES.items():
-        gain = methods.over(result, method, which, **where)
+def _over(result: Result, method: Mapping[str, Any], words: str, *which: str, **where: Any) -> Iterator[Claim]:
+    """A method over baselines; over all of them where none is named."""
+    for name in which or speed.BASELINES:
+        gain = methods.over(result, method, name, **where)
         if gain is not None:
-            yield Claim(f"{words} over {title}", gain)
+            yield Claim(f"{words} over {speed.BASELINES[name]}", gain)
 
 
 def _of_benchmark(result: Result) -> Iterator[Claim]:
+    lengths = ", ".join(dict.fromkeys(str(prompt["tokens"]) for prompt in result["prompts"]))
     chosen = chosen_method(result)
-    yield from _over(result, chosen, chosen["title"])
+    yield from _over(result, chosen, f"prompts of {lengths} tokens: {chosen['title']}")
 
 
 def _of_engines(result: Result) -> Iterator[Claim]:
-    for batch in batch_sizes(result):
+    sizes = batch_sizes(result)
+    for batch in sizes:
         for engine in engines_of(result):
             best = speed.fastest(result, batch=batch, kind=DRAFTING, engine=engine)
             if best is not None:
-                yield from _over(result, best, f"batch size {batch}: {best['title']},", batch=batch)
+                baselines = speed.BASELINES if batch == sizes[0] else ("engine",)
+                yield from _over(result, best, f"batch size {batch}: {best['title']},", *baselines, batch=batch)
 
 
 def _of_subtasks(result: Result) -> Iterator[Claim]:
-    plain = methods.plain_name(result)
+    plain, prompts = methods.plain_name(result), tradeoff.prompts_of(result, None)
+    where = f"{len(tradeoff.labels(result))} subtasks, {len(prompts)} examples"
     for method in [m for m in result["methods"] if m["kind"] in DRAFTING]:
-        yield from _over(result, method, method["title"])
+        yield from _over(result, method, f"{where}: {method['title']}")
+    for method in [m for m in result["methods"] if m["kind"] == "bild"]:
         for name in tradeoff.JUDGED:
-            change = quality.difference(result, method["name"], plain, name, tradeoff.prompts_of(result, None))
+            change = quality.difference(result, method["name"], plain, name, prompts)
             if change is not None:
-                yield Claim(f"{method['title']}, {MEASURE_TITLES[name]}, difference to plain", change, "points")
+                words = f"{where}: {MEASURE_TITLES[name]} of {method['title']} − plain generate()"
+                yield Claim(words, change, "points")
     if {"bild", "speculative"} <= {method["name"] for method in result["methods"]}:
         gain = speed.speedup(result, "bild", "speculative")
         if gain is not None:
-            yield Claim("BiLD over speculative decoding", gain)
+            yield Claim(f"{where}: BiLD over speculative decoding", gain)
 
 
 def _of_sweep(result: Result) -> Iterator[Claim]:
     for strategy in DRAFTING:
-        best = fastest_of(result, methods_of(result, strategy))
+        rows = methods_of(result, strategy)
+        best = fastest_of(result, rows)
         if best is not None:
-            yield from _over(result, best, f"fastest of the sweep: {best['title']},")
+            yield from _over(result, best, f"fastest of {len(rows)} settings: {best['title']},", "engine")
 
 
 def _of_ablation(result: Result) -> Iterator[Claim]:
@@ -126,7 +137,7 @@ def _of_ablation(result: Result) -> Iterator[Claim]:
         base = base_of(result, method, "none")
         gain = None if base is None else speed.speedup(result, method["name"], base)
         if gain is not None:
-            yield Claim(f"{method['title']}, over plain on the same engine", gain)
+            yield Claim(f"{method['title']}, over {speed.BASELINES['engine']}", gain)
 
 
 def _of_growth(result: Result) -> Iterator[Claim]:
