@@ -36,8 +36,8 @@ LOSS = (
     "bootstrap over examples). No loss: the interval excludes a loss of more than one point."
 )
 BILD = (
-    "Speed: the rate of BiLD / that of speculative decoding. Faster: the interval lies above 1. No loss: the interval of "
-    "each difference to plain generate() excludes a loss of more than one point."
+    "Speed: the rate of BiLD / that of speculative decoding. Faster: the interval lies above 1. No loss: the interval "
+    "of each difference to plain generate() excludes a loss of more than one point."
 )
 DRAWN = (
     "Outputs are sampled, with the same seed for the same example in every repeat, and quality is that of one output "
