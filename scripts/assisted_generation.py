@@ -32,6 +32,7 @@ _ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines", "growth")
 _PROMPT_LENGTHS = {"engines": [256], "growth": [40, 90, 150]}
 _CONTINUE = "; what was measured is kept, and the same command continues it"
 _ENGINES = ("eager", "static", "compiled")
+_LLAMA_CPP = ("llama.cpp-f32", "llama.cpp-bf16", "llama.cpp-q8_0")
 # What `hf_specdec[bench]` installs.
 _PACKAGES = ("datasets", "evaluate", "matplotlib", "psutil", "rouge_score", "sacrebleu", "scipy", "tabulate")
 # Arguments that `sweep` takes several values of, and crosses; `engines` those of the first.
@@ -81,8 +82,10 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     )
     sizes = "texts decoded at once (1); engines takes several (1 4 8)"
     add("--batch_size", "--batch_sizes", dest="batch_sizes", nargs="+", type=_at_least(1), metavar="N", help=sizes)
-    engines = "engines: which to compare (eager compiled)"
-    add("--engines", nargs="+", choices=_ENGINES, default=["eager", "compiled"], help=engines)
+    engines = (
+        "engines: which to compare (eager compiled); llama.cpp: with the pair's own weights; growth: which to call"
+    )
+    add("--engines", nargs="+", choices=_ENGINES + _LLAMA_CPP, default=["eager", "compiled"], help=engines)
     add("--calls", type=_at_least(2), default=2000, metavar="N", help="growth: number of calls (%(default)s)")
     add(
         "--prompt",
@@ -278,6 +281,8 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
         print(f"{parser.prog}: --prompt is only used by --task decode", file=sys.stderr)
     if options["draft_models"] and task != "sweep":
         parser.error("argument --draft_models: is for --task sweep; name one draft by --assistant_model")
+    if task == "growth" and (beyond := sorted(set(options["engines"]) & set(_LLAMA_CPP))):
+        parser.error(f"argument --engines: {beyond[0]} is for --task engines")
     most_tokens, repeats = _TASKS[task]
     options["max_new_tokens"] = options["max_new_tokens"] or most_tokens
     options["repeats"] = options["repeats"] or repeats

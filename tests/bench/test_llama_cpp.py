@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,15 @@ from hf_specdec.bench.models import synthetic
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'hf_specdec[llama-cpp]'")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'hf_specdec[llama-cpp]'")
 
+from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models import gguf_export
+from hf_specdec.bench.models.loading import load_pair
+from hf_specdec.bench.running.contestants import of_engines
 from hf_specdec.bench.running.llama_cpp import Rows, decode, decode_with_draft
+from hf_specdec.bench.running.llama_cpp_methods import llama_cpp_methods, llama_cpp_refusal
+from hf_specdec.bench.running.methods import plain
+from hf_specdec.bench.running.timed_call import timed_call
+from hf_specdec.bench.settings import Settings
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -114,3 +122,53 @@ def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
     model.config.model_type = "opt"
     with pytest.raises(ValueError, match="families llama, qwen2, not opt"):
         gguf_export.write_gguf(model, tmp_path / "x.gguf", "f32")
+
+
+def synthetic_pair(**settings):
+    return load_pair(Settings(model_name="synthetic:tiny-llama:alpha=0.7", assisted_generation=True, **settings))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_of_the_task_engines_decode_and_count_as_ours(batch: int) -> None:
+    pair = synthetic_pair()
+    settings = Settings(task="engines", max_new_tokens=30)
+    prompts = benchmark_prompts(pair, (20,), batch, 30)
+    plain_row, drafting = llama_cpp_methods(pair, "llama.cpp-f32", [4])
+    ours = next(m for m in of_engines(Settings(task="engines"), pair) if m.name == "speculative, γ = 4, eager")
+    calls = {m.name: timed_call(pair, m, prompts, settings) for m in (plain(), plain_row, drafting, ours)}
+    tokens = [call.tokens for call in calls.values()]
+    assert tokens[1:] == tokens[:-1]
+    assert calls[plain_row.name].rounds is None
+    theirs, expected = calls[drafting.name].rounds, calls[ours.name].rounds
+    assert (theirs.new_tokens, theirs.accepted, theirs.drafted) == (
+        expected.new_tokens,
+        expected.accepted,
+        expected.drafted,
+    )
+    for call in calls.values():
+        assert 0 < call.first_seconds < call.seconds
+
+
+def test_synthetic_pairs_are_compared_with_llama_cpp_where_asked() -> None:
+    pair = synthetic_pair()
+    settings = Settings(task="engines", engines=("eager", "llama.cpp-q8_0"), grid={"num_assistant_tokens": (3,)})
+    rows = [method.describe() for method in of_engines(settings, pair)]
+    found = [(row["name"], row["same_engine"], row["lookahead"]) for row in rows if row["kind"] == "llama.cpp"]
+    assert found == [
+        ("none llama.cpp-q8_0", "none llama.cpp-q8_0", None),
+        ("speculative, γ = 3, llama.cpp-q8_0", "none llama.cpp-q8_0", 3),
+    ]
+    assert {row.get("role") for row in rows} == {None, "fixed", "auto", "plain"}
+    assert not {"ensemble", "lookup"} & {row["kind"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"do_sample": True}, "greedy decoding only"), ({"model_name": "synthetic:tiny-opt"}, "llama, qwen2, not opt")],
+)
+def test_where_llama_cpp_can_not_take_part_the_report_says_why(changes: dict, words: str) -> None:
+    settings = Settings(**{"model_name": "synthetic:tiny-llama", "engines": ("llama.cpp-f32",), **changes})
+    pair = load_pair(replace(settings, assisted_generation=True))
+    assert words in str(llama_cpp_refusal(settings, pair))
+    assert all(method.kind != "llama.cpp" for method in of_engines(settings, pair))
+    assert llama_cpp_refusal(replace(settings, engines=("eager",)), pair) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.models.shapes import SHAPES, draft_shape
 from hf_specdec.bench.reports.pictures import by_task
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.storage import results
 from hf_specdec.bench.tasks.benchmark import run_benchmark
 
 CPU = torch.device("cpu")
@@ -202,10 +202,13 @@ def test_every_title_says_synthetic(tmp_path: Path) -> None:
         max_new_tokens=8, output_dir=tmp_path,
     )  # fmt: skip
     run_benchmark(settings)
-    (path,) = tmp_path.glob("*.json")
-    text = path.with_suffix(".md").read_text()
+    (path,) = tmp_path.glob("*.json.gz")
+    (written,) = tmp_path.glob("*.md")
+    text = written.read_text()
     titles = [line for line in text.splitlines() if line.startswith("#")]
     assert len(titles) > 4 and all(title.endswith("(synthetic pair, acceptance imposed)") for title in titles)
     assert "random weights in the shape of tiny-llama" in text and "α = 0.7" in text
-    for figure in by_task.pictures(json.loads(path.read_text())).values():
-        assert figure.axes[0].get_title().startswith("Synthetic pair, acceptance imposed")
+    figures = by_task.pictures(results.load(path))
+    assert figures
+    for figure in figures.values():
+        assert "ynthetic pair, acceptance imposed" in figure.get_suptitle() + figure.axes[0].get_title()

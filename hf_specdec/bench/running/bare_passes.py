@@ -32,6 +32,8 @@ Step = Callable[[int], None]
 _WARM_UP, _WARM_UP_RECORDING = 3, 12
 # Of the target's passes, those that are timed as far as drafts reach; what lies between is interpolated.
 _WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
+# Those of llama.cpp are not timed apart from its decoding.
+_ENGINES = (GENERATE, "eager", "static", "compiled")
 _STEPS = 4  # draft steps before each verification at most; more of them tell nothing new
 _PREPARED_SAMPLES = 3
 
@@ -56,6 +58,8 @@ class BarePasses:
         captured passes are the very steps that the calls before have left. These choose and judge tokens, too,
         which can't be parted from their passes.
         """
+        if engine not in _ENGINES:
+            return None
         if engine not in (GENERATE, "eager"):
             prepared = _prepared_times(self.pair, engine == "compiled", len(prompts))
             if prepared is not None or engine == "compiled":

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.running.llama_cpp_methods import LLAMA_CPP_ENGINES, llama_cpp_methods, llama_cpp_refusal
 from hf_specdec.bench.running.methods import (
     GENERATE,
     Method,
@@ -55,20 +56,28 @@ def of_subtasks(settings: Settings, pair: LoadedPair) -> list[Method]:
 
 
 def of_engines(settings: Settings, pair: LoadedPair) -> list[Method]:
-    """Plain generate(), transformers' own at each setting, then ours on each engine.
+    """Plain generate(), transformers' own at each setting, then ours on each engine, and llama.cpp.
 
-    `role` of ours: fixed, auto, stopped, block, or floor, for which drafting can't pay.
+    `role` of ours: fixed, auto, stopped, block, or floor, for which drafting can't pay. A synthetic pair leaves out
+    what depends on texts or on the draft's confidence, which mean nothing there.
     """
     found = [plain()]
     if pair.target.device.type != "cpu":
         # There transformers compiles by itself.
         found.append(Method("plain static", "plain generate(), static cache", "plain", keywords=ENGINES["static"]))
     if assisted_refusal(settings, pair) is None:
-        found += [assisted(settings, pair, schedule) for schedule in SCHEDULES]
-        found += [ensemble(settings, pair)] if can_ensemble(pair) else []
-        found.append(prompt_lookup(settings))
+        schedules = [schedule for schedule in SCHEDULES if pair.synthetic is None or not schedule.confidence]
+        found += [assisted(settings, pair, schedule) for schedule in schedules]
+        if pair.synthetic is None:
+            found += [ensemble(settings, pair)] if can_ensemble(pair) else []
+            found.append(prompt_lookup(settings))
     for engine in settings.engines:
-        found += _on_engine(settings, pair, engine)
+        if engine not in LLAMA_CPP_ENGINES:
+            found += _on_engine(settings, pair, engine)
+        elif llama_cpp_refusal(settings, pair) is None:
+            found += llama_cpp_methods(pair, engine, settings.grid.get("num_assistant_tokens") or LOOKAHEADS)
+    if pair.synthetic is not None:
+        return [method for method in found if method.facts.get("role") not in ("stopped", "block")]
     # No draft can cost more: what is left to lose where drafting never pays.
     own = replace(pair, draft=pair.target, draft_name=pair.target_name)
     floor = ours("speculative", {"num_assistant_tokens": "auto"}, own, name="floor")
@@ -113,7 +122,7 @@ def _on_engine(settings: Settings, pair: LoadedPair, engine: str) -> list[Method
     stop = f"entropy stop {STOP_ENTROPY:g}"
     rows.append(("stopped", f"speculative, {stop}", stopping))
     if engine != "compiled":
-        rows.append(("auto", f"speculative, auto, {stop}", stopping | {"num_assistant_tokens": "auto"}))
+        rows.append(("stopped", f"speculative, auto, {stop}", stopping | {"num_assistant_tokens": "auto"}))
         words, judged = stop, stopping
     if settings.sampling:
         # Drafts judged together; in greedy decoding that is the same rule.

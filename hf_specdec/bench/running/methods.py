@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_specdec
@@ -34,8 +35,8 @@ class Method:
         name: unique in a run.
         title: for readers.
         kind: plain (generate() without a draft), none (our loop without a draft), assisted, ensemble, lookup
-            (transformers' own), speculative or bild (ours).
-        engine: `GENERATE`, or how our rounds run: eager, static or compiled.
+            (transformers' own), speculative or bild (ours), llama.cpp.
+        engine: `GENERATE`; how our rounds run: eager, static or compiled; or how llama.cpp stores the weights.
         lookahead: tokens drafted in a round where that is fixed, or "auto".
         longest: the most tokens of a draft.
         keywords: of generate(), without its models; JSON-serialisable.
@@ -46,6 +47,7 @@ class Method:
         most_rows: the largest batch that it takes; None: any.
         facts: of one task, for its reports.
         surroundings: `surroundings(pair)` is entered around the call, outside the clock.
+        generate: what is called with generate()'s arguments; by default the target's own.
         read_rounds: `read_rounds(pair, tokens, puts, log)` with what `surroundings` yielded.
     """
 
@@ -63,6 +65,7 @@ class Method:
     most_rows: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     surroundings: Callable[[LoadedPair], AbstractContextManager[Any]] = lambda pair: nullcontext()
+    generate: Callable[[LoadedPair], Callable[..., Tensor]] = lambda pair: pair.target.generate
     read_rounds: ReadRounds = lambda pair, tokens, puts, log: (None, None)
 
     @property

@@ -123,7 +123,7 @@ def timed_call(
         synchronize(pair)
         start = time.perf_counter()
         # Without a dict: it would hand out the cache, which static ones have to be copied for.
-        sequences = pair.target.generate(
+        sequences = method.generate(pair)(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=settings.max_new_tokens,

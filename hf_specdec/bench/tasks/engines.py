@@ -9,6 +9,7 @@ from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.reports import rendering
 from hf_specdec.bench.running.contestants import of_engines
+from hf_specdec.bench.running.llama_cpp_methods import check_llama_cpp, llama_cpp_refusal
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_refusal
 from hf_specdec.bench.settings import Settings
@@ -25,6 +26,7 @@ def run_engines(settings: Settings) -> None:
     A run that was killed goes on where it stopped. Raises `BenchError` for what the user can put right.
     """
     results.check_writable(settings.output_dir)
+    check_llama_cpp(settings)
     pair = load_pair(settings)
     rows = settings.limit or PROMPTS_PER_LENGTH
     methods = of_engines(settings, pair)
@@ -37,7 +39,8 @@ def run_engines(settings: Settings) -> None:
     measure(settings, pair, methods, batches_of(prompts, settings, rows), session)
     session.conclude(result)
     result["memory"] = bandwidth.describe(pair, settings.prompt_lengths[0] + settings.max_new_tokens // 2)
-    if refusal := assisted_refusal(settings, pair):
-        result["notes"].append(refusal)
+    for refusal in (assisted_refusal(settings, pair), llama_cpp_refusal(settings, pair)):
+        if refusal is not None:
+            result["notes"].append(refusal)
     finish(result, settings)
     sys.stdout.write(rendering.render(result))

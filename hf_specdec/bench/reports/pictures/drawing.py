@@ -25,6 +25,7 @@ BY_KIND = {
     "lookup": PURPLE,
     "speculative": BLUE,
     "bild": VERMILION,
+    "llama.cpp": SKY,
 }
 BY_ENGINE = {"generate": GREY, "eager": SKY, "static": ORANGE, "compiled": BLUE}
 LINES = (BLUE, VERMILION, ORANGE, SKY, PURPLE, GREEN, GREY, BLACK)

@@ -89,7 +89,7 @@ def _waterfall_steps(result: Result, batch: int | None) -> list[tuple[MethodDict
     plain = next(m for m in result["methods"] if m["kind"] == "plain")
     steps: list[tuple[MethodDict, MethodDict | None, str]] = [(plain, None, "")]
     before: tuple[MethodDict, str] = plain, "plain generate()"
-    for engine in dict.fromkeys(m["engine"] for m in result["methods"] if m["engine"] != "generate"):
+    for engine in dict.fromkeys(m["engine"] for m in result["methods"] if m["kind"] == "none"):
         base = speed.fastest(result, batch=batch, kind="none", engine=engine)
         best = best_on(result, engine, batch)
         if base is not None:

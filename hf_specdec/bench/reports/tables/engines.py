@@ -8,7 +8,7 @@ from typing import Any
 from hf_specdec.bench.figures import bandwidth, passes, rounds, speed
 from hf_specdec.bench.reports.heading import heading, remarks
 from hf_specdec.bench.reports.markdown import capital, number, percent, ratio, table
-from hf_specdec.bench.reports.tables import methods
+from hf_specdec.bench.reports.tables import llama_cpp, methods
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
@@ -30,6 +30,8 @@ def render(result: Result) -> str:
     parts = [heading(result), f"{methods.SPEED} No text ends early here, so all methods decode equally many tokens."]
     for batch in batch_sizes(result):
         parts.append(f"## Batch size {batch}\n\n{methods.speed_table(result, batch=batch)}")
+    if llama_cpp.engines_of(result):
+        parts.append(f"## Over llama.cpp\n\n{llama_cpp.LEGEND}\n\n{llama_cpp.table_over_llama_cpp(result)}")
     parts.append(f"## Rounds\n\n{methods.ROUNDS}")
     for batch in batch_sizes(result):
         parts.append(methods.round_table(result, {str(batch): None}, "Batch size", batch))
@@ -47,7 +49,7 @@ def batch_sizes(result: Result) -> list[int]:
 
 def engines_of(result: Result) -> list[str]:
     """Our engines, in the order in which they ran."""
-    return list(dict.fromkeys(m["engine"] for m in result["methods"] if m["engine"] != "generate"))
+    return list(dict.fromkeys(m["engine"] for m in result["methods"] if m["kind"] == "none"))
 
 
 def allowed_table(result: Result) -> str:

@@ -1,0 +1,49 @@
+"""Our engines beside llama.cpp on the same weights, as a table of the task engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.reports.markdown import number, ratio, table
+
+Result = Mapping[str, Any]
+MethodDict = Mapping[str, Any]
+
+LEGEND = (
+    "Speedups of our loop over llama.cpp, each in the best of its draft settings: the same models, prompts, number of "
+    "threads and count of tokens, greedy. bf16 and q8_0 (8 bits a weight) say how llama.cpp stores the weights that "
+    "ours have in the dtype named above."
+)
+
+
+def engines_of(result: Result) -> list[str]:
+    """llama.cpp's engines, in the order in which they ran."""
+    return list(dict.fromkeys(m["engine"] for m in result["methods"] if m["kind"] == "llama.cpp"))
+
+
+def table_over_llama_cpp(result: Result) -> str:
+    """One row a batch size and engine of ours, plain and with the draft."""
+    theirs = engines_of(result)
+    header = ["Batch size", "Engine", "Decoding", "Tokens/Sec", *(f"Speedup over {engine}" for engine in theirs)]
+    rows = []
+    ours = list(dict.fromkeys(m["engine"] for m in result["methods"] if m["kind"] == "none"))
+    for batch in speed.batch_sizes(result):
+        for engine in ours:
+            for decoding, kind, role in (
+                ("plain", "none", "plain"),
+                ("with a draft", ("speculative", "bild"), "fixed"),
+            ):
+                own = speed.fastest(result, batch=batch, kind=kind, engine=engine)
+                if own is None:
+                    continue
+                rate = speed.decode_rate(speed.calls_of(result, own["name"], batch=batch))
+                cells = [str(batch), engine, decoding, number(rate, 1)]
+                rows.append([*cells, *(_over(result, own, batch, other, role) for other in theirs)])
+    return table(header, rows)
+
+
+def _over(result: Result, own: MethodDict, batch: int, engine: str, role: str) -> str:
+    best = speed.fastest(result, batch=batch, kind="llama.cpp", engine=engine, role=role)
+    return ratio(None if best is None else speed.speedup(result, own["name"], best["name"], batch=batch))

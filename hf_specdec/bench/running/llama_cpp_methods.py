@@ -1,0 +1,137 @@
+"""llama.cpp's rows of the task `engines`: the pair's own weights, plain and with its draft, on engines of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.running.methods import Method
+from hf_specdec.bench.running.round_records import Rounds, Spent
+from hf_specdec.bench.settings import BenchError, Settings
+
+if TYPE_CHECKING:
+    from hf_specdec.bench.running.llama_cpp import Decoded, Rows
+
+KIND = "llama.cpp"
+# By how its weights are stored.
+LLAMA_CPP_ENGINES = {"llama.cpp-f32": "f32", "llama.cpp-bf16": "bf16", "llama.cpp-q8_0": "q8_0"}
+
+
+class _Pair:
+    """A pair written for llama.cpp and read by it, and what its last call decoded."""
+
+    def __init__(self, pair: LoadedPair, weights: str):
+        assert pair.draft is not None
+        self.target, self.draft = _loaded(pair.target, weights), _loaded(pair.draft, weights)
+        self.last: Decoded | None = None
+
+    def generate(
+        self, lookahead: int | None, input_ids: Tensor, max_new_tokens: int, streamer: BaseStreamer, **_: Any
+    ) -> Tensor:
+        """What generate() would return: `[B, P + max_new_tokens]`, greedy; without a lookahead plain decoding."""
+        from hf_specdec.bench.running import llama_cpp
+
+        def delivered(tokens: list[list[int]]) -> None:
+            streamer.put(torch.tensor([token for row in tokens for token in row]))
+
+        streamer.put(input_ids)
+        prompts = input_ids.tolist()
+        if lookahead is None:
+            self.last = llama_cpp.decode(self.target, prompts, max_new_tokens, delivered)
+        else:
+            self.last = llama_cpp.decode_with_draft(
+                self.target, self.draft, prompts, max_new_tokens, lookahead, delivered
+            )
+        return torch.cat([input_ids, torch.tensor(self.last.tokens)], dim=1)
+
+    def read_rounds(
+        self, pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Any
+    ) -> tuple[Rounds | None, Spent | None]:
+        """Those of the last call; in greedy decoding the overlap is the number of tokens accepted."""
+        done = self.last
+        if done is None or not done.drafted:
+            return None, None
+        steps = [max(drafted) for drafted in done.drafted]
+        overlap = [[float(count) for count in accepted] for accepted in done.accepted]
+        width = [count + 1 for count in steps]
+        return Rounds(done.drafted, done.accepted, done.new_tokens, overlap, steps, width), None
+
+
+def check_llama_cpp(settings: Settings) -> None:
+    """Raises `BenchError` where llama.cpp is asked for and its packages are not installed."""
+    asked = [engine for engine in settings.engines if engine in LLAMA_CPP_ENGINES]
+    missing = [name for name in ("llama_cpp", "gguf") if asked and importlib.util.find_spec(name) is None]
+    if missing:
+        raise BenchError(
+            f"--engines: {asked[0]!r} needs {' and '.join(missing)}, not installed here; "
+            "pip install 'hf_specdec[llama-cpp]'"
+        )
+
+
+def llama_cpp_refusal(settings: Settings, pair: LoadedPair) -> str | None:
+    """Why llama.cpp can't take part though it was asked for, in a sentence; None where it can."""
+    if not set(settings.engines) & set(LLAMA_CPP_ENGINES):
+        return None
+    from hf_specdec.bench.models.gguf_export import export_refusal
+
+    if settings.sampling:
+        return "llama.cpp is left out: it is compared in greedy decoding only."
+    if any(model.device.type != "cpu" for model in pair.models):
+        return "llama.cpp is left out: it is compared on a CPU only."
+    return next((refusal for model in pair.models if (refusal := export_refusal(model))), None)
+
+
+def llama_cpp_methods(pair: LoadedPair, engine: str, lookaheads: Sequence[int]) -> list[Method]:
+    """Plain decoding (`role` plain), and speculative decoding at each lookahead (`role` fixed).
+
+    The models are written and read here, so that no call's time has that in it.
+    """
+    loaded = _Pair(pair, LLAMA_CPP_ENGINES[engine])
+    plain = Method(
+        f"none {engine}",
+        f"plain, {engine}",
+        KIND,
+        engine,
+        same_engine=f"none {engine}",
+        facts={"role": "plain"},
+        generate=lambda _: partial(loaded.generate, None),
+    )
+    return [plain, *(_drafting(plain, loaded, pair, tokens) for tokens in lookaheads)]
+
+
+def _drafting(plain: Method, loaded: _Pair, pair: LoadedPair, lookahead: int) -> Method:
+    title = f"speculative, γ = {lookahead}, {plain.engine}"
+    return replace(
+        plain,
+        name=title,
+        title=title,
+        lookahead=lookahead,
+        longest=lookahead,
+        draft=pair.draft,
+        draft_name=pair.draft_name,
+        facts={"role": "fixed"},
+        generate=lambda _: partial(loaded.generate, lookahead),
+        read_rounds=loaded.read_rounds,
+    )
+
+
+def _loaded(model: PreTrainedModel, weights: str) -> Rows:
+    from hf_specdec.bench.models.gguf_export import write_gguf
+    from hf_specdec.bench.running.llama_cpp import Rows
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(model, path, weights)
+        # What is mapped stays readable after its name is gone.
+        return Rows(path, weights, torch.get_num_threads())

@@ -1,0 +1,32 @@
+"""llama.cpp asked for where it is not installed, or where no row of it exists: one clear line before any work."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.tasks.engines import run_engines
+from scripts import assisted_generation
+
+
+@pytest.mark.parametrize("missing", ["llama_cpp", "gguf"])
+def test_a_missing_package_is_named_with_the_extra(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else name)
+    settings = Settings(
+        task="engines", model_name="no such model", engines=("eager", "llama.cpp-q8_0"), output_dir=tmp_path
+    )
+    with pytest.raises(
+        BenchError, match=rf"'llama.cpp-q8_0' needs {missing}, .* pip install 'hf_specdec\[llama-cpp\]'"
+    ):
+        run_engines(settings)
+
+
+def test_growth_takes_engines_of_ours_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        assisted_generation.main(["--task", "growth", "--engines", "eager", "llama.cpp-f32"])
+    assert "--engines: llama.cpp-f32 is for --task engines" in capsys.readouterr().err
