@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from helpers.tiny_pair import save_pair
 
 from hf_specdec.bench.reports.tables import growth as growth_tables
 from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.storage.results import load
 from hf_specdec.bench.tasks import growth
 
 
@@ -23,20 +23,24 @@ def made_up(memory: list[int], graphs: list[int]) -> dict[str, Any]:
     return {"methods": [{"name": "x", "title": "x"}], "samples": samples}
 
 
-def last_row(memory: list[int], graphs: list[int]) -> list[str]:
-    return [cell.strip() for cell in growth_tables.growth_table(made_up(memory, graphs)).splitlines()[-1].split("|")]
+def growth_of(memory: list[int], graphs: list[int]) -> tuple[str, str, str]:
+    """Calls between which growth is counted, growth of the resident memory, and of the compiled graphs."""
+    header, _, row = growth_tables.growth_table(made_up(memory, graphs)).splitlines()
+    cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in (header, row))
+    shown = dict(zip(*cells, strict=True))
+    return shown["Calls"], shown["Resident (MiB)"], shown["Compiled graphs"]
 
 
 def test_what_happens_before_things_settle_is_forgiven() -> None:
-    assert last_row([400, 500] + [500] * 6, [1, 3] + [3] * 6)[2:6] == ["200 to 800", "+0.0", "+0.0", "+0"]
+    assert growth_of([400, 500] + [500] * 6, [1, 3] + [3] * 6) == ("200 to 800", "+0.0", "+0")
 
 
 def test_a_leak_is_seen() -> None:
-    assert last_row([400 + 2 * number for number in range(8)], [3] * 8)[3:6] == ["+12.0", "+0.0", "+0"]
+    assert growth_of([400 + 2 * number for number in range(8)], [3] * 8) == ("200 to 800", "+12.0", "+0")
 
 
 def test_a_new_graph_is_seen() -> None:
-    assert last_row([400] * 8, [3] * 7 + [4])[5] == "+1"
+    assert growth_of([400] * 8, [3] * 7 + [4]) == ("200 to 800", "+0.0", "+1")
 
 
 def test_compiled_graphs_are_counted() -> None:
@@ -57,8 +61,8 @@ def test_the_task_from_end_to_end(tmp_path: Path) -> None:
         prompt_lengths=(20, 30), max_new_tokens=4, calls=30, output_dir=tmp_path,
     )  # fmt: skip
     growth.run_growth(settings)
-    result = json.loads((tmp_path / "growth-greedy.json").read_text())
+    result = load(tmp_path / "growth-target-draft-greedy.json.gz")
     numbers = [item["calls"] for item in result["samples"]]
     assert (numbers[0], numbers[-1], len(numbers)) == (1, 30, growth.SAMPLES)
     assert all(item["resident_bytes"] > 2**20 for item in result["samples"])
-    assert (tmp_path / "growth-greedy.md").read_text() == growth_tables.render(result)
+    assert (tmp_path / "growth-target-draft-greedy.md").read_text() == growth_tables.render(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,23 @@ import torch
 from helpers.tiny_pair import VOCABULARY, save_pair
 
 from hf_specdec import embedded
+from hf_specdec.bench.figures.rounds import acceptance_rate
 from hf_specdec.bench.inputs.prompts import benchmark_prompts, decode_prompts
 from hf_specdec.bench.models.known_pairs import KNOWN_PAIRS, default_draft, full_name
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
-from hf_specdec.bench.running.methods import (
+from hf_specdec.bench.running.contestants import of_benchmark
+from hf_specdec.bench.running.methods import chosen_keywords, fixed_lookahead, lookahead, ours, plain
+from hf_specdec.bench.running.timed_call import TimingStreamer, timed_call
+from hf_specdec.bench.running.transformers_methods import (
+    SCHEDULES,
+    assisted,
     assisted_refusal,
-    lookahead,
-    methods_for,
-    plain,
-    strategy,
-    transformers_assisted,
+    can_ensemble,
+    ensemble,
+    prompt_lookup,
 )
-from hf_specdec.bench.running.timed_call import TimingStreamer, interleaved, run_once
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.tasks.interleaving import batches_of, in_turn
 
 
 def settings_for(folder: Path, encoder_decoder: bool = False) -> Settings:
@@ -82,23 +87,22 @@ def test_every_method_counts_the_same_tokens(
 ) -> None:
     for asked, loaded in ((settings, pair), t5):
         (prompt,) = benchmark_prompts(loaded, (40,), 1, asked.max_new_tokens)
-        runs = {method.name: run_once(loaded, method, prompt, asked) for method in methods_for(asked, loaded)}
-        assert set(runs) == {"plain", "speculative", "assisted"}
-        for run in runs.values():
-            assert run.tokens == runs["plain"].tokens
-            assert sum(count for _, count in run.puts) == len(run.tokens)
-            assert all(0 < at <= run.seconds for at, _ in run.puts)
-            if run.rounds is not None:
-                assert sum(item["new_tokens"] for item in run.rounds) == len(run.tokens)
+        calls = {method.name: timed_call(loaded, method, [prompt], asked) for method in of_benchmark(asked, loaded)}
+        assert list(calls) == ["plain", "none eager", "assisted", "speculative"]
+        for call in calls.values():
+            assert call.tokens == calls["plain"].tokens
+            assert 0 < call.first_seconds <= call.seconds
+            if call.rounds is not None:
+                assert sum(new for (new,) in call.rounds.new_tokens) == len(call.tokens[0])
 
 
 def test_bild_runs_with_its_thresholds(settings: Settings, pair: LoadedPair) -> None:
-    method = strategy(Settings(**vars(settings) | {"generation_strategy": "bild", "fallback_threshold": 0.0}), pair)
+    method = ours("bild", chosen_keywords(replace(settings, fallback_threshold=0.0), pair), pair)
     (prompt,) = benchmark_prompts(pair, (40,), 1, settings.max_new_tokens)
-    run = run_once(pair, method, prompt, settings)
+    call = timed_call(pair, method, [prompt], settings)
     assert method.name == "bild" and "fallback 0, rollback 3" in method.title
     # Fallback 0 never falls back, so only the end of the output shortens a draft.
-    assert run.rounds is not None and run.rounds[0]["drafted"] == 4
+    assert call.rounds is not None and call.rounds.drafted[0] == [4]
 
 
 def test_assisted_baseline_is_constant_and_leaves_the_draft_as_it_was(settings: Settings, pair: LoadedPair) -> None:
@@ -106,15 +110,15 @@ def test_assisted_baseline_is_constant_and_leaves_the_draft_as_it_was(settings: 
     before = pair.draft.generation_config
     (prompt,) = benchmark_prompts(pair, (40,), 1, 30)
     longer = Settings(**vars(settings) | {"max_new_tokens": 30})
-    run = run_once(pair, transformers_assisted(longer, pair), prompt, longer)
+    call = timed_call(pair, assisted(longer, pair), [prompt], longer)
     assert pair.draft.generation_config is before and "generate" not in vars(pair.draft)
     assert before.num_assistant_tokens is None
-    assert run.rounds is not None
+    assert call.rounds is not None
     left = 30
-    for item in run.rounds:
+    for (drafted,), (new,) in zip(call.rounds.drafted, call.rounds.new_tokens, strict=True):
         # The whole lookahead, unless the end is nearer; a draft may stop at EOS, which does not occur here.
-        assert item["drafted"] == min(4, left - 1)
-        left -= item["new_tokens"]
+        assert drafted == min(4, left - 1)
+        left -= new
     assert left == 0
 
 
@@ -123,19 +127,18 @@ def test_an_accepted_eos_counts_as_accepted_in_transformers_loop_as_in_ours(sett
     assert pair.draft is not None
     (prompt,) = benchmark_prompts(pair, (40,), 1, 30)
     longer = Settings(**vars(settings) | {"max_new_tokens": 30})
-    tokens = run_once(pair, plain(), prompt, longer).tokens
+    (tokens,) = timed_call(pair, plain(), [prompt], longer).tokens
     agreed = 0
     # Whichever token ends the text: where the target reaches it in a draft, it was accepted.
     for eos in sorted(set(tokens)):
         for model in pair.models:
             model.generation_config.eos_token_id = eos
-        ours, theirs = (
-            run_once(pair, method(longer, pair), prompt, longer).rounds for method in (strategy, transformers_assisted)
-        )
-        assert ours is not None and theirs is not None
+        methods = ours("speculative", chosen_keywords(longer, pair), pair), assisted(longer, pair)
+        mine, theirs = (timed_call(pair, method, [prompt], longer).rounds for method in methods)
+        assert mine is not None and theirs is not None
         for name in ("drafted", "accepted", "new_tokens", "overlap"):
-            assert [item[name] for item in ours] == [item[name] for item in theirs]
-        agreed += ours[-1]["accepted"] == ours[-1]["new_tokens"]
+            assert getattr(mine, name) == getattr(theirs, name)
+        agreed += mine.accepted[-1] == mine.new_tokens[-1]
     assert agreed > 0, "the case in question occurred"
 
 
@@ -146,15 +149,15 @@ def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:
     pair.draft.resize_token_embeddings(VOCABULARY + 8)
     head = pair.draft.get_output_embeddings()
     (prompt,) = benchmark_prompts(pair, (40,), 1, asked.max_new_tokens)
-    greedy = methods_for(asked, pair)
-    assert [method.name for method in greedy] == ["plain", "speculative", "assisted"]
-    runs = [run_once(pair, method, prompt, asked) for method in greedy]
-    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+    greedy = of_benchmark(asked, pair)
+    assert [method.name for method in greedy] == ["plain", "none eager", "assisted", "speculative"]
+    calls = [timed_call(pair, method, [prompt], asked) for method in greedy]
+    assert all(call.tokens == calls[0].tokens for call in calls) and not can_ensemble(pair)
     # In sampling transformers would replace the head of the draft, which ours needs next.
     drawn = Settings(**vars(asked) | {"do_sample": True})
-    assert [method.name for method in methods_for(drawn, pair)] == ["plain", "speculative"]
+    assert [method.name for method in of_benchmark(drawn, pair)] == ["plain", "none eager", "speculative"]
     assert "left out" in (assisted_refusal(drawn, pair) or "")
-    run_once(pair, methods_for(drawn, pair)[1], prompt, drawn)
+    timed_call(pair, of_benchmark(drawn, pair)[-1], [prompt], drawn)
     assert pair.draft.get_output_embeddings() is head
 
 
@@ -162,26 +165,111 @@ def test_lookahead_defaults(settings: Settings, pair: LoadedPair, t5: tuple[Sett
     assert lookahead(settings, pair) == 4
     assert lookahead(*t5) == 7
     assert lookahead(Settings(num_assistant_tokens=2), t5[1]) == 2
+    auto = Settings(num_assistant_tokens="auto")
+    assert (lookahead(auto, t5[1]), fixed_lookahead(auto, t5[1])) == ("auto", 7)
+    assert lookahead(Settings(drafter="lookup"), pair) == 10
 
 
 def test_sampling_depends_on_seed_and_example_only(settings: Settings, pair: LoadedPair) -> None:
     drawn = Settings(**vars(settings) | {"do_sample": True, "max_new_tokens": 12})
     first, second = benchmark_prompts(pair, (40,), 2, 12)
-    runs = [run_once(pair, plain(), prompt, drawn).tokens for prompt in (first, second, first)]
+    runs = [timed_call(pair, plain(), [prompt], drawn).tokens for prompt in (first, second, first)]
     assert runs[0] == runs[2]
     other = Settings(**vars(drawn) | {"seed": 7})
-    assert run_once(pair, plain(), first, other).tokens != runs[0]
+    assert timed_call(pair, plain(), [first], other).tokens != runs[0]
 
 
 def test_methods_take_turns(settings: Settings, pair: LoadedPair) -> None:
-    prompts, methods = benchmark_prompts(pair, (40,), 3, 7), methods_for(settings, pair)
-    order = list(interleaved(prompts, methods, repeats=2))
-    assert len(order) == 18
-    for start in range(0, 18, 3):
-        block = order[start : start + 3]
-        assert len({(repeat, prompt.index) for repeat, prompt, _ in block}) == 1
-        assert {method.name for *_, method in block} == {"plain", "speculative", "assisted"}
-    assert set(Counter(method.name for *_, method in order[::3]).values()) == {2}
+    asked = replace(settings, prompt_lengths=(40,))
+    prompts, methods = benchmark_prompts(pair, (40,), 4, 7), of_benchmark(settings, pair)
+    turns = list(in_turn(methods, batches_of(prompts, asked, 4), repeats=2))
+    assert [(repeat, batch[0].index) for repeat, batch, _ in turns] == [(r, i) for r in (0, 1) for i in range(4)]
+    for _, _, turn in turns:
+        assert {method.name for method in turn} == {"plain", "none eager", "assisted", "speculative"}
+    assert set(Counter(turn[0].name for *_, turn in turns).values()) == {2}
+
+
+def test_batches_hold_about_as_many_rows_at_every_size(settings: Settings, pair: LoadedPair) -> None:
+    prompts = benchmark_prompts(pair, (30, 40), 6, 7)
+    asked = replace(settings, prompt_lengths=(30, 40), batch_sizes=(1, 4, 6))
+    sizes = [[len(batch) for batch in group] for group in batches_of(prompts, asked, 6)]
+    assert sizes == 2 * [[1] * 6, [4], [6]]
+    turns = in_turn(of_benchmark(settings, pair), batches_of(prompts, asked, 6)[1:2], repeats=1)
+    assert [{method.name for method in turn} for *_, turn in turns] == [{"plain", "none eager", "speculative"}]
+
+
+def test_a_batch_of_uneven_prompts_decodes_what_each_prompt_does_alone(
+    settings: Settings, pair: LoadedPair, t5: tuple[Settings, LoadedPair]
+) -> None:
+    for asked, loaded in ((replace(settings, max_new_tokens=20), pair), t5):
+        prompts = [*benchmark_prompts(loaded, (33,), 1, 20), *benchmark_prompts(loaded, (47,), 1, 20)]
+        for method in of_benchmark(replace(asked, batch_sizes=(2,)), loaded):
+            batch = timed_call(loaded, method, prompts, asked)
+            alone = [timed_call(loaded, method, [prompt], asked).tokens[0] for prompt in prompts]
+            assert batch.tokens == alone, method.name
+            if batch.rounds is not None:
+                new = [sum(row) for row in zip(*batch.rounds.new_tokens, strict=True)]
+                assert new == [len(row) for row in alone]
+
+
+def test_padding_behind_an_eos_is_no_token(settings: Settings) -> None:
+    pair = load_pair(settings)
+    asked = replace(settings, max_new_tokens=12)
+    prompts = benchmark_prompts(pair, (30,), 3, 12)
+    alone = [timed_call(pair, plain(), [prompt], asked).tokens[0] for prompt in prompts]
+    ends = next(token for token in alone[0][1:-1] if token not in alone[1])
+    for model in pair.models:
+        model.generation_config.eos_token_id = ends
+    short = timed_call(pair, plain(), prompts[:2], asked).tokens
+    assert short == [alone[0][: alone[0].index(ends) + 1], alone[1]] and len(short[0]) < len(short[1])
+    # Endless texts go on, and EOS is put back.
+    endless = timed_call(pair, plain(), prompts[:2], replace(asked, task="engines")).tokens
+    assert endless == alone[:2]
+    assert all(model.generation_config.eos_token_id == ends for model in pair.models)
+
+
+def test_endless_repeats_draw_anew_and_others_the_same(settings: Settings, pair: LoadedPair) -> None:
+    drawn = replace(settings, do_sample=True, max_new_tokens=12)
+    (prompt,) = benchmark_prompts(pair, (40,), 1, 12)
+    for task, same in (("benchmark", True), ("engines", False)):
+        asked = replace(drawn, task=task)
+        texts = [timed_call(pair, plain(), [prompt], asked, repeat=repeat).tokens for repeat in (0, 1)]
+        assert (texts[0] == texts[1]) == same
+
+
+def test_every_way_of_transformers_reaches_its_setting(settings: Settings, pair: LoadedPair) -> None:
+    asked = replace(settings, max_new_tokens=30)
+    (prompt,) = benchmark_prompts(pair, (40,), 1, 30)
+    reference = timed_call(pair, plain(), [prompt], asked).tokens
+    longest = {}
+    for schedule in SCHEDULES:
+        call = timed_call(pair, assisted(asked, pair, schedule), [prompt], asked)
+        assert call.tokens == reference and call.rounds is not None
+        longest[schedule.words] = max(drafted for (drafted,) in call.rounds.drafted)
+    assert [longest[f"constant {tokens}"] for tokens in (2, 4, 6, 8)] == [2, 4, 6, 8]
+    # A random draft is never sure, so that a higher bar ends its drafts sooner, behind a first token.
+    assert longest["confidence 0.6"] <= longest["confidence 0.2"] and longest["confidence 0.6"] < 20
+    assert longest["heuristic from 5"] != longest["constant 4"]
+    found = timed_call(pair, prompt_lookup(asked), [prompt], asked)
+    assert found.tokens == reference and found.rounds is not None and not any(found.rounds.draft_steps)
+    # With hardly any weight on the target, what the draft says goes.
+    lossy = [timed_call(pair, ensemble(asked, pair, weight), [prompt], asked) for weight in (0.99, 0.01)]
+    rates = [acceptance_rate([call]) for call in lossy]
+    assert rates[0] is not None and rates[1] is not None and rates[0] < rates[1] == 1.0
+    assert lossy[1].tokens != reference and lossy[1].rounds is not None and lossy[1].rounds.overlap is None
+
+
+def test_titles_say_what_is_special(settings: Settings, pair: LoadedPair) -> None:
+    keywords = {"num_assistant_tokens": "auto", "entropy_threshold": 0.5, "compile": True, "drafter": "hybrid"}
+    method = ours("speculative", keywords | {"verification": "block", "fallback_threshold": 0.1}, pair)
+    assert method.title == "speculative decoding, auto, drafter hybrid, block, entropy stop 0.5, compiled"
+    assert (method.engine, method.same_engine, method.longest) == ("compiled", "none compiled", 16)
+    assert "fallback_threshold" not in method.keywords, "speculative decoding has none"
+    assert method.describe()["draft"] == pair.draft_name
+    lookup = ours("speculative", {"drafter": "lookup", "num_assistant_tokens": 5}, pair)
+    assert (lookup.draft, lookup.options) == (
+        None, {"generation_strategy": "speculative", "num_assistant_tokens": 5, "drafter": "lookup"},
+    )  # fmt: skip
 
 
 def test_streamer_notes_puts_after_the_prompt_and_passes_all_on() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from helpers.tiny_pair import save_pair
 
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.storage.results import load
 from hf_specdec.bench.tasks import task_table
 from hf_specdec.bench.tasks.subtasks import run_subtasks
 
@@ -22,16 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def outcome(path: Path) -> dict[str, Any]:
     """What may not depend on who measured it: tokens, acceptance and prompts."""
-    result = json.loads(path.read_text())
-    runs = {
-        f"{run['repeat']}/{run['prompt']}/{run['method']}": (
-            run["tokens"],
-            run["text"],
-            [[item[key] for key in ("drafted", "accepted", "overlap")] for item in run["rounds"] or ()],
-        )
-        for run in result["runs"]
+    result = load(path)
+    calls = {
+        (call.repeat, call.prompts, call.method): (call.tokens, call.texts, call.rounds) for call in result["calls"]
     }
-    return json.loads(json.dumps({"runs": runs} | {key: result[key] for key in ("prompts", "quality", "methods")}))
+    return {"calls": calls} | {key: result[key] for key in ("prompts", "quality", "methods")}
 
 
 def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
@@ -54,13 +49,14 @@ def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Overall Result: AS: ") == 4, "only one process speaks"
-    name = "subtasks-sampling.json"
+    assert done.stdout.count("Overall Result: AS: ") == 5, "only one process speaks"
+    stem = "subtasks-target-draft-embedded-sampling"
+    name, table = f"{stem}.json.gz", f"{stem}.md"
     assert outcome(tmp_path / "two" / name) == outcome(tmp_path / "one" / name)
-    assert json.loads((tmp_path / "two" / name).read_text())["processes"] == 2
-    assert "in each of 2 processes" in (tmp_path / "two" / name).with_suffix(".md").read_text()
-    assert "in each of" not in (tmp_path / "one" / name).with_suffix(".md").read_text()
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [name, "subtasks-sampling.md"]
+    assert load(tmp_path / "two" / name)["processes"] == 2
+    assert "in each of 2 processes" in (tmp_path / "two" / table).read_text()
+    assert "in each of" not in (tmp_path / "one" / table).read_text()
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [name, table]
 
 
 def test_shares_are_disjoint_and_complete() -> None:

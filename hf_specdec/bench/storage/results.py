@@ -84,7 +84,7 @@ def stem(settings: Settings) -> str:
     if settings.split is not None:
         parts.append(settings.split)
     parts.append("sampling" if settings.sampling else "greedy")
-    return "-".join(re.sub(r"[^A-Za-z0-9._]+", "_", part.rstrip("/").rsplit("/", 1)[-1]) for part in parts)
+    return "-".join(re.sub(r"[^A-Za-z0-9._-]+", "_", part.rstrip("/").rsplit("/", 1)[-1]) for part in parts)
 
 
 def save(result: Mapping[str, Any], settings: Settings) -> tuple[Path, Path]:

@@ -1,0 +1,88 @@
+"""Warm-up: it goes on until times have settled, is bounded, and calls in which something was prepared don't count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.made_up_results import plain_call
+
+from hf_specdec.bench.inputs.prompts import Prompt, benchmark_prompts
+from hf_specdec.bench.models.loading import load_pair
+from hf_specdec.bench.running import warming
+from hf_specdec.bench.running.methods import ours, plain
+from hf_specdec.bench.settings import BenchError, Settings
+
+PROMPTS = [Prompt(0, "qa", (1, 2, 3))]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Calls take the given times, and prepare something where that is given."""
+    state = SimpleNamespace(now=0.0, seconds=iter(()), prepared=iter(()), made=0)
+
+    def called(*args: Any, **place: Any) -> Any:
+        state.now += next(state.seconds)
+        state.made += next(state.prepared, 0)
+        return plain_call()
+
+    monkeypatch.setattr(warming, "timed_call", called)
+    monkeypatch.setattr(warming, "prepared_so_far", lambda pair: (state.made,))
+    monkeypatch.setattr(warming, "time", SimpleNamespace(perf_counter=lambda: state.now))
+    return state
+
+
+def warmed(clock: SimpleNamespace, seconds: Iterator[float], prepared: Sequence[int] = ()) -> warming.ColdStart:
+    clock.seconds, clock.prepared = seconds, iter(prepared)
+    return warming.warm_up(SimpleNamespace(), plain(), PROMPTS, Settings())  # type: ignore[arg-type]
+
+
+def test_two_calls_in_a_row_have_to_agree(clock: SimpleNamespace) -> None:
+    cold = warmed(clock, iter([9.0, 4.0, 1.0, 1.06, 1.02, 1.0]))
+    assert cold.seconds == pytest.approx([9.0, 4.0, 1.0, 1.06, 1.02]) and cold.settled
+    assert (cold.method, cold.batch, cold.length) == ("plain", 1, 3)
+
+
+def test_agreement_does_not_count_while_passes_are_still_recorded(clock: SimpleNamespace) -> None:
+    cold = warmed(clock, iter([1.0] * 9), [1, 1, 0, 1, 0])
+    assert len(cold.seconds) == 3 and cold.settled
+    cold = warmed(clock, iter([1.0] * 9), [1, 1, 1, 1, 0])
+    assert len(cold.seconds) == 5
+
+
+def test_the_bound_is_said(clock: SimpleNamespace) -> None:
+    cold = warmed(clock, (2.0 + number % 2 for number in count()))
+    assert len(cold.seconds) == warming.MOST_WARM_UPS and not cold.settled
+
+
+def test_calls_in_which_something_was_prepared_are_made_again(clock: SimpleNamespace) -> None:
+    clock.seconds, clock.prepared = iter([1.0] * 9), iter([1, 1, 0])
+    assert warming.warm_call(SimpleNamespace(), plain(), PROMPTS, Settings()).again == 2  # type: ignore[arg-type]
+    clock.prepared = iter([1] * 9)
+    call = warming.warm_call(SimpleNamespace(), plain(), PROMPTS, Settings())  # type: ignore[arg-type]
+    assert call.again == warming.MOST_AGAIN
+
+
+def test_recordings_are_counted(saved_pair: tuple[Path, Path]) -> None:
+    target, draft = map(str, saved_pair)
+    settings = Settings(model_name=target, assistant_model=draft, assisted_generation=True, max_new_tokens=12)
+    pair = load_pair(settings)
+    (prompt,) = benchmark_prompts(pair, (30,), 1, 12)
+    before = warming.prepared_so_far(pair)
+    warming.warm_up(pair, plain(), [prompt], settings)
+    assert warming.prepared_so_far(pair) == before, "plain generate() records nothing"
+    warming.warm_up(pair, ours("speculative", {"num_assistant_tokens": 2}, pair), [prompt], settings)
+    assert sum(warming.prepared_so_far(pair)) > sum(before)
+
+
+def test_refusals_are_said_in_one_line(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> Any:
+        raise ValueError("model: can't\n be done")
+
+    monkeypatch.setattr(warming, "timed_call", refused)
+    with pytest.raises(BenchError, match=r"^model: can't be done$"):
+        warmed(clock, iter([]))
