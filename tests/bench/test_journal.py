@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import sqlite3
 import subprocess
 import sys
 import time
@@ -15,130 +16,106 @@ from typing import Any
 import pytest
 from helpers.script import SCRIPT, load_script
 
-from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage.journal import Journal, discard, parts
-from hf_specdec.bench.storage.results import stem
-from hf_specdec.bench.tasks.decode import run_decode
+from hf_specdec.bench.running.timed_call import Call
+from hf_specdec.bench.settings import BenchError
+from hf_specdec.bench.storage import results
+from hf_specdec.bench.storage.journal import Journal, discard
 
 ARGUMENTS = {"max_new_tokens": 8, "draft_models": ("a", "b")}
 
 
-def opened(folder: Path, arguments: dict[str, Any] = ARGUMENTS, rank: int = 0) -> Journal:
-    journal = Journal(folder, "run", arguments, rank)
+def opened(folder: Path, arguments: dict[str, Any] = ARGUMENTS) -> Journal:
+    journal = Journal(folder, "run", arguments)
     journal.begin(environment={})
     return journal
+
+
+def numbers(journal: Journal) -> list[int]:
+    return [record["number"] for record in journal.records]
 
 
 def test_a_start_that_measured_nothing_binds_nobody(tmp_path: Path) -> None:
     opened(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    opened(tmp_path, ARGUMENTS | {"max_new_tokens": 9}).append({"kind": "x"})
+    opened(tmp_path, ARGUMENTS | {"max_new_tokens": 9}).append({"number": 0})
 
 
-def test_records_come_back_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
+def test_records_come_back_and_one_that_is_half_written_does_not(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    assert not journal.resumed
     for number in range(3):
-        journal.append({"kind": "x", "number": number})
-    journal.close()
-    with open(journal.path, "ab") as file:
-        file.write(b'{"kind": "x", "num')
+        journal.append({"number": number})
+    assert journal._file is not None
+    journal._file.execute("INSERT INTO records (record) VALUES ('{\"number\": 3}')")
+    journal._file.close()
     again = opened(tmp_path)
-    assert again.resumed and [record["number"] for record in again.records] == [0, 1, 2]
-    again.append({"kind": "x", "number": 3})
-    lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["header", "x", "x", "x", "x"]
+    assert numbers(again) == [0, 1, 2]
+    again.append({"number": 3})
+    assert numbers(opened(tmp_path)) == [0, 1, 2, 3]
+
+
+def test_the_header_is_that_of_the_start_which_measured_first(tmp_path: Path) -> None:
+    for place in ("here", "there"):
+        journal = Journal(tmp_path, "run", ARGUMENTS)
+        journal.begin(environment=place)
+        journal.append({"number": 0})
+    assert Journal(tmp_path, "run", ARGUMENTS).header["environment"] == "here"
 
 
 def test_any_process_continues_what_others_began(tmp_path: Path) -> None:
-    journals = [opened(tmp_path, rank=rank) for rank in (0, 1, 5)]
+    journals = [opened(tmp_path) for _ in range(3)]
     for journal, number in zip(journals[:2], (0, 1), strict=True):
-        journal.append({"kind": "x", "number": number})
-    assert [record["number"] for record in Journal(tmp_path, "run", ARGUMENTS).records] == [0, 1]
-    assert len(parts(tmp_path, "run")) == 2
+        journal.append({"number": number})
+    assert numbers(opened(tmp_path)) == [0, 1]
+    for journal in journals:
+        journal.close()
     discard(tmp_path, "run")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_line_is_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+def test_each_record_is_written_through(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.append({"kind": "x"})
-    # The header comes with the first record.
-    assert synced[-1] == journal.path.stat().st_size and len(synced) == 2
+    for number in range(2):
+        journal.append({"number": number})
+        assert numbers(opened(tmp_path)) == list(range(number + 1))
+    assert journal._file is not None
+    ((synchronous,),) = journal._file.execute("PRAGMA synchronous")
+    assert synchronous >= 2, "FULL: a record is on the disk before work goes on"
 
 
 def test_other_arguments_are_refused_by_name(tmp_path: Path) -> None:
-    opened(tmp_path).append({"kind": "x"})
+    opened(tmp_path).append({"number": 0})
     with pytest.raises(BenchError, match="max_new_tokens=8, which is now 9; give the same arguments"):
-        Journal(tmp_path, "run", ARGUMENTS | {"max_new_tokens": 9})
+        opened(tmp_path, ARGUMENTS | {"max_new_tokens": 9})
 
 
-def test_a_damaged_or_unreadable_journal_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = opened(tmp_path)
-    journal.append({"kind": "x"})
-    path = journal.path
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-        with pytest.raises(BenchError, match=r"can't be read \(Permission denied\); make it readable"):
-            Journal(tmp_path, "run", ARGUMENTS)
-    path.write_text(path.read_text() + "not JSON\n")
-    with pytest.raises(BenchError, match=r"line 3 of .* is damaged; delete that file"):
-        Journal(tmp_path, "run", ARGUMENTS)
+def test_a_damaged_or_unreadable_journal_is_named(tmp_path: Path) -> None:
+    path = opened(tmp_path).path
+    path.write_text("not a database, though long enough to be taken for one\n" * 100)
+    with pytest.raises(BenchError, match=r"run\.journal\.sqlite' is damaged \(.*\); delete that file"):
+        opened(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(BenchError, match=r"run\.journal\.sqlite' can't be read or written \(.*\); .* make it writable"):
+        opened(tmp_path)
 
 
 def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.append({"kind": "x", "number": 0})
-    file = journal._file
-
-    class Full:
-        """Takes a part of the line and then nothing, as a disk does when it is full."""
-
-        def write(self, line: bytes) -> int:
-            assert file is not None
-            file.write(line[:5])
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    journal._file = Full()  # type: ignore[assignment]
-    with pytest.raises(BenchError, match=r"No space left on device\); what was measured before is kept"):
-        journal.append({"kind": "x", "number": 1})
-    assert [record["number"] for record in opened(tmp_path).records] == [0]
-
-
-def test_a_disk_too_full_for_the_result_loses_nothing(
-    saved_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft = map(str, saved_pair)
-    asked_for = Settings(
-        task="decode", model_name=target, assistant_model=draft, assisted_generation=True, max_new_tokens=8,
-        repeats=2, do_sample=True, prompts=("One", "Two"), output_dir=tmp_path,
-    )  # fmt: skip
-    written = tmp_path / f"{stem(asked_for)}.json"
-    written.write_text("an earlier result")
-
-    def full(self: Path, text: str, encoding: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
-        with pytest.raises(BenchError, match=r"writing to .* failed \(No space left on device\); give a folder") as end:
-            run_decode(asked_for)
-    assert "\n" not in str(end.value) and written.read_text() == "an earlier result"
-    (journal,) = parts(tmp_path, stem(asked_for))
-    seconds = [json.loads(line).get("seconds") for line in journal.read_text().splitlines()][1:]
-    run_decode(asked_for)
-    assert [run["seconds"] for run in json.loads(written.read_text())["runs"]] == seconds and len(seconds) == 4
+    journal.append({"number": 0})
+    assert journal._file is not None
+    # Not a page more.
+    journal._file.execute("PRAGMA max_page_count = 1")
+    with pytest.raises(BenchError, match=r"disk is full\); what was measured before is kept"):
+        journal.append({"number": 1, "long": "x" * 100_000})
+    assert numbers(journal) == numbers(opened(tmp_path)) == [0]
 
 
 # Each draws its tokens, and is long enough to be killed several times.
 LINES = {
-    "subtasks": "--task subtasks --limit 1 --repeats 2",
+    "subtasks": "--task subtasks --limit 1 --repeats 1",
     "benchmark": "--task benchmark --prompt_lengths 20 30 --repeats 2",
-    "decode": "--task decode --repeats 4",
+    "decode": "--task decode --repeats 3",
 }
-STEMS = {"subtasks": "subtasks-sampling"} | {task: f"{task}-speculative-sampling" for task in ("benchmark", "decode")}
 
 
 def arguments(task: str, pair: tuple[Path, Path], folder: Path) -> list[str]:
@@ -152,12 +129,12 @@ def arguments(task: str, pair: tuple[Path, Path], folder: Path) -> list[str]:
 def run(task: str, pair: tuple[Path, Path], folder: Path) -> dict[str, Any]:
     """Runs a task to its end, in this process; returns the result."""
     assert load_script().main(arguments(task, pair, folder)) == 0
-    result: dict[str, Any] = json.loads((folder / f"{STEMS[task]}.json").read_text())
-    return result
+    (path,) = folder.glob(f"*{results.SUFFIX}")
+    return results.load(path)
 
 
 def kill_after(records: int, delay: float, task: str, pair: tuple[Path, Path], folder: Path) -> None:
-    """Starts a task as a user does, and kills it `delay` seconds after its journal has so many lines."""
+    """Starts a task as a user does, and kills it `delay` seconds after its journal has so many records."""
     with open(folder.parent / "killed.txt", "a+") as output:
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), *arguments(task, pair, folder)],
@@ -167,8 +144,8 @@ def kill_after(records: int, delay: float, task: str, pair: tuple[Path, Path], f
             env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         )
         try:
-            while process.poll() is None and len(lines_of(task, folder)) < records:
-                time.sleep(0.001)
+            while process.poll() is None and len(kept(folder)) < records:
+                time.sleep(0.002)
             time.sleep(delay)
         finally:
             process.kill()
@@ -177,54 +154,63 @@ def kill_after(records: int, delay: float, task: str, pair: tuple[Path, Path], f
         assert process.returncode < 0, f"ended before it was killed:\n{output.read()}"
 
 
-def lines_of(task: str, folder: Path) -> list[bytes]:
-    """The whole lines of a journal; a torn one is left out."""
-    return [line for path in parts(folder, STEMS[task]) for line in path.read_bytes().split(b"\n")[:-1]]
+def kept(folder: Path) -> list[dict[str, Any]]:
+    """The records in a run's journal."""
+    for path in folder.glob("*.journal.sqlite"):
+        connection = sqlite3.connect(path, timeout=60)
+        try:
+            rows = connection.execute("SELECT record FROM records ORDER BY number").fetchall()
+        except sqlite3.OperationalError:
+            return []  # its tables are being made
+        finally:
+            connection.close()
+        return [json.loads(record) for (record,) in rows]
+    return []
+
+
+def key(call: Call) -> tuple[Any, ...]:
+    return call.method, call.prompts, call.repeat
 
 
 def without_times(result: dict[str, Any]) -> dict[str, Any]:
     """What has to be the same in every run."""
-    result = json.loads(json.dumps(result))
-    for run in result["runs"]:
-        del run["seconds"], run["puts"]
-        for item in run["rounds"] or ():
-            for key in ("draft_seconds", "verify_seconds", "seconds"):
-                del item[key]
-    shapes = {length: counts(forwards) for length, forwards in result["raw_forwards"].items()}
-    kept = ("prompts", "runs", "quality", "methods", "notes")
-    return {key: result[key] for key in kept if key in result} | {"forwards": shapes}
+    calls = {key(call): (call.position, call.tokens, call.texts, call.rounds) for call in result["calls"]}
+    same = ("prompts", "quality", "methods", "notes")
+    return {name: result[name] for name in same} | {"calls": calls, "passes": shape(result["passes"])}
 
 
-def counts(forwards: dict[str, Any]) -> list[int]:
-    """How many times were taken of each kind."""
-    return [len(forwards["draft_step"]), *(len(times) for times in forwards["target"].values())]
+def shape(value: Any) -> Any:
+    """The same data with times replaced by how many there are."""
+    if isinstance(value, dict):
+        return {name: shape(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return len(value) if all(isinstance(item, float) for item in value) else [shape(item) for item in value]
+    return "time" if isinstance(value, float) else value
 
 
 @pytest.mark.parametrize(("task", "kills"), [("subtasks", 2), ("benchmark", 1), ("decode", 1)])
 def test_killed_at_any_point_it_ends_with_the_same_table(
     saved_pair: tuple[Path, Path], tmp_path: Path, task: str, kills: int
 ) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    expected = run(task, saved_pair, whole)
+    broken = tmp_path / "broken"
+    expected = run(task, saved_pair, tmp_path / "whole")
     seed = 14
     print("seed", seed)
     rng = random.Random(seed)
     broken.mkdir()
-    kept = []
     # In the first half, so that a process that this one looks at late is not done yet.
-    for records in sorted(rng.sample(range(2, len(expected["runs"]) // 2), kills)):
+    for records in sorted(rng.sample(range(2, len(expected["calls"]) // 2), kills)):
+        before = kept(broken)
         kill_after(records, rng.random() * 0.01, task, saved_pair, broken)
-        kept.append(len(lines_of(task, broken)))
-        assert kept[-1] >= records
-    assert kept == sorted(kept)
-    before = [json.loads(line) for line in lines_of(task, broken)]
+        assert len(kept(broken)) >= records and kept(broken)[: len(before)] == before
+    before = kept(broken)
     result = run(task, saved_pair, broken)
     assert without_times(result) == without_times(expected)
     # Times of what was measured before the kills are the ones in the result, so nothing was measured twice.
-    seconds = {(r["repeat"], r["prompt"], r["method"]): r["seconds"] for r in result["runs"]}
-    runs = [record for record in before if record["kind"] == "run"]
-    assert runs and all(seconds[r["repeat"], r["prompt"], r["method"]] == r["seconds"] for r in runs)
-    assert parts(broken, STEMS[task]) == []
+    seconds = {key(call): call.seconds for call in result["calls"]}
+    calls = [record for record in before if record["kind"] == "call"]
+    assert calls and all(seconds[r["method"], tuple(r["prompts"]), r["repeat"]] == r["seconds"] for r in calls)
+    assert not list(broken.glob("*.journal.*"))
 
 
 def interrupt_after(
@@ -267,3 +253,27 @@ def test_a_restart_with_other_arguments_is_refused(
     capsys.readouterr()
     assert load_script().main([*arguments("subtasks", saved_pair, tmp_path), "--seed", "1"]) == 1
     assert "seed=0, which is now 1" in capsys.readouterr().err
+
+
+def test_a_disk_too_full_for_the_result_loses_nothing(
+    saved_pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run("decode", saved_pair, tmp_path)
+    (written,) = tmp_path.glob(f"*{results.SUFFIX}")
+    earlier = written.read_bytes()
+    capsys.readouterr()
+
+    def full(self: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        assert load_script().main(arguments("decode", saved_pair, tmp_path)) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "No space left on device); give a folder" in last and written.read_bytes() == earlier
+    seconds = {record["seconds"] for record in kept(tmp_path) if record["kind"] == "call"}
+    assert len(seconds) == 24
+    assert {call.seconds for call in run("decode", saved_pair, tmp_path)["calls"]} == seconds
