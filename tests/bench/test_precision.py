@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import hf_specdec
-from hf_specdec.bench.figures.quality import divergence, first_divergence, next_logits
+from hf_specdec.bench.figures.divergence import divergence, first_divergence, next_logits
 from hf_specdec.bench.models import precision
 from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantized_layers, resolution
 from hf_specdec.bench.settings import BenchError

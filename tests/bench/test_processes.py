@@ -54,7 +54,7 @@ def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
     name, table = f"{stem}.json.gz", f"{stem}.md"
     assert outcome(tmp_path / "two" / name) == outcome(tmp_path / "one" / name)
     assert load(tmp_path / "two" / name)["processes"] == 2
-    assert "in each of 2 processes" in (tmp_path / "two" / table).read_text()
+    assert "in each of 2 parallel processes" in (tmp_path / "two" / table).read_text()
     assert "in each of" not in (tmp_path / "one" / table).read_text()
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [name, table]
 

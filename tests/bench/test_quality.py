@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 import evaluate
 import pytest
 import sacrebleu
 import torch
 from helpers import families
+from helpers.made_up_results import method, plain_call, result_of
 from rouge_score.rouge_scorer import RougeScorer
 
-from hf_specdec.bench.figures import evaluate_metrics
-from hf_specdec.bench.figures.quality import (
-    bleu,
-    divergence,
-    exact_match,
-    first_divergence,
-    next_logits,
-    quality,
-    rouge,
-)
+from hf_specdec.bench.figures import text_metrics
+from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.figures.divergence import divergence, first_divergence, next_logits
+from hf_specdec.bench.figures.quality import MEASURES, difference, exact_match, facts, per_example, scores
+from hf_specdec.bench.figures.tradeoff import no_loss, verdict
 
 PREDICTIONS = ["the cat sat on the mat", "", "Yes.", "the the the the", " a b c d e "]
 REFERENCES = [
@@ -30,6 +28,18 @@ REFERENCES = [
     ["the cat", "a dog", "the bird"],
     ["a b c d e"],
 ]
+
+
+def bleu(predictions: list[str], references: list[list[str]]) -> float:
+    return text_metrics.Bleu().compute(predictions=predictions, references=references)["bleu"]
+
+
+def rouge(predictions: list[str], references: list[list[str]]) -> dict[str, float]:
+    return text_metrics.Rouge().compute(predictions=predictions, references=references)
+
+
+def quality(predictions: list[str], references: list[list[str]]) -> dict[str, float]:
+    return text_metrics.combined().compute(predictions=predictions, references=references)
 
 
 def test_bleu_by_hand() -> None:
@@ -51,7 +61,7 @@ def test_bleu_is_a_corpus_figure_and_takes_several_references() -> None:
 
 def test_bleu_of_texts_below_four_tokens_is_0_and_exact_match_says_more() -> None:
     assert bleu(["yes"], [["yes"]]) == 0
-    assert exact_match(["yes"], [["yes"]]) == 100
+    assert exact_match("yes", ["yes"]) == 100
 
 
 def test_rouge_by_hand() -> None:
@@ -64,8 +74,23 @@ def test_rouge_by_hand() -> None:
 
 
 def test_exact_match_by_hand() -> None:
-    assert exact_match(PREDICTIONS, REFERENCES) == 40
-    assert exact_match(["", "Yes"], [[""], ["yes"]]) == 50
+    assert mean(map(exact_match, PREDICTIONS, REFERENCES)) == 40
+    assert (exact_match("", [""]), exact_match("Yes", ["yes"])) == (100, 0)
+
+
+def test_facts_by_hand() -> None:
+    reference = "According to the text, Edith was born in 1952, lives in Grenford and owns a purple chair."
+    assert facts(reference, [reference]) == 100
+    # One statement of four is wrong; exact match would give nothing.
+    wrong = reference.replace("1952", "1953")
+    assert facts(wrong, [reference]) == 75 and exact_match(wrong, [reference]) == 0
+    # Statements count as wholes: neither a part of a word nor of a number passes for one.
+    assert facts("owns a purple chairs", ["owns a purple chair"]) == 0
+    assert facts("65 - 15 = 501", ["65 - 15 = 50. 50 + 12 = 62."]) == 0
+    assert facts("65 - 15 = 50.", ["65 - 15 = 50. 50 + 12 = 62."]) == 50
+    # The best of several references counts; an empty one is met by silence alone.
+    assert facts("a bird", ["a cat", "a bird"]) == 100
+    assert (facts("", [""]), facts("a", [""])) == (100, 0)
 
 
 def test_scores_are_those_of_the_libraries() -> None:
@@ -80,8 +105,8 @@ def test_scores_are_those_of_the_libraries() -> None:
 
 
 def test_empty_answers_score_0_and_break_nothing() -> None:
-    assert quality([""], [["a b c d e"]]) == dict.fromkeys(("bleu", "rouge1", "rouge2", "rougeL", "exact_match"), 0)
-    assert quality([""], [[""]]) == {"bleu": 0, "rouge1": 0, "rouge2": 0, "rougeL": 0, "exact_match": 100}
+    assert quality([""], [["a b c d e"]]) == dict.fromkeys(MEASURES, 0)
+    assert quality([""], [[""]]) == dict.fromkeys(MEASURES, 0) | {"exact_match": 100, "facts": 100}
 
 
 def test_text_without_spaces_is_compared_by_characters() -> None:
@@ -92,40 +117,82 @@ def test_text_without_spaces_is_compared_by_characters() -> None:
     assert RougeScorer(["rouge1"]).score("東京は雨です", "東京は雨です")["rouge1"].fmeasure == 0, "the control"
 
 
-@pytest.mark.parametrize(
-    ("predictions", "references", "named"),
-    [
-        ([], [], "predictions: empty"),
-        (["a"], [], "references: 0 for 1"),
-        (["a"], [[]], r"references\[0\]: \[\]"),
-        (["a"], ["a"], r"references\[0\]: 'a'"),
-    ],
-)
-def test_what_cannot_be_scored_is_named(predictions: list[str], references: list, named: str) -> None:
-    for score in (quality, bleu, rouge, exact_match):
-        with pytest.raises(ValueError, match=named):
-            score(predictions, references)
+def test_what_cannot_be_scored_is_named() -> None:
+    with pytest.raises(ValueError, match=r"references\[0\]: \[\]"):
+        text_metrics.Facts().compute(predictions=["a"], references=[[]])
 
 
-def test_metrics_of_evaluate_say_the_same() -> None:
+def test_metrics_can_be_combined_and_fed_in_batches() -> None:
     expected = quality(PREDICTIONS, REFERENCES)
-    metric = evaluate_metrics.combined()
-    assert metric.compute(predictions=PREDICTIONS, references=REFERENCES) == expected
+    metric = text_metrics.combined()
     for first, last in ((0, 2), (2, 5)):
         metric.add_batch(predictions=PREDICTIONS[first:last], references=REFERENCES[first:last])
     assert metric.compute() == expected
-    alone = evaluate.combine([evaluate_metrics.Bleu(), evaluate_metrics.ExactMatch()])
+    alone = evaluate.combine([text_metrics.Bleu(), text_metrics.ExactMatch()])
     assert alone.compute(predictions=PREDICTIONS, references=REFERENCES).keys() == {"bleu", "exact_match"}
 
 
 def test_metrics_of_evaluate_take_single_references_and_examples_one_by_one() -> None:
-    for metric in (evaluate_metrics.Bleu(), evaluate_metrics.Rouge(), evaluate_metrics.ExactMatch()):
+    for metric in (text_metrics.Bleu(), text_metrics.Rouge(), text_metrics.ExactMatch(), text_metrics.Facts()):
         assert isinstance(metric, evaluate.Metric)
         expected = metric.compute(predictions=PREDICTIONS, references=[texts[:1] for texts in REFERENCES])
         assert metric.compute(predictions=PREDICTIONS, references=[texts[0] for texts in REFERENCES]) == expected
         for prediction, texts in zip(PREDICTIONS, REFERENCES, strict=True):
             metric.add(prediction=prediction, reference=texts[0])
         assert metric.compute() == expected
+
+
+def judged(answers: dict[str, list[str]], references: list[str]) -> dict[str, Any]:
+    """A result with these answers of each method, in two repeats."""
+    calls = [
+        replace(plain_call(index, repeat, method=name), texts=[text])
+        for name, texts in answers.items()
+        for repeat in (0, 1)
+        for index, text in enumerate(texts)
+    ]
+    result = result_of(calls, [method(name) for name in answers])
+    for prompt, reference in zip(result["prompts"], references, strict=True):
+        prompt |= {"references": [reference], "label": "even" if prompt["index"] % 2 == 0 else "odd"}
+    return result
+
+
+def test_scores_are_those_of_the_metrics_by_method_and_subtask() -> None:
+    references = ["a b c d", "e f g h", "i j", "k l"]
+    answers = {"plain": references, "bild": ["a b c x", "e f g h", "i x", "k l"]}
+    result = judged(answers, references)
+    found = {(entry["method"], entry["subtask"]): entry for entry in scores(result)}
+    assert found.keys() == {(name, label) for name in answers for label in (None, "even", "odd")}
+    for (name, label), entry in found.items():
+        chosen = [i for i in range(4) if label is None or i % 2 == (label == "odd")]
+        expected = quality([answers[name][i] for i in chosen], [[references[i]] for i in chosen])
+        assert entry["examples"] == len(chosen), "repeats say the same and count once"
+        assert {key: entry[key] for key in MEASURES} == pytest.approx(expected, abs=1e-6)
+    assert scores(result | {"prompts": [p | {"references": []} for p in result["prompts"]]}) == []
+
+
+def test_differences_are_paired_by_example() -> None:
+    # Scores differ much from example to example, and the two methods' by exactly 10 points on each.
+    references = [" ".join(f"w{i}" for i in range(10)) for _ in range(20)]
+    texts = [" ".join([f"w{i}" for i in range(2 + n % 8)] + ["x"] * (8 - n % 8)) for n in range(20)]
+    worse = [text.replace(f" w{1 + n % 8}", " y", 1) for n, text in enumerate(texts)]
+    result = judged({"plain": texts, "bild": worse}, references)
+    assert len(set(per_example(result, "plain", "rougeL").values())) > 4
+    found = difference(result, "bild", "plain", "rougeL")
+    assert found is not None and (found.value, found.low, found.high) == pytest.approx((-10, -10, -10))
+    same = difference(result, "plain", "plain", "rougeL")
+    assert same is not None and (same.value, same.low, same.high) == (0, 0, 0)
+
+
+def test_no_loss_means_that_a_loss_of_more_than_a_point_is_excluded() -> None:
+    assert no_loss(Interval(-0.2, -1.0, 0.4)) and not no_loss(Interval(0.5, -1.01, 2.0))
+    assert not no_loss(Interval(5.0, None, None)) and not no_loss(None)
+    # One wrong answer of fifty leaves a loss possible, and none of fifty does not.
+    references = [f"answer {i}" for i in range(50)]
+    result = judged({"plain": references, "bild": ["wrong", *references[1:]]}, references)
+    assert not verdict(result, None, "bild", "plain").as_good
+    equal = judged({"plain": references, "bild": references}, references)
+    assert verdict(equal, None, "bild", "plain").as_good
+    assert verdict(equal, None, "bild", "plain").words == "no: not faster"
 
 
 @pytest.mark.parametrize(

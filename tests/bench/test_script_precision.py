@@ -13,8 +13,7 @@ import transformers.integrations.accelerate as placement
 from helpers.script import load_script
 from helpers.tiny_pair import save_pair
 
-from hf_specdec.bench.figures.quality import divergence, next_logits
-from hf_specdec.bench.figures.speed import first_divergence
+from hf_specdec.bench.figures.divergence import divergence, first_divergence, next_logits
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.models.precision import quantized_layers, resolution
