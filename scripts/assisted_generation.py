@@ -200,15 +200,18 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         help=rollback,
     )
     choices = {
-        "drafter": (("model", "lookup", "hybrid", "none"), "who drafts (model); sweep: several"),
-        "verification": (("token", "block"), "how sampling judges drafts (token); sweep: several"),
-        "cache_implementation": (("dynamic", "static"), "of generate(), for our rounds; sweep: several"),
+        "drafter": (("model", "lookup", "hybrid", "none"), "who drafts (model); sweep takes several"),
+        "verification": (("token", "block"), "how sampling judges drafted tokens (token); sweep takes several"),
+        "cache_implementation": (
+            ("dynamic", "static"),
+            "cache of our methods, as in generate() (dynamic); sweep takes several",
+        ),
     }
     for name, (values, text) in choices.items():
         add(f"--{name}", nargs="+", choices=values, help=text)
-    entropy = "a draft ends behind a token for which 1 - sqrt(0.2 entropy) is below it; sweep: several"
+    entropy = "a draft ends after a token with 1 - sqrt(0.2 entropy) below P; sweep takes several"
     add("--entropy_threshold", nargs="+", type=_between(0, 1), metavar="P", help=entropy)
-    compiled = "compile our rounds; sweep: no yes tries both"
+    compiled = "compile the rounds of our methods; sweep: 'no yes' tries both"
     add("--compile", nargs="*", choices=("no", "yes"), help=compiled)
 
 
