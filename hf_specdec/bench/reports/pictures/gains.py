@@ -62,6 +62,7 @@ def waterfall(result: Result, batch: int | None = None) -> Figure:
         axes.annotate(text, (place, rates[-1]), (0, 4), textcoords="offset points", ha="center", fontsize="small")
     axes.set_xticks(range(len(steps)), [_step_name(result, method) for method, *_ in steps])
     axes.set_ylim(0, 1.28 * max(rates, default=1.0))
+    axes.set_xlabel("Method and engine")
     axes.set_ylabel("Decoding speed (tokens/s)")
     figure.suptitle(f"Decoding speed by engine, without and with a draft{_at(batch)}")
     caption(figure, *_drafting_gains(result, steps, batch), "Bars: 95% interval, paired bootstrap.")

@@ -1,0 +1,67 @@
+"""Results of every task on a tiny pair, measured once a session by the tasks' own code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_specdec.bench.running import warming
+from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.storage.results import SUFFIX, load
+from hf_specdec.bench.tasks.ablation import run_ablation
+from hf_specdec.bench.tasks.benchmark import run_benchmark
+from hf_specdec.bench.tasks.engines import run_engines
+from hf_specdec.bench.tasks.growth import run_growth
+from hf_specdec.bench.tasks.subtasks import run_subtasks
+from hf_specdec.bench.tasks.sweep import run_sweep
+
+SUMS = "".join(
+    f'{{"q": "How much is {a} and {b}?", "a": "{a + b}", "kind": "x"}}\n' for a, b in ((2, 2), (2, 3), (4, 5))
+)
+
+
+@pytest.fixture(scope="session")
+def results_folder(saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One result of each task, and of `subtasks` one greedy and one sampling; to be changed by no test."""
+    folder = tmp_path_factory.mktemp("results")
+    questions = tmp_path_factory.mktemp("questions") / "sums.jsonl"
+    questions.write_text(SUMS)
+    target, draft = saved_pair
+    common: dict[str, Any] = {
+        "model_name": str(target), "assistant_model": str(draft), "assisted_generation": True, "max_new_tokens": 6,
+        "repeats": 2, "output_dir": folder,
+    }  # fmt: skip
+    data = common | {"dataset": str(questions), "prompt_column": "q", "reference_column": "a"}
+    grid = {
+        "num_assistant_tokens": (1, 2, 3, "auto"),
+        "fallback_threshold": (0.1, 0.2),
+        "rollback_threshold": (1.0, 2.0),
+    }
+    with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
+        # Any two calls will do: no test looks at how warm they were.
+        patch.setattr(warming, "SETTLED", 10.0)
+        run_benchmark(Settings(**common, prompt_lengths=(20, 30)))
+        run_subtasks(Settings(task="subtasks", **data), Processes())
+        run_subtasks(Settings(task="subtasks", **data, do_sample=True), Processes())
+        run_sweep(Settings(task="sweep", **data | {"limit": 2, "repeats": 1}, grid=grid), Processes())
+        run_ablation(Settings(task="ablation", **data | {"repeats": 1}), Processes())
+        lookaheads = {"num_assistant_tokens": (2,)}
+        sizes: dict[str, Any] = {"batch_sizes": (1, 2, 3), "prompt_lengths": (20,), "limit": 3}
+        run_engines(Settings(task="engines", **common, **sizes, engines=("eager", "static"), grid=lookaheads))
+        run_growth(Settings(task="growth", **common, engines=("eager",), prompt_lengths=(20,), calls=20))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def results(results_folder: Path) -> dict[str, dict[str, Any]]:
+    """The results by task, `subtasks` in sampling as "sampling"."""
+    found = {}
+    for path in results_folder.glob(f"*{SUFFIX}"):
+        result = load(path)
+        found["sampling" if result["sampling"] else result["task"]] = result
+    return found
