@@ -191,7 +191,7 @@ def test_embeddings_as_inputs(pair) -> None:
 
 
 def test_classifier_free_guidance(pair) -> None:
-    refused(*pair, "guidance_scale=1.5", "drop it", guidance_scale=1.5)
+    refused(*pair, "guidance_scale=1.5", "leave it out", guidance_scale=1.5)
 
 
 def test_synthid(pair) -> None:
@@ -201,7 +201,7 @@ def test_synthid(pair) -> None:
         "watermarking_config={",
         "'ngram_len': 3",
         "SynthID",
-        "drop it",
+        "leave it out",
         watermarking_config=watermark,
         do_sample=True,
     )
