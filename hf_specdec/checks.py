@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
+import torch
 from torch.nn import Module
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_specdec.host.processors import check_stateless
 from hf_specdec.models.cache_rollback import check_rewindable, is_static_by_request
@@ -149,8 +153,41 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
             f"{named} is on the 'meta' device, where there is nothing to compute with: load its weights, or give it "
             "a device_map that keeps its first layer on a real device."
         )
+    sharding = _sharding_of(model)
+    if sharding is not None:
+        raise ValueError(
+            f"{named} is sharded by {sharding}: every process has to make the same passes, but each accepts other "
+            "drafts; gather the model's weights first, or decode without speculation."
+        )
     if getattr(model, "_is_stateful", False):
         raise ValueError(
             f"{named} keeps a recurrent state that can't be rolled back after a rejected draft: choose an "
             "attention-only model, or decode without speculation."
         )
+
+
+def check_synced_gpus(synced_gpus: bool | None) -> None:
+    """Refuse `synced_gpus=True`.
+
+    Raises:
+        ValueError: names the argument, its value and the way out.
+    """
+    if synced_gpus:
+        raise ValueError(
+            "synced_gpus=True: every process would have to make the same passes, but each accepts other drafts; leave "
+            "synced_gpus out, or decode without speculation."
+        )
+
+
+def _sharding_of(model: PreTrainedModel) -> str | None:
+    """What splits a model's weights among processes that have to make the same passes; None if nothing does."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return None
+    if is_deepspeed_zero3_enabled():
+        return "DeepSpeed ZeRO-3"
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: no model is sharded by it
+    kinds = tuple(getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name))
+    if is_fsdp_managed_module(model) or (kinds and any(isinstance(module, kinds) for module in model.modules())):
+        return "FSDP"
+    return None

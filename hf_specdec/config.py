@@ -8,6 +8,7 @@ from typing import Any, Literal
 STRATEGIES = ("speculative", "bild")
 DRAFTERS = ("model", "lookup", "hybrid", "none")
 VERIFICATIONS = ("token", "block")
+DRAFT_ERRORS = ("raise", "continue")
 
 DEFAULT_ASSISTANT_TOKENS = 4
 T5_ASSISTANT_TOKENS = 7
@@ -50,6 +51,9 @@ class SpeculationConfig:
             is decoded as without it: models that can't be fed from static caches (encoder-decoder, ALiBi), drafters
             other than the model or none, processors that read the text (repetition penalty), recorded scores.
 
+        on_draft_error: `"raise"` passes on what the draft raises. `"continue"` decodes the rest of the call without
+            drafts, after one warning; rounds are then neither compiled nor captured.
+
     Raises:
         ValueError: a value out of range, named with the way out.
     """
@@ -62,6 +66,7 @@ class SpeculationConfig:
     verification: str = "token"
     entropy_threshold: float | None = None
     compile: bool = False
+    on_draft_error: str = "raise"
 
     def __post_init__(self) -> None:
         if not isinstance(self.compile, bool):
@@ -71,7 +76,11 @@ class SpeculationConfig:
                 f"generation_strategy={self.strategy!r} is unknown: choose one of {', '.join(map(repr, STRATEGIES))}, "
                 "or None for transformers' own decoding."
             )
-        for name, known in (("drafter", DRAFTERS), ("verification", VERIFICATIONS)):
+        for name, known in (
+            ("drafter", DRAFTERS),
+            ("verification", VERIFICATIONS),
+            ("on_draft_error", DRAFT_ERRORS),
+        ):
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, known))}.")

@@ -32,6 +32,8 @@ class Decoder:
         do_sample: whether the rule needs probabilities and uniform draws.
         mode: the context manager of a round, see `traits.pass_mode`.
         max_positions: the target's context length, which no drafts exceed; None if it has no limit.
+        drafts_in_first_round: whether drafts may follow the prompt. Not if a row's last prompt token is masked: eager
+            attention spreads such a query evenly over all keys, those of drafts included.
     """
 
     target: Runner
@@ -42,6 +44,7 @@ class Decoder:
     do_sample: bool
     mode: type[torch.inference_mode] | type[torch.no_grad]
     max_positions: int | None
+    drafts_in_first_round: bool
 
     def decode(self, transcript: Transcript, stats: SpeculationStats) -> None:
         """Decode until every row has ended; each round is added to `stats`.
@@ -68,6 +71,8 @@ class Decoder:
         self.drafter.retain(open_rows)
         self.target.rewind([n - 1 for n in lengths])
         most = self._most_drafts([lengths[row] for row in fed])
+        if not self.drafts_in_first_round and min(lengths) == transcript.prompt_length:
+            most = 0
         room = [max(min(space - 1, most), 0) for space in room]
         proposal = self.drafter.propose(transcript.ids, lengths, room)
         drafted = perf_counter()

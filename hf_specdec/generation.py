@@ -29,7 +29,7 @@ from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import StaticRunner, static_cache, supports_recorded_row, supports_rows_cache
-from hf_specdec.models.traits import context_length, pass_mode
+from hf_specdec.models.traits import context_length, pass_mode, without_adapter_wrapper
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.engine import prepared_capacity
 from hf_specdec.prepared.prepared_decoder import with_prepared_rounds
@@ -41,7 +41,10 @@ _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary(
 
 
 def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
-    """The statistics of a target's last speculative call, ended or broken off; None before the first."""
+    """The statistics of the speculative call of a target that started last, finished or not; None before the first.
+
+    With calls in several threads, use `return_dict_in_generate=True` and the output's `speculation` instead.
+    """
     return _last.get(model)
 
 
@@ -61,7 +64,8 @@ class SpeculativeDecoding:
             was set can't be told from the default that `generate` fills in.
 
     Attributes:
-        stats: `SpeculationStats` of the last call, also of one that an exception broke off.
+        stats: `SpeculationStats` of the call that started last, even if an exception ended it. With calls in several
+            threads, use `return_dict_in_generate=True` and the output's `speculation` instead.
 
     Raises:
         ValueError: an unknown strategy or setting, or a value out of range; on the call, what can't be done with
@@ -102,6 +106,7 @@ class SpeculativeDecoding:
         verification: str | None = None,
         entropy_threshold: float | None = None,
         compile: bool | None = None,
+        on_draft_error: str | None = None,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
         """The decoding loop; keeps the contract of `GenerationMixin._sample`.
@@ -116,6 +121,7 @@ class SpeculativeDecoding:
             "verification": verification,
             "entropy_threshold": entropy_threshold,
             "compile": compile,
+            "on_draft_error": on_draft_error,
         }
         config = replace(self.config, **{name: value for name, value in settings.items() if value is not None})
         self._check_draft(config)
@@ -153,9 +159,10 @@ class SpeculativeDecoding:
     ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
         """The decoding loop by a call's resolved settings."""
         check_call(model, generation_config, logits_processor, model_kwargs)
-        if self.assistant_model is not None and config.drafts_by_model:
-            check_model(self.assistant_model, "assistant_model")
-            check_kinds(model, self.assistant_model)
+        draft = None if self.assistant_model is None else without_adapter_wrapper(self.assistant_model)
+        if draft is not None and config.drafts_by_model:
+            check_model(draft, "assistant_model")
+            check_kinds(model, draft)
         returns_dict = bool(generation_config.return_dict_in_generate)
         transcript = self._transcript(config, input_ids, stopping_criteria, generation_config)
         processors = HostProcessors(logits_processor, _pad_token(generation_config) or 0)
@@ -163,7 +170,7 @@ class SpeculativeDecoding:
         static_size = _static_size(config, transcript, model, model_kwargs)
         call = DraftCall(
             model=model,
-            draft=self.assistant_model,
+            draft=draft,
             tokenizers=(self.tokenizer, self.assistant_tokenizer),
             transcript=transcript,
             processors=processors,
@@ -189,13 +196,15 @@ class SpeculativeDecoding:
             # Processors of the caller's own may want gradients, which inference mode would deny them.
             mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
             max_positions=None if (positions := context_length(model)) is None else positions - hidden,
+            drafts_in_first_round=_ends_unmasked(model, model_kwargs),
         )
-        self.stats = _last[model] = SpeculationStats(config.strategy)
-        cache = _run(decoder, transcript, self.stats, compile=config.compile, keep_cache=returns_dict)
+        # Other threads may replace the attribute.
+        stats = self.stats = _last[model] = SpeculationStats(config.strategy)
+        cache = _run(decoder, transcript, stats, compile=config.compile, keep_cache=returns_dict)
         transcript.end()
         if not returns_dict:
             return transcript.sequences.clone()
-        return _output(model, transcript, cache, self.stats)
+        return _output(model, transcript, cache, stats)
 
     def _transcript(
         self,
@@ -254,6 +263,13 @@ def _static_size(
 def _pad_token(generation_config: GenerationConfig) -> int | None:
     pad = generation_config._pad_token_tensor
     return None if pad is None else int(pad)
+
+
+def _ends_unmasked(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether every row's last prompt token is visible."""
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    mask = model_kwargs.get(f"{prefix}attention_mask")
+    return mask is None or bool(mask[:, -1].all())
 
 
 def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:

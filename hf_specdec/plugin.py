@@ -24,7 +24,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_specdec.checks import check_cache_implementation, check_is_model
+from hf_specdec.checks import check_cache_implementation, check_is_model, check_synced_gpus
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
 
@@ -159,6 +159,7 @@ def _speculative_call(
     """A call's arguments with the strategy's loop in place of the package's own arguments."""
     for name in ARGUMENTS:
         call.pop(name, None)
+    check_synced_gpus(call.get("synced_gpus"))
     check_cache_implementation(model, _configured(model, call, "cache_implementation"))
     draft = settings.pop("assistant_model", None)
     tokenizer = call.pop("tokenizer", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Hashable
 from statistics import fmean, median
@@ -33,17 +34,19 @@ class AheadPayoff:
         self._before: float | None = None  # mean of the stretch before, which went the other way
         self._ratios: deque[float] = deque(maxlen=COMPARISONS)
         self._wait, self._waited = 1, 0
+        self._lock = threading.Lock()  # calls in several threads share it
 
     def observe(self, finished: Round) -> None:
         """Learn from a finished round; those without drafts or times, and those that read a prompt, teach nothing."""
         drafted = max(finished.drafted)
         if drafted == 0 or finished.seconds <= 0 or finished.width > drafted + 1:
             return
-        self._seconds.append(finished.seconds)
-        # A stretch's first round doesn't count: it starts with what the round before left it, drafts or none.
-        if len(self._seconds) > STRETCH:
-            self._compare(self._seconds[1:])
-            self._choose()
+        with self._lock:
+            self._seconds.append(finished.seconds)
+            # A stretch's first round doesn't count: it starts with what the round before left it, drafts or none.
+            if len(self._seconds) > STRETCH:
+                self._compare(self._seconds[1:])
+                self._choose()
 
     def _compare(self, seconds: list[float]) -> None:
         """Compare a stretch to the one before if that went the other way."""

@@ -18,6 +18,7 @@ from hf_specdec.drafting.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.drafting.other_device import OtherDeviceDrafter, can_draft_ahead, is_on_other_device
 from hf_specdec.drafting.other_tokenizer import cross_tokenizer_drafter, needs_translation
+from hf_specdec.drafting.tolerant import TolerantDrafter
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import LengthHistory, length_history
@@ -27,6 +28,9 @@ from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import static_cache, supports_recorded_row
 from hf_specdec.models.traits import context_length, vocabulary_size
 from hf_specdec.strategies import STRATEGY_TABLE, stop_rule
+
+# Draft steps on an accelerator between two copies to the host, each of which waits for all steps so far.
+ACCELERATOR_STEPS_PER_SYNC = 4
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
         "hybrid": lambda: HybridDrafter(_lookup(call, rule, HYBRID_SIZES), _model(config, call, rule)),
         "none": NoDrafter,
     }
-    return makers[config.drafter]()
+    drafter = makers[config.drafter]()
+    return TolerantDrafter(drafter) if config.on_draft_error == "continue" else drafter
 
 
 def _length_history(config: SpeculationConfig, call: DraftCall) -> LengthHistory | None:
@@ -122,6 +127,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         "keep_probs": do_sample and not STRATEGY_TABLE[config.strategy].drafts_are_points,
         "eos_tokens": call.transcript.eos_tokens,
         "max_positions": context_length(draft),
+        "steps_per_sync": 1 if draft.device.type == "cpu" else ACCELERATOR_STEPS_PER_SYNC,
     }
     if not is_on_other_device(draft.device, input_ids.device, call.processors):
         return ModelDrafter(runner, call.processors, rule, **settings)

@@ -197,8 +197,8 @@ class HybridDrafter(BaseDrafter):
         probs = modelled.probs
         if probs is not None:
             probs = torch.nn.functional.pad(probs, (0, 0, 0, longest - probs.shape[1]))
-            certain = torch.nn.functional.one_hot(tokens, probs.shape[-1]).to(probs.dtype)
-            probs = torch.where(looked_up[:, None, None], certain, probs)
+            one_hot = torch.zeros_like(probs[looked_up]).scatter_(2, tokens[looked_up].unsqueeze(2), 1.0)
+            probs[looked_up] = one_hot
         drafted = tuple(map(max, copies.lengths, modelled.lengths))
         return DraftProposal(tokens, drafted, probs, steps=modelled.steps)
 

@@ -27,7 +27,9 @@ class ModelDrafter(BaseDrafter):
         keep_probs: hand out the distributions; without them drafts count as point masses.
         eos_tokens: nothing is drafted after one of these.
         max_length, rollback: see `BaseDrafter`.
-        max_positions: the draft's own context; nothing is drafted beyond it. None where it has no bound.
+        max_positions: the draft's context length, which drafts don't exceed; None if it has no limit.
+        steps_per_sync: draft steps between two copies to the host, where the stops are looked at; 1 with processors
+            that read the text.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class ModelDrafter(BaseDrafter):
         eos_tokens: frozenset[int] = frozenset(),
         max_length: int = 0,
         max_positions: int | None = None,
+        steps_per_sync: int = 1,
         rollback: BildRollback | None = None,
     ) -> None:
         super().__init__(rule, max_length=max_length, rollback=rollback)
@@ -54,6 +57,7 @@ class ModelDrafter(BaseDrafter):
         self.keep_probs = keep_probs
         self.eos_tokens = eos_tokens
         self.max_positions = max_positions
+        self.steps_per_sync = steps_per_sync if processors.scores_only else 1
         self._read = list(runner.read)
         self._rows: Sequence[int] = range(len(self._read))
         self._fed: Sequence[int] = self._rows
@@ -86,14 +90,14 @@ class ModelDrafter(BaseDrafter):
     def _draft(
         self, ids: Tensor, tokens: Tensor, lengths: Sequence[int], room: Sequence[int], limit: int
     ) -> DraftProposal:
-        """Draft up to `limit` tokens, at least 1, after reading `tokens` `[B, k]`; the rest as `propose`."""
+        """Draft up to `limit` ≥ 1 tokens after reading `tokens` `[B, k]`; other arguments as `propose`."""
         drafted = [0] * len(lengths)
-        # Rows that have ended are fed too where the runner can't leave them out, and their text is final: their
-        # drafts go to the buffer's end.
+        # Rows that have ended may be fed too. Their texts are final, so their drafts go to the end of the buffer.
         places = [n if space > 0 else ids.shape[1] - limit for n, space in zip(lengths, room, strict=True)]
         open_rows = [row for row, space in enumerate(room) if space > 0]
         choices: list[Tensor] = []
         kept_probs: list[Tensor] = []
+        unseen: list[Tensor] = []
         uniforms = sampling.uniforms(limit, len(ids), device=ids.device).unbind() if self.do_sample else None
         for step in range(limit):
             if self.draft_vocabulary < self.vocabulary:
@@ -102,23 +106,19 @@ class ModelDrafter(BaseDrafter):
             probs, choice = self._choose(
                 ids, [n + step for n in lengths], logits, open_rows, uniforms[step] if uniforms else None
             )
-            stopped, last = self._stops(probs)
-            ends = choice.tolist()
+            unseen.append(self._outcome(probs, choice))
+            choice = choice.clamp(min=0) if self.do_sample else choice
             choices.append(choice)
             if not self.processors.scores_only:
                 write_column(ids, [place + step for place in places], choice)
             if self.keep_probs:
                 kept_probs.append(probs)
-            open_rows = [row for row in open_rows if row not in stopped]
-            for row in open_rows:
-                drafted[row] += 1
-            open_rows = [
-                row
-                for row in open_rows
-                if row not in last and ends[row] not in self.eos_tokens and drafted[row] < room[row]
-            ]
-            if not open_rows:
-                break
+            if len(unseen) == self.steps_per_sync or step + 1 == limit:
+                for outcome in torch.stack(unseen).tolist():
+                    open_rows = self._after_step(outcome, open_rows, drafted, room)
+                unseen.clear()
+                if not open_rows:
+                    break
             tokens = choice.unsqueeze(1)
         longest = max(drafted)
         return DraftProposal(
@@ -128,13 +128,36 @@ class ModelDrafter(BaseDrafter):
             steps=step + 1,
         )
 
-    def _stops(self, probs: Tensor) -> tuple[set[int], set[int]]:
-        """The rows that the rule stops before the token of this distribution, and those that it stops behind it."""
-        if not self.rule.reads_probabilities:
-            return set(), set()
-        answers = self.rule.before_append(probs), self.rule.after_append(probs)
-        before, after = (() if rows is None else rows.tolist() for rows in answers)
-        return {row for row, stops in enumerate(before) if stops}, {row for row, stops in enumerate(after) if stops}
+    def _outcome(self, probs: Tensor, choice: Tensor) -> Tensor:
+        """`[3, B]`: the drafted tokens, and whether the rule stops a row before and after its token."""
+        before, after = None, None
+        if self.rule.reads_probabilities:
+            before, after = self.rule.before_append(probs), self.rule.after_append(probs)
+        no_row = torch.zeros_like(choice)
+        return torch.stack([choice, *(no_row if rows is None else rows.long() for rows in (before, after))])
+
+    def _after_step(
+        self, outcome: list[list[int]], open_rows: list[int], drafted: list[int], room: Sequence[int]
+    ) -> list[int]:
+        """Count a step's tokens in `drafted`; returns the rows that go on.
+
+        Raises:
+            ValueError: the draft's scores define no distribution.
+        """
+        tokens, before, after = outcome
+        goes_on = []
+        for row in open_rows:
+            if before[row]:
+                continue
+            if tokens[row] < 0:
+                raise ValueError(
+                    "assistant_model: the draft's scores hold NaN or infinity, or rule out every token: check its "
+                    "weights, its dtype and the logits processors, or decode with on_draft_error='continue'."
+                )
+            drafted[row] += 1
+            if not after[row] and tokens[row] not in self.eos_tokens and drafted[row] < room[row]:
+                goes_on.append(row)
+        return goes_on
 
     def _unread(
         self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]

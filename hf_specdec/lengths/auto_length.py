@@ -5,6 +5,7 @@ The rule knows finished rounds only, so that its choice never depends on the tar
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Container, Hashable, Sequence
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
@@ -42,6 +43,7 @@ class LengthHistory:
         probed: seconds that probes have lost.
         refresh: after so many rounds with drafts in a row plain decoding is timed again.
         prepared: what prepared rounds have taught, whose passes take other times; None before the first.
+        lock: held while calls in several threads read or change any of this.
     """
 
     def __init__(self, *, copies: bool = False, prepared: bool = False) -> None:
@@ -52,6 +54,7 @@ class LengthHistory:
         self.elapsed = self.balance = self.probed = 0.0
         self.refresh = FIRST_REFRESH
         self.prepared: LengthHistory | None = None
+        self.lock = threading.RLock()
 
 
 _histories: PerTarget[LengthHistory] = PerTarget()
@@ -96,15 +99,21 @@ class AutoLength(StopRule):
             ready: lengths whose rounds are prepared by now; looked at in every round.
         """
         self.lengths, self.ready = PREPARED_LENGTHS, ready
-        prepared = self.known.prepared or LengthHistory(prepared=True)
-        self.known.prepared = prepared
+        with self.known.lock:
+            prepared = self.known.prepared or LengthHistory(prepared=True)
+            self.known.prepared = prepared
         self.known = prepared
-        best = self._best(self._rates())
+        with self.known.lock:
+            best = self._best(self._rates())
         if best and best in ready:
             self.limit = best
 
     def observe(self, finished: Round) -> None:
         """See `StopRule.observe`: learn, then choose `limit` for the next round."""
+        with self.known.lock:
+            self._learn(finished)
+
+    def _learn(self, finished: Round) -> None:
         live = [row for row, n in enumerate(finished.new_tokens) if n > 0]
         if not live:
             return

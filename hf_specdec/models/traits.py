@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -40,3 +41,15 @@ def takes_row_positions(model: PreTrainedModel) -> bool:
 def vocabulary_size(model: PreTrainedModel) -> int:
     """V, the number of logits per position."""
     return model.config.get_text_config(decoder=True).vocab_size
+
+
+def without_adapter_wrapper(model: Any) -> Any:
+    """The model that a PEFT wrapper has put its adapters into, and which runs with them; other models unchanged.
+
+    The wrapper's `forward` names neither positions nor caches. Only prompt learning needs the wrapper, which adds
+    the virtual tokens.
+    """
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is None or adapter.is_prompt_learning:
+        return model
+    return model.get_base_model()

@@ -35,7 +35,7 @@ def peak(rule: str, processors: list[Any], *, points: bool = False, relaxation: 
     criteria = StoppingCriteriaList([MaxLengthCriteria(99)])
     transcript = Transcript(torch.ones(ROWS, 3, dtype=torch.long), criteria, 0, spare=DRAFTED + 1)
     host = HostProcessors(LogitsProcessorList(processors))
-    decoder = Decoder(Logits(), None, host, relaxation, SAMPLING_RULES[rule], True, torch.no_grad, None)  # type: ignore[arg-type]
+    decoder = Decoder(Logits(), None, host, relaxation, SAMPLING_RULES[rule], True, torch.no_grad, None, True)  # type: ignore[arg-type]
     tokens = torch.randint(VOCABULARY, (ROWS, DRAFTED))
     with LargeStorages(COPY // 16) as memory:
         probs = None if points else torch.rand(ROWS, DRAFTED, VOCABULARY).div_(VOCABULARY / 2)

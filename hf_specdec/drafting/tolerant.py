@@ -1,0 +1,59 @@
+"""Drafting that may fail: after an error the call goes on without drafts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hf_specdec.drafting.drafter import Drafter, DraftProposal, no_drafts
+from hf_specdec.rules.statistics import Round
+
+
+class TolerantDrafter:
+    """A drafter that stops drafting for the rest of the call, with one warning, when the wrapped one fails.
+
+    Args:
+        drafter: the wrapped one.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter: Drafter | None = drafter
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """See `Drafter.propose`."""
+        try:
+            if self._drafter is not None:
+                return self._drafter.propose(ids, lengths, room)
+        except Exception as error:  # whatever a draft model raises; KeyboardInterrupt passes
+            self._drop(error)
+        return no_drafts(ids)
+
+    def retain(self, rows: Sequence[int]) -> None:
+        """See `Drafter.retain`."""
+        try:
+            if self._drafter is not None:
+                self._drafter.retain(rows)
+        except Exception as error:
+            self._drop(error)
+
+    def ahead(self) -> int:
+        """See `Drafter.ahead`."""
+        try:
+            if self._drafter is not None:
+                return self._drafter.ahead()
+        except Exception as error:
+            self._drop(error)
+        return 0
+
+    def observe(self, finished: Round) -> None:
+        """See `Drafter.observe`."""
+        if self._drafter is not None:
+            self._drafter.observe(finished)
+
+    def _drop(self, error: Exception) -> None:
+        self._drafter = None
+        warnings.warn(
+            f"on_draft_error='continue': the draft failed, and this call goes on without it: {error!r}", stacklevel=2
+        )

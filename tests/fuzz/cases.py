@@ -1,0 +1,170 @@
+"""Random calls of `generate`: models, prompts, settings, processors, criteria and ends of text."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from helpers.families import EAGER, FAMILIES, PAD, VOCABULARY, pair
+from helpers.models import resized
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+ENCODER_DECODER = ("t5", "mt5", "bart")
+SHORT_CONTEXT = 24
+VOCABULARIES = {"noisy": VOCABULARY, "smaller": VOCABULARY - 9, "larger": VOCABULARY + 9}
+
+
+class ByLength(LogitsProcessor):
+    """A processor of the caller's own: prefers one token, which depends on the text, in place."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        scores[torch.arange(len(ids)), (ids.sum(dim=1) + ids.shape[1]) % 31] += 2.5
+        return scores
+
+
+class BadScores(LogitsProcessor):
+    """Gives the token of an odd text length a value that is no number."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, torch.tensor([7]), self.value) if ids.shape[1] % 5 == 0 else scores
+
+
+class StopsAt(StoppingCriteria):
+    """Ends a row once the sum of its tokens is divisible by a number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return ids.sum(dim=1) % self.number == 0
+
+
+class Collects(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "repetition": {"repetition_penalty": 1.7},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "shortest": {"min_new_tokens": 5},
+    "suppressed": {"suppress_tokens": [3, 9, 11], "begin_suppress_tokens": [4, 5]},
+    "bad words": {"bad_words_ids": [[6], [7, 8]]},
+    "own": {"logits_processor": [ByLength()]},
+    "nan": {"logits_processor": [BadScores(float("nan"))]},
+    "inf": {"logits_processor": [BadScores(float("inf"))]},
+    "-inf": {"logits_processor": [BadScores(-float("inf"))]},
+    "constraint": {"prefix_allowed_tokens_fn": lambda row, ids: [t for t in range(3, 40) if t % 3 != int(ids[-1]) % 3]},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of plain `generate`, and what makes it speculate."""
+
+    family: str
+    draft: str
+    short_context: bool
+    inputs: dict[str, list[list[int]]]
+    call: dict[str, Any]
+    processor: str
+    stop_at: int | None
+    end_at: int | None
+    pad_is_eos: bool
+    streams: bool
+    prepared: bool
+    default_dtype: str
+    speculation: dict[str, Any]
+
+
+@functools.cache
+def models(family: str, draft: str, short_context: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target and its draft; cases share them, so that each meets what others have left behind."""
+    target, noisy = pair(family) if draft == "noisy" else models(family, "noisy", short_context)
+    if short_context and draft == "noisy":
+        for model in (target, noisy):
+            config = model.config
+            name = "n_positions" if family == "gpt2" else "max_position_embeddings"
+            setattr(config, name, SHORT_CONTEXT)
+            if family == "gpt2":
+                model.transformer.wpe = torch.nn.Embedding.from_pretrained(model.transformer.wpe.weight[:SHORT_CONTEXT])
+    for model in (target, noisy):
+        model.generation_config.eos_token_id = None
+    return target, noisy if draft == "noisy" else resized(copy.deepcopy(noisy), VOCABULARIES[draft]).to(noisy.dtype)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any call that plain `generate` takes, in float64 and greedy."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    encodes = family in ENCODER_DECODER
+    # Padding turns eager softmax to NaN in float64, see `EAGER`.
+    rows = 1 if family in EAGER else draw(st.integers(1, 4))
+    short_context = family in ("gpt2", "llama") and draw(st.booleans())
+    length = draw(st.integers(1, 12))
+    new_tokens = draw(st.integers(1, 14))
+    if short_context and draw(st.booleans()):
+        length = SHORT_CONTEXT - new_tokens
+    token = st.integers(3, VOCABULARY - 1)
+    ids = draw(st.lists(st.lists(token, min_size=length, max_size=length), min_size=rows, max_size=rows))
+    if draw(st.booleans()):  # something to look up
+        ids = [[row[i % 3] for i in range(length)] for row in ids]
+    padding = [0] * rows if family in EAGER else [draw(st.integers(0, length - 1)) for _ in range(rows)]
+    if rows > 1 and not encodes and draw(st.integers(0, 9)) == 0:
+        padding[-1] = length
+    masks = [[0] * n + [1] * (length - n) for n in padding]
+    if encodes:
+        masks = [row[::-1] for row in masks]
+    ids = [[t if seen else PAD for t, seen in zip(*row, strict=True)] for row in zip(ids, masks, strict=True)]
+    bild = draw(st.booleans())
+    speculation = {
+        "generation_strategy": "bild" if bild else "speculative",
+        "num_assistant_tokens": draw(st.sampled_from([1, 2, 3, 4, 5, 8, 13, "auto", None])),
+        "drafter": draw(st.sampled_from(["model", "model", "model", "lookup", "hybrid", "none"])),
+        "on_draft_error": draw(st.sampled_from(["raise", "continue"])),
+    }
+    if bild:
+        thresholds = st.sampled_from([0.0, 0.3, 0.6, 1.0])
+        speculation |= {"rollback_threshold": 0.0, "fallback_threshold": draw(thresholds)}
+    if draw(st.integers(0, 3)) == 0:
+        speculation["entropy_threshold"] = draw(st.sampled_from([0.0, 0.4, 1.0]))
+    call: dict[str, Any] = {"max_new_tokens": new_tokens}
+    if draw(st.integers(0, 3)) == 0:
+        call["use_cache"] = False
+    elif not encodes:
+        call["cache_implementation"] = draw(st.sampled_from([None, None, "static"]))
+    call["return_dict_in_generate"] = call["output_scores"] = draw(st.booleans())
+    drafts = ["noisy", "noisy", "smaller", "larger"] if family in ("llama", "qwen2") else ["noisy"]
+    return Case(
+        family=family,
+        draft=draw(st.sampled_from(drafts)),
+        short_context=short_context,
+        inputs={"input_ids": ids, "attention_mask": masks},
+        call=call,
+        processor=draw(st.sampled_from(sorted(PROCESSORS))),
+        stop_at=draw(st.sampled_from([None, None, 3, 7])),
+        end_at=draw(st.one_of(st.none(), st.integers(0, new_tokens - 1))),
+        pad_is_eos=draw(st.booleans()),
+        streams=draw(st.booleans()),
+        prepared=draw(st.booleans()),
+        default_dtype=draw(st.sampled_from(["float32", "float32", "float64", "bfloat16"])),
+        speculation={name: value for name, value in speculation.items() if value is not None},
+    )

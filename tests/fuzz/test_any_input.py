@@ -1,0 +1,101 @@
+"""Any call decodes what plain `generate` decodes, token for token, or ends with a documented error of this package.
+
+`make fuzz CASES=…` runs any number of random cases; failures are kept in `.hypothesis` and tried first next time.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from fuzz.cases import PROCESSORS, Case, Collects, StopsAt, cases, models
+from hypothesis import HealthCheck, event, given, settings
+
+import hf_specdec
+from hf_specdec.prepared import cuda_graphs
+
+CASES = int(os.environ.get("HF_SPECDEC_FUZZ_CASES", "0"))
+PACKAGE = Path(hf_specdec.__file__).parent
+
+
+@given(cases())
+@settings(
+    max_examples=CASES or 200,
+    derandomize=not CASES,
+    database=None if not CASES else settings().database,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+def test_output_is_that_of_plain_generate_or_an_error_of_ours(case: Case) -> None:
+    check(case)
+
+
+def check(case: Case) -> None:
+    """Decode plainly and speculatively, and compare output, scores and stream."""
+    target, draft = models(case.family, case.draft, case.short_context)
+    call = arguments(case, target)
+    expected = attempt(target, case, call)
+    with engine(case.prepared), hf_specdec.enable(target, assistant_model=draft):
+        found = attempt(target, case, {**call, **case.speculation})
+    if isinstance(found, Exception):
+        event(f"error: {str(found)[:40]}")
+        if isinstance(expected, Exception) and type(found) is type(expected):
+            return
+        raised_in = Path(traceback.extract_tb(found.__traceback__)[-1].filename)
+        assert isinstance(found, ValueError) and PACKAGE in raised_in.parents, f"{found!r} instead of {expected!r}"
+        return
+    assert not isinstance(expected, Exception), f"plain generate raises {expected!r}"
+    event(f"{case.speculation['drafter']}, prepared: {case.prepared}")
+    for name, value in expected.items():
+        assert found[name] == value, name
+
+
+def arguments(case: Case, target: Any) -> dict[str, Any]:
+    """The arguments of both calls; the end of text is a token that plain decoding chooses."""
+    call = {name: torch.tensor(value) for name, value in case.inputs.items()}
+    call |= {**case.call, **PROCESSORS[case.processor], "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if case.stop_at is not None:
+        call["stopping_criteria"] = [StopsAt(case.stop_at)]
+    if case.end_at is not None:
+        plain = attempt(target, case, call)
+        if not isinstance(plain, Exception):
+            new_tokens = plain["sequences"][0][-case.call["max_new_tokens"] :]
+            eos = new_tokens[min(case.end_at, len(new_tokens) - 1)]
+            call |= {"eos_token_id": eos, "pad_token_id": eos if case.pad_is_eos else 0}
+    return call
+
+
+def attempt(target: Any, case: Case, call: dict[str, Any]) -> dict[str, Any] | Exception:
+    """What a call returns, with its stream; or its exception."""
+    streamer = Collects() if case.streams else None
+    call = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    torch.set_default_dtype(getattr(torch, case.default_dtype))
+    try:
+        output = target.generate(**call, streamer=streamer)
+    except Exception as error:
+        return error
+    finally:
+        torch.set_default_dtype(torch.float32)
+    stream = streamer.seen if streamer else []
+    if isinstance(output, torch.Tensor):
+        return {"sequences": output.tolist(), "stream": stream}
+    finished = [column.isfinite().all().item() for column in output.scores]
+    return {"sequences": output.sequences.tolist(), "stream": stream, "columns": len(finished)}
+
+
+@contextmanager
+def engine(prepared: bool) -> Iterator[None]:
+    """Prepared rounds, which run uncaptured on a CPU, wherever they are possible."""
+    captures = cuda_graphs.captures
+    if prepared:
+        cuda_graphs.captures = lambda device: True
+    try:
+        yield
+    finally:
+        cuda_graphs.captures = captures
