@@ -9,7 +9,7 @@ oldest = $(shell sed -n 's/.*"$(1)>=\([0-9.]*\).*/\1/p' setup.py).0
 TORCH ?= $(call oldest,torch)
 TRANSFORMERS := $(call oldest,transformers)
 
-.PHONY: benchmark test test-install test-oldest lint
+.PHONY: benchmark test test-install test-oldest fuzz lint
 
 benchmark: $(VENV)/.ready
 	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation
@@ -24,6 +24,11 @@ test-install: $(VENV)/.ready
 
 test-oldest: $(OLDEST)/.ready
 	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python $(PYTEST)
+
+# Random calls against plain generate; what fails is kept in .hypothesis and tried first next time.
+fuzz: CASES ?= 5000
+fuzz: $(VENV)/.ready
+	HF_SPECDEC_FUZZ_CASES=$(CASES) $(RUN) -m pytest -q -x tests/fuzz/test_any_input.py --hypothesis-show-statistics
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from fuzz.cases import PROCESSORS, Case, Collects, StopsAt, cases, models
 from hypothesis import HealthCheck, event, given, settings
@@ -23,6 +24,7 @@ CASES = int(os.environ.get("HF_SPECDEC_FUZZ_CASES", "0"))
 PACKAGE = Path(hf_specdec.__file__).parent
 
 
+@pytest.mark.timeout(0)
 @given(cases())
 @settings(
     max_examples=CASES or 200,
