@@ -16,6 +16,7 @@ from helpers.tiny_pair import save_pair
 
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.storage.results import load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,12 +61,28 @@ def test_aliases(script: ModuleType, alias: str, name: str, value: object) -> No
     assert parse(script, alias)[name] == value
 
 
+def test_settings_of_ours_reach_the_run(script: ModuleType) -> None:
+    line = "--gamma auto --drafter hybrid --verification block --entropy_threshold 0.4 --compile --batch_size 3"
+    settings = Settings(**script.complete(script.build_parser(), parse(script, line)))
+    assert (settings.num_assistant_tokens, settings.drafter, settings.verification) == ("auto", "hybrid", "block")
+    assert (settings.entropy_threshold, settings.compile, settings.batch_size) == (0.4, True, 3)
+    line = "--task sweep --gamma 2 auto --compile no yes --cache_implementation static --rollback_thres 1 2"
+    settings = Settings(**script.complete(script.build_parser(), parse(script, line)))
+    assert settings.grid == {
+        "num_assistant_tokens": (2, "auto"), "compile": (False, True), "cache_implementation": ("static",),
+        "rollback_threshold": (1.0, 2.0),
+    }  # fmt: skip
+    assert settings.values("rollback_threshold") == (1.0, 2.0) and settings.values("fallback_threshold") == (0.6,)
+    engines = Settings(**script.complete(script.build_parser(), parse(script, "--task engines --gamma 3 5")))
+    assert engines.grid == {"num_assistant_tokens": (3, 5)} and engines.batch_sizes == (1, 4, 8)
+
+
 def test_defaults_are_the_published_ones(script: ModuleType) -> None:
     options = script.complete(script.build_parser(), parse(script, ""))
     assert (options["task"], options["model_name"]) == ("benchmark", "target")
     assert (options["prompt_lengths"], options["max_new_tokens"]) == ((256, 512), 30)
     settings = Settings(**options)
-    assert (settings.fallback_threshold, settings.rollback_threshold, settings.repeats) == (0.6, 3.0, 3)
+    assert (settings.fallback_threshold, settings.rollback_threshold, settings.repeats) == (0.6, 3.0, 7)
     assert options["output_dir"] == Path("results")
 
 
@@ -145,6 +162,12 @@ def test_a_target_without_a_known_draft(
         ("--gamma 2 3", ["--num_assistant_tokens", "2 values", "--task sweep or engines"]),
         ("--task subtasks --rollback_thres 1 2", ["--rollback_threshold", "--task sweep"]),
         ("--draft_models a b", ["--draft_models", "--task sweep"]),
+        ("--task subtasks --drafter model lookup", ["--drafter", "2 values", "--task sweep"]),
+        ("--compile no yes", ["--compile", "2 values", "--task sweep"]),
+        ("--batch_size 1 2", ["--batch_size", "2 values", "--task engines"]),
+        ("--gamma often", ["--num_assistant_tokens", "'often'", "or auto"]),
+        ("--entropy_threshold 2", ["--entropy_threshold", "'2'", "from 0 to 1"]),
+        ("--verification both", ["--verification", "'both'", "'block'"]),
         ("--prompt_template nothing", ["--prompt_template", "'nothing'", "{prompt}"]),
         ("--task sweep --fallback_thres 0.5 2", ["--fallback_threshold", "'2'", "from 0 to 1"]),
     ],
@@ -259,10 +282,10 @@ def test_temperature_zero_is_greedy(
     line = ["--do_sample", "--temperature", "0", "--task", "decode", "--prompt", "Hello there"]
     assert script.main([*models, "--output_dir", str(tmp_path), *line]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "decode-plain-greedy.json",
-        "decode-plain-greedy.md",
+        "decode-target-plain-greedy.json.gz",
+        "decode-target-plain-greedy.md",
     ]
-    result = json.loads((tmp_path / "decode-plain-greedy.json").read_text())
+    result = load(tmp_path / "decode-target-plain-greedy.json.gz")
     assert result["sampling"] is False and result["arguments"]["temperature"] == 0
     assert "- greedy, at most 6 new tokens" in capsys.readouterr().out
 
@@ -299,10 +322,10 @@ def test_main_job_from_the_root_and_from_scripts(models: list[str], tmp_path: Pa
     assert "benchmark" in done.stderr and "Traceback" not in done.stderr
     how = "sampling" if sampling else "greedy"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"benchmark-speculative-{how}.json",
-        f"benchmark-speculative-{how}.md",
+        f"benchmark-target-draft-speculative-{how}.json.gz",
+        f"benchmark-target-draft-speculative-{how}.md",
     ]
-    assert (tmp_path / f"benchmark-speculative-{how}.md").read_text() == done.stdout
+    assert (tmp_path / f"benchmark-target-draft-speculative-{how}.md").read_text() == done.stdout
     assert sorted(path for path in (ROOT / folder).glob("*") if path.name != "__pycache__") == before
 
 
