@@ -135,7 +135,7 @@ def test_rows_of_the_ablation(models: tuple[Path, Path], dataset: Path) -> None:
     for (kind, *switch), method in rows.items():
         assert method["speculative"] == (kind in ("assisted", "speculative"))
         if kind == "speculative":
-            assert method["same_engine"] == rows["none", *switch]["name"]
+            assert method["same_engine"] == rows[("none", *switch)]["name"]
 
 
 def test_rows_really_differ_in_attention_and_cache(models: tuple[Path, Path], dataset: Path) -> None:
