@@ -60,7 +60,10 @@ def over(
 ) -> speed.Ratio | None:
     """The speedup over a baseline; None where there is none, and for the baseline itself."""
     base = speed.baseline(result, method, which, batch)
-    if base is None or base["name"] == method["name"]:
+    if base is None and which == "plain" and method["kind"] != "plain":
+        # Without a decode rate there is no fastest row, but there are times from end to end.
+        base = speed.method_named(result, plain_name(result))
+    if base is None:
         return None
     return speed.speedup(result, method["name"], base["name"], prompts=prompts, batch=batch, by=by)
 
