@@ -1,0 +1,58 @@
+"""Drafts and targets wrapped by PEFT: adapters are at work, and so is the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.families import pair, prompts
+
+import hf_specdec
+from hf_specdec.models.traits import without_adapter_wrapper
+
+peft = pytest.importorskip("peft")
+SETTINGS = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+
+
+def adapted(model, seed: int = 0):
+    """A model with an adapter that changes what it says."""
+    torch.manual_seed(seed)
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    return wrapped.to(model.dtype).eval()
+
+
+def test_a_wrapped_draft_runs_with_its_cache() -> None:
+    target, draft = pair("llama")
+    wrapped = adapted(draft)
+    widths: list[int] = []
+    draft.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    expected = target.generate(**prompts(1), **SETTINGS)
+    with hf_specdec.enable(target, assistant_model=wrapped, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**prompts(1), **SETTINGS, num_assistant_tokens=3), expected)
+    assert len(widths) > 5 and max(widths[1:]) <= 2, "all but the prompt is one or two tokens"
+
+
+def test_adapters_of_target_and_draft_can_be_switched_between_calls() -> None:
+    base, draft = pair("llama")
+    target, wrapped = adapted(base), adapted(draft, seed=1)
+    answers = []
+    with hf_specdec.enable(target, assistant_model=wrapped, generation_strategy="speculative"):
+        for _ in range(2):
+            for enabled in (True, False):
+                for model in (target, wrapped):
+                    (model.enable_adapter_layers if enabled else model.disable_adapter_layers)()
+                plain = target.generate(**prompts(2), **SETTINGS, generation_strategy=None)
+                answers.append(plain)
+                assert torch.equal(target.generate(**prompts(2), **SETTINGS), plain)
+    assert not torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+def test_prompt_learning_keeps_its_wrapper() -> None:
+    _, draft = pair("llama")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    wrapped = peft.get_peft_model(draft, config)
+    assert without_adapter_wrapper(wrapped) is wrapped
+    assert without_adapter_wrapper(draft) is draft
