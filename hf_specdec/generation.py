@@ -26,6 +26,7 @@ from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
 from hf_specdec.models.dynamic_runner import DynamicRunner
+from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import StaticRunner, static_cache, supports_recorded_row, supports_rows_cache
@@ -36,6 +37,8 @@ from hf_specdec.prepared.prepared_decoder import with_prepared_rounds
 from hf_specdec.rules.statistics import SpeculationStats
 from hf_specdec.rules.verification import SAMPLING_RULES, greedy
 from hf_specdec.strategies import STRATEGY_TABLE
+
+LONG_TEXT = 4096  # tokens, above which models with sliding windows get caches that drop what has left the windows
 
 _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
 
@@ -255,9 +258,15 @@ def _static_size(
         prepared = config.compile or cuda_graphs.captures(transcript.ids.device)
         return CacheSize(prepared_capacity(tokens) if prepared else tokens)
     serves = supports_rows_cache if transcript.batch_size > 1 else supports_recorded_row
-    if is_unused_default(cache) and serves(model, model_kwargs):
+    if is_unused_default(cache) and serves(model, model_kwargs) and not _outgrows_windows(model, tokens):
         return CacheSize(tokens, grows=True)
     return None
+
+
+def _outgrows_windows(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether a dynamic cache, which drops what sliding windows have passed, takes much less memory."""
+    windows = [window for window in attention_windows(model.config).values() if window]
+    return bool(windows) and tokens > max(2 * max(windows), LONG_TEXT)
 
 
 def _pad_token(generation_config: GenerationConfig) -> int | None:

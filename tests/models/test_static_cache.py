@@ -9,7 +9,7 @@ from helpers.families import EAGER, FAMILIES, ROWS_FAMILIES, pair, prompts
 from transformers import DynamicCache, StaticCache
 
 import hf_specdec
-from hf_specdec import SpeculativeDecoding
+from hf_specdec import SpeculativeDecoding, generation
 from hf_specdec.models.masks import SlotMasks
 from hf_specdec.models.static_cache import RowsCache, RowsLayer
 from hf_specdec.models.static_runner import StaticRunner, supports_rows_cache
@@ -190,3 +190,21 @@ def test_a_first_pass_behind_text_that_the_cache_holds_sees_that_text() -> None:
     second.read = [4]
     logits = second.forward(ids[:, 4:], 1)
     assert torch.allclose(logits, target(ids).logits[:, -1:])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_long_texts_of_models_with_windows_drop_what_has_left_them(rows: int, monkeypatch) -> None:
+    target, draft = pair("mistral-sliding")
+    made: list[int] = []
+    static_cache = generation.static_cache
+    monkeypatch.setattr(generation, "static_cache", lambda *args: (made.append(1), static_cache(*args))[1])
+    call = {**prompts(rows), "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    expected = target.generate(**call)
+    for long_text, static in ((4096, 1), (16, 0)):
+        monkeypatch.setattr(generation, "LONG_TEXT", long_text)
+        made.clear()
+        with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+            output = target.generate(**call, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected)
+        assert len(made) == static
+    assert output.past_key_values.layers[0].keys.shape[2] < target.config.sliding_window
