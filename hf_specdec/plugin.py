@@ -34,7 +34,8 @@ _UNSET: Any = object()
 _parameters = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
 # `generate` takes these out of its keyword arguments by name.
 KNOWN = frozenset({*_parameters, "tokenizer", "assistant_tokenizer", "trust_remote_code"})
-_inside: ContextVar[bool] = ContextVar("hf_specdec_inside", default=False)
+# The ids of the models whose `generate` this context is inside of.
+_running: ContextVar[frozenset[int]] = ContextVar("hf_specdec_running", default=frozenset())
 
 
 class Enabled:
@@ -138,7 +139,7 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
         strategy = settings.pop("generation_strategy", None)
         call.pop("generation_strategy", None)
         custom = call.get("custom_generate")
-        if strategy is None and custom is None and not _inside.get():
+        if strategy is None and custom is None and not _drafts_for_another(self, call):
             _check_strategy_is_not_missing(self, call)
         if strategy is not None and custom is not None and "generation_strategy" in kwargs:
             raise ValueError(
@@ -147,7 +148,7 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
             )
         if strategy is not None and custom is None:
             call = _speculative_call(self, strategy, settings, call)
-        with _nested():
+        with _running_now(self):
             return replaced(self, **call)
 
     return _generate
@@ -183,12 +184,12 @@ def _speculative_call(
 def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabled]) -> dict[str, Any]:
     """The package's arguments by precedence: the call, `generation_config`, the enables in force.
 
-    Within a call of `generate` only what the inner call itself says counts: transformers' assisted generation
-    hands the target's `generation_config` on to its draft.
+    In a draft's call only its own arguments count: transformers' assisted generation passes the target's
+    `generation_config` on to its draft.
     """
-    nested = _inside.get()
-    configs = () if nested else (call.get("generation_config"), model.generation_config)
-    defaults = {} if nested else {key: value for enabled in in_force for key, value in enabled.defaults.items()}
+    drafting = _drafts_for_another(model, call)
+    configs = () if drafting else (call.get("generation_config"), model.generation_config)
+    defaults = {} if drafting else {key: value for enabled in in_force for key, value in enabled.defaults.items()}
     settings = {}
     for name in ARGUMENTS:
         stored = [value for config in configs if (value := getattr(config, name, None)) is not None]
@@ -243,11 +244,19 @@ def _add_stop_strings(model: PreTrainedModel, call: dict[str, Any], tokenizer: A
     call.update(stop_strings=None, stopping_criteria=criteria)
 
 
+def _drafts_for_another(model: PreTrainedModel, call: dict[str, Any]) -> bool:
+    """Whether this is a draft's call from within `generate`, and not one by a streamer or criterion of the caller's."""
+    running = _running.get()
+    return bool(running) and (
+        id(model) not in running or bool(getattr(call.get("generation_config"), "is_assistant", False))
+    )
+
+
 @contextmanager
-def _nested() -> Iterator[None]:
+def _running_now(model: PreTrainedModel) -> Iterator[None]:
     """Mark calls of `generate` from within one."""
-    token = _inside.set(True)
+    token = _running.set(_running.get() | {id(model)})
     try:
         yield
     finally:
-        _inside.reset(token)
+        _running.reset(token)
