@@ -295,8 +295,11 @@ def test_streamer_notes_puts_after_the_prompt_and_passes_all_on() -> None:
         (
             "japanese-gpt-neox-409M-xlsum-sft",
             "u-hyszk/japanese-gpt-neox-409M-xlsum-sft",
-            "u-hyszk/japanese-gpt-neox-47M-xlsum-sft",
+            "u-hyszk/japanese-gpt-neox-29M-xlsum-sft",
         ),
+        ("Qwen2-7B-Instruct", "Qwen/Qwen2-7B-Instruct", "Qwen/Qwen2-0.5B-Instruct"),
+        ("Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+        ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
         ("target", "target", "draft"),
         ("t5-target", "t5-target", "t5-draft"),
         ("someone/else", "someone/else", None),

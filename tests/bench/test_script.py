@@ -260,6 +260,27 @@ def test_tables_that_cannot_be_read_are_said_with_their_cause(
     assert "--split" not in str(refused.value) and capsys.readouterr().err == ""
 
 
+def test_data_sets_with_scripts_are_read_from_the_hub_s_parquet_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(name: str, config: str | None = None, **more: Any) -> list[dict[str, str]]:
+        asked.append((name, config, more.get("data_files")))
+        if name == "owner/old":
+            raise RuntimeError("Dataset scripts are no longer supported, but found old.py")
+        return [{"text": "one"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    settings = Settings(task="subtasks", dataset="owner/old:japanese", prompt_column="text", split="validation")
+    assert [question.turns for (question,) in questions.dialogues(settings)] == [("one",)]
+    copy = "hf://datasets/owner/old@refs/convert/parquet/japanese/validation/*.parquet"
+    assert asked == [("owner/old", "japanese", None), ("parquet", None, copy)]
+    asked.clear()
+    questions.dialogues(Settings(task="subtasks", dataset="owner/new", prompt_column="text"))
+    assert asked == [("owner/new", None, None)], "others as they are"
+
+
 def test_spec_bench_categories(tmp_path: Path) -> None:
     path = tmp_path / "question.jsonl"
     rows = [

@@ -162,7 +162,7 @@ def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
             kind = {".csv": "csv", ".tsv": "csv", ".json": "json", ".parquet": "parquet"}.get(path.suffix, "text")
             options = {"sep": "\t"} if path.suffix == ".tsv" else {}
             return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
-        return datasets.load_dataset(name, config or None, split=split)
+        return _from_hub(name, config, str(split))
     # `datasets` raises many kinds for what is missing, damaged, private or unreachable; all mean one thing.
     except Exception as error:
         # What it says itself may only be that something went wrong.
@@ -173,6 +173,22 @@ def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
             f"--dataset: {settings.dataset!r}{of_split} can't be loaded ({lines[0].rstrip('.')}); give embedded, "
             "spec_bench, a local file, or a name that the hub has and this machine can reach"
         ) from error
+
+
+def _from_hub(name: str, config: str, split: str) -> Iterable[Mapping[str, Any]]:
+    """A data set's split; of one that needs a loading script, which `datasets` no longer runs, the hub's Parquet copy.
+
+    The hub keeps such copies on the branch refs/convert/parquet, as CONFIG/SPLIT/*.parquet.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config or None, split=split)
+    except RuntimeError as error:
+        if "scripts are no longer supported" not in str(error):
+            raise
+    files = f"hf://datasets/{name}@refs/convert/parquet/{config or 'default'}/{split}/*.parquet"
+    return datasets.load_dataset("parquet", data_files=files, split="train")
 
 
 def json_lines(path: Path, argument: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

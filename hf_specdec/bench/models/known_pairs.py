@@ -22,6 +22,24 @@ KNOWN_PAIRS = (
     Pair("target", ("draft", "draft-small", "draft-large")),
     Pair("t5-target", ("t5-draft",)),
     Pair("Qwen/Qwen1.5-7B-Chat", ("Qwen/Qwen1.5-0.5B-Chat",)),
+    Pair("Qwen/Qwen2-7B-Instruct", ("Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen2-1.5B-Instruct")),
+    Pair(
+        "Qwen/Qwen2.5-7B-Instruct",
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct"),
+    ),
+    Pair(
+        "Qwen/Qwen2.5-14B-Instruct",
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct"),
+    ),
+    Pair("Qwen/Qwen3-8B", ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B")),
+    Pair("Qwen/Qwen3-14B", ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B")),
+    Pair("meta-llama/Llama-3.1-8B-Instruct", ("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct")),
+    Pair("google/gemma-2-9b-it", ("google/gemma-2-2b-it",)),
+    Pair("google/gemma-3-12b-it", ("google/gemma-3-1b-it", "google/gemma-3-4b-it")),
+    Pair(
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-360M-Instruct"),
+    ),
     Pair(
         "facebook/opt-6.7b",
         ("facebook/opt-125m", "facebook/opt-350m", "facebook/opt-1.3b", "facebook/opt-2.7b"),
@@ -30,9 +48,10 @@ KNOWN_PAIRS = (
     Pair("bigscience/bloom-7b1", ("bigscience/bloom-560m", "bigscience/bloom-1b7")),
     Pair("meta-llama/Llama-2-7b-hf", ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",)),
     Pair("google-t5/t5-base", ("google-t5/t5-small",)),
+    # 29M is the fastest of those published.
     Pair(
         _NEOX.format("409M"),
-        tuple(_NEOX.format(size) for size in ("47M", "6M", "13M", "29M", "72M", "115M", "165M", "247M")),
+        tuple(_NEOX.format(size) for size in ("29M", "6M", "13M", "47M", "72M", "115M", "165M", "247M")),
     ),
 )
 
