@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_specdec.host.processors import check_stateless
-from hf_specdec.models.cache_rollback import check_rewindable, is_static_by_request
+from hf_specdec.models.cache_rollback import cache_of, check_recurrence, check_rewindable, is_static_by_request
 
 # Arguments that by themselves choose how transformers decodes.
 OTHER_MODES = {
@@ -54,7 +54,7 @@ def check_call(
     check_stateless(processors, generation_config)
     check_model(model, "model")
     check_cache_implementation(model, generation_config.cache_implementation)
-    cache, implementation = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+    cache, implementation = cache_of(model_kwargs), generation_config.cache_implementation
     if model_kwargs.get("use_cache") and not is_static_by_request(cache):
         if implementation is not None:
             argument = f"cache_implementation={implementation!r}"
@@ -159,11 +159,7 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
             f"{named} is sharded by {sharding}: every process has to make the same passes, but each accepts other "
             "drafts; gather the model's weights first, or decode without speculation."
         )
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{named} keeps a recurrent state that can't be rolled back after a rejected draft: choose an "
-            "attention-only model, or decode without speculation."
-        )
+    check_recurrence(model, argument)
 
 
 def check_synced_gpus(synced_gpus: bool | None) -> None:

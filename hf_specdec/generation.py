@@ -24,7 +24,12 @@ from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
 from hf_specdec.host.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
-from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
+from hf_specdec.models.cache_rollback import (
+    cache_argument,
+    copy_out_of_inference_mode,
+    is_static_by_request,
+    is_unused_default,
+)
 from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.runner_choice import runner_for
@@ -183,7 +188,7 @@ class SpeculativeDecoding:
             static_size=static_size,
         )
         if static_size is not None:
-            model_kwargs["past_key_values"] = static_cache(model, model_kwargs, static_size, "model")
+            model_kwargs[cache_argument(model)] = static_cache(model, model_kwargs, static_size, "model")
         # Before the target's, which marks the cache: this one may refuse.
         drafter = make_drafter(config, call)
         target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)

@@ -10,9 +10,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_specdec.models.cache_rollback import new_cache
+from hf_specdec.models.cache_rollback import cache_argument, new_cache
 
-NOT_SHARED = ("past_key_values", "encoder_outputs", "logits_to_keep", "attention_mask", "decoder_attention_mask")
+NOT_SHARED = (
+    "past_key_values",
+    "cache_params",
+    "encoder_outputs",
+    "logits_to_keep",
+    "attention_mask",
+    "decoder_attention_mask",
+)
 
 
 def draft_inputs(
@@ -55,7 +62,7 @@ def draft_inputs(
         kwargs["attention_mask"] = mask[:, -input_ids.shape[1] :]
         kwargs.pop("position_ids", None)
     if kwargs.get("use_cache"):
-        kwargs["past_key_values"] = new_cache(draft, "assistant_model", cross_attention=encoded)
+        kwargs[cache_argument(draft)] = new_cache(draft, "assistant_model", cross_attention=encoded)
     return kwargs
 
 

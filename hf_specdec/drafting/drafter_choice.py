@@ -23,6 +23,7 @@ from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import LengthHistory, length_history
 from hf_specdec.lengths.stop_rules import StopRule
+from hf_specdec.models.cache_rollback import cache_argument
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import static_cache, supports_recorded_row
@@ -117,7 +118,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         # The target's cache is of another kind, or on another device; the draft's passes are worth recording still.
         size = CacheSize(call.transcript.ids.shape[1], grows=True)
     if size is not None:
-        kwargs["past_key_values"] = static_cache(draft, kwargs, size, "assistant_model")
+        kwargs[cache_argument(draft)] = static_cache(draft, kwargs, size, "assistant_model")
     do_sample = bool(call.generation_config.do_sample)
     runner = runner_for(draft, kwargs, input_ids.to(draft.device), call.transcript.ids.shape[1])
     settings: dict[str, Any] = {
@@ -133,7 +134,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         return ModelDrafter(runner, call.processors, rule, **settings)
     # A lookahead that adapts to times would take what is drafted ahead for free.
     steady = config.drafter == "model" and config.num_assistant_tokens != "auto"
-    ahead = steady and can_draft_ahead(draft.device, input_ids.device, call.transcript.batch_size)
+    ahead = steady and runner.rewinds_far and can_draft_ahead(draft.device, input_ids.device, len(input_ids))
     pays = ahead_payoff(call.model, _situation(config, call)) if ahead else None
     return OtherDeviceDrafter(runner, call.processors, rule, device=draft.device, pays=pays, **settings)
 
@@ -145,6 +146,11 @@ def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRul
         raise ValueError(
             "drafter='hybrid' with an assistant_tokenizer that differs: transformers' generators for two tokenizers "
             "draft in every round, so choose drafter='lookup' or drafter='model'."
+        )
+    if getattr(call.draft, "_is_stateful", False):
+        raise ValueError(
+            f"assistant_model={type(call.draft).__name__} with an assistant_tokenizer that differs: transformers' "
+            "generators for two tokenizers can't roll back recurrent states, so choose a draft with attention only."
         )
     if rule.reads_probabilities:
         raise ValueError(

@@ -170,11 +170,26 @@ class ModelDrafter(BaseDrafter):
         Returns:
             The tokens, and with them the lengths and the room of the rows.
         """
+        if not self.runner.rewinds_far:
+            self._catch_up(ids, lengths)
         unread = max(lengths[row] - self._read[row] for row in self._rows)
         room = [space if n >= unread else 0 for n, space in zip(lengths, room, strict=True)]
         lengths = [max(n, unread) for n in lengths]
         self.runner.rewind([n - unread for n in lengths])
         return last_tokens(ids, lengths, unread), lengths, room
+
+    def _catch_up(self, ids: Tensor, lengths: Sequence[int]) -> None:
+        """Bring all rows to where one token is unread, unless the same number is unread in each.
+
+        For runners that can't have a row read again what it has read before. A row that is ahead reads on into its
+        spare space, and forgets it.
+        """
+        while len(unread := {lengths[row] - self._read[row] for row in self._rows}) > 1:
+            self.runner.rewind(self._read)
+            width = min(max(unread) - 1, ids.shape[1] - max(lengths))
+            self.runner.forward(last_tokens(ids, [read + width for read in self._read], width), width)
+            self._read = [min(read + width, n - 1) for n, read in zip(lengths, self._read, strict=True)]
+            self.runner.rewind(self._read)
 
     def _choose(
         self, ids: Tensor, lengths: Sequence[int], logits: Tensor, open_rows: Sequence[int], uniforms: Tensor | None

@@ -8,6 +8,7 @@ sliding windows depend on.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,29 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_specdec.models.recurrences import prepare
+from hf_specdec.models.recurrent_states import LINEAR_LAYERS, recurrent_layers
+
 # transformers uses empty dummy layers where a layer shares another layer's keys.
-REWINDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
+REWINDABLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *(
+        getattr(cache_utils, name)
+        for name in ("DummyLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
+        if hasattr(cache_utils, name)
+    ),
+)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The argument of `forward` that takes the cache; purely recurrent models have one of their own."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def cache_of(model_kwargs: dict[str, Any]) -> Any:
+    """The cache among a model's arguments, None where there is none."""
+    return model_kwargs.get("cache_params", model_kwargs.get("past_key_values"))
 
 
 def new_cache(model: PreTrainedModel, argument: str, *, cross_attention: bool) -> Cache:
@@ -34,7 +56,10 @@ def new_cache(model: PreTrainedModel, argument: str, *, cross_attention: bool) -
         ValueError: the model's own kind of cache can't be rolled back.
     """
     named = f"{argument}={type(model).__name__}"
-    check_rewindable(DynamicCache(config=model.config.get_text_config(decoder=True)), named)
+    by_layer = DynamicCache(config=model.config.get_text_config(decoder=True))
+    check_rewindable(by_layer, named)
+    if recurrent_layers(by_layer):
+        return by_layer
     return EncoderDecoderCache(DynamicCache(), DynamicCache()) if cross_attention else DynamicCache()
 
 
@@ -59,8 +84,46 @@ def check_rewindable(cache: object, argument: str) -> None:
     raise ValueError(
         f"{argument}: its cache {type(cache).__name__}({', '.join(odd)}) can't be rolled back, which speculation "
         "needs after each rejected draft: use cache_implementation='dynamic' (the default), use_cache=False, or "
-        "decode without speculation; models with a recurrent state can't speculate."
+        "decode without speculation."
     )
+
+
+def check_recurrence(model: PreTrainedModel, argument: str) -> None:
+    """Refuse a model with recurrent states that can't be kept for each token.
+
+    Args:
+        model: any model.
+        argument: the argument of `generate` that it came by.
+
+    Raises:
+        ValueError: names the argument, its value and the way out.
+    """
+    if not getattr(model, "_is_stateful", False):
+        return
+    by_layer = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if recurrent_layers(by_layer) and prepare(model):
+        return
+    raise ValueError(
+        f"{argument}={type(model).__name__} keeps a recurrent state that can't be rolled back after a rejected draft: "
+        "choose another model (docs/families.md lists those that work), or decode without speculation."
+    )
+
+
+def cached_length(cache: Cache) -> int:
+    """How many tokens a cache holds.
+
+    Raises:
+        ValueError: it has recurrent layers only, with states in them, which don't say.
+    """
+    layers = self_attention(cache).layers
+    if not layers or not all(isinstance(layer, LINEAR_LAYERS) and not hasattr(layer, "keys") for layer in layers):
+        return int(cache.get_seq_length())
+    if cache.has_previous_state():
+        raise ValueError(
+            f"cache_params={type(cache).__name__} with a text in it: recurrent states don't say how long it is, so "
+            "leave cache_params out and pass the whole text, or decode without speculation."
+        )
+    return 0
 
 
 def is_static_by_request(cache: object) -> bool:
@@ -97,7 +160,7 @@ def forget_broken_pass(cache: Cache, width: int) -> None:
     """Cut every layer to `width` slots after a pass that may have been interrupted between layers."""
     for layer in _holding(cache):
         if (excess := layer.get_seq_length() - width) > 0:
-            layer.crop(-excess)
+            _crop_attention(layer, excess)
 
 
 def can_forget(cache: Cache, width: int, count: int) -> bool:
@@ -117,8 +180,15 @@ def forget_all(cache: Cache) -> None:
 
 
 def forget_last(cache: Cache, count: int) -> None:
-    """Drop the last `count` tokens of every row; sliding windows are cut to size even at 0."""
-    cache.crop(-count)
+    """Drop the last `count` tokens of every row; sliding windows are cut to size even at 0.
+
+    States of recurrent layers are left to `recurrent_states`.
+    """
+    if not recurrent_layers(cache):
+        cache.crop(-count)
+        return
+    for layer in _holding(cache):
+        _crop_attention(layer, count)
 
 
 def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int) -> None:
@@ -149,6 +219,9 @@ def copy_out_of_inference_mode(cache: Cache) -> None:
     )
     for layer in (layer for part in parts for layer in _holding(part)):
         layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    for layer in recurrent_layers(cache):
+        for states in (layer.conv_states, layer.recurrent_states):
+            states |= {at: state.clone() for at, state in states.items() if state is not None}
 
 
 def shift_rows(rows: torch.Tensor, shifts: Sequence[int], new_width: int) -> torch.Tensor:
@@ -163,8 +236,17 @@ def self_attention(cache: Any) -> Any:
 
 
 def _holding(cache: Any) -> list[Any]:
-    """The layers that hold tokens: initialized, and without another layer's keys."""
-    return [layer for layer in self_attention(cache).layers if layer.is_initialized and layer.keys is not None]
+    """The layers that hold tokens: initialized, with keys of their own, and not recurrent only."""
+    layers = self_attention(cache).layers
+    return [layer for layer in layers if getattr(layer, "is_initialized", False) and layer.keys is not None]
+
+
+def _crop_attention(layer: Any, count: int) -> None:
+    """Forget the last `count` tokens of a layer's attention."""
+    if isinstance(layer, LINEAR_LAYERS):
+        DynamicLayer.crop(layer, -count)
+    else:
+        layer.crop(-count)
 
 
 def _source_slots(shifts: Sequence[int], first: int, slots: range, stored: int, device: torch.device) -> torch.Tensor:

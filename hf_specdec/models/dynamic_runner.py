@@ -38,6 +38,8 @@ class DynamicRunner:
         hidden: tokens in a given cache that precede `input_ids`.
     """
 
+    rewinds_far = True  # to any length, not only to those since the last time
+
     def __init__(
         self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
     ) -> None:
@@ -45,8 +47,9 @@ class DynamicRunner:
         self.passes = 0
         self.kwargs = dict(model_kwargs)
         parameters = inspect.signature(model.forward).parameters
-        self.cache = self.kwargs.pop("past_key_values", None)
-        if "past_key_values" not in parameters:
+        self._cache_key = cache_rollback.cache_argument(model)
+        self.cache = self.kwargs.pop(self._cache_key, None)
+        if self._cache_key not in parameters:
             self.cache = None  # `generate` makes one for every model
         self.kwargs.pop("logits_to_keep", None)
         self.hidden = hidden
@@ -54,7 +57,7 @@ class DynamicRunner:
         read = 0
         if self.cache is not None:
             self._recording = cache_rollback.start_recording(self.cache)
-            read = max(min(self.cache.get_seq_length() - hidden, prompt_length - 1), 0)
+            read = max(min(cache_rollback.cached_length(self.cache) - hidden, prompt_length - 1), 0)
         self.read = [read] * batch_size
         self._width = read + hidden
         self._history = input_ids[:, :0]
@@ -157,13 +160,11 @@ class DynamicRunner:
         change nothing.
         """
         if self.passes and self._prepared:
-            return {self._ids_key: tokens, "past_key_values": self.cache, **slot_kwargs, **self.kwargs}
+            return {self._ids_key: tokens, self._cache_key: self.cache, **slot_kwargs, **self.kwargs}
         return self.model.prepare_inputs_for_generation(
             tokens,
-            past_key_values=self.cache,
             is_first_iteration=self.passes == 0,
-            **slot_kwargs,
-            **self.kwargs,
+            **{self._cache_key: self.cache, **slot_kwargs, **self.kwargs},
         )
 
     def _forget_last(self, count: int) -> None:
@@ -199,6 +200,8 @@ class RowByRowRunner:
 
     The methods are those of `DynamicRunner`.
     """
+
+    rewinds_far = True
 
     def __init__(
         self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0

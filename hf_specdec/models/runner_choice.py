@@ -7,7 +7,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.models.cache_rollback import cache_of
 from hf_specdec.models.dynamic_runner import DynamicRunner, RowByRowRunner
+from hf_specdec.models.recurrent_runner import RecurrentRunner
+from hf_specdec.models.recurrent_states import recurrent_layers
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import takes_row_positions
@@ -21,5 +24,7 @@ def runner_for(
     """The runner for a model, a batch of `input_ids` `[B, P]` and its cache; arguments as `DynamicRunner`."""
     if isinstance(model_kwargs.get("past_key_values"), RowsCache):
         return StaticRunner(model, model_kwargs, input_ids)
+    if recurrent_layers(cache_of(model_kwargs)):
+        return RecurrentRunner(model, model_kwargs, input_ids, capacity, hidden)
     batched = len(input_ids) == 1 or takes_row_positions(model)
     return (DynamicRunner if batched else RowByRowRunner)(model, model_kwargs, input_ids, capacity, hidden)

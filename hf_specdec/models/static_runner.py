@@ -79,6 +79,8 @@ class StaticRunner:
         keeps_logits: whether the model can return the last logits only (`logits_to_keep`).
     """
 
+    rewinds_far = True
+
     def __init__(self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor) -> None:
         self.model = model
         self.passes = 0

@@ -29,9 +29,12 @@ def context_length(model: PreTrainedModel) -> int | None:
 def takes_row_positions(model: PreTrainedModel) -> bool:
     """Whether the rows of one pass may be at different positions.
 
-    They may if `forward` takes positions, or if attention uses relative distances only (T5's buckets, ALiBi).
+    They may if `forward` takes positions, if attention uses relative distances only (T5's buckets, ALiBi), or if there
+    is none (Mamba).
     """
     config = model.config.get_text_config(decoder=True)
+    if "cache_params" in inspect.signature(model.forward).parameters:
+        return True
     if hasattr(config, "relative_attention_num_buckets") or config.model_type in ("bloom", "mpt"):
         return True
     key = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"

@@ -16,6 +16,8 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     SynthIDTextWatermarkingConfig,
 )
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
@@ -230,15 +232,19 @@ def test_one_odd_layer_is_enough(pair) -> None:
     refused(*pair, "Halves", past_key_values=cache)
 
 
-def mamba() -> PreTrainedModel:
+def test_recurrent_states_out_of_reach_on_either_side(pair) -> None:
+    """RecurrentGemma keeps its states in its modules, out of the cache."""
+    config = RecurrentGemmaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, pad_token_id=PAD, lru_width=16)
+    recurrent = RecurrentGemmaForCausalLM(config).eval()
+    refused(recurrent, pair[1], "model=RecurrentGemmaForCausalLM", "recurrent", "without speculation")
+    refused(pair[0], recurrent, "assistant_model=RecurrentGemmaForCausalLM", "recurrent", "families.md")
+
+
+def test_a_cache_of_states_only_with_a_text_in_it(pair) -> None:
     config = MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1, pad_token_id=PAD)
-    return MambaForCausalLM(config).eval()
-
-
-def test_recurrent_models_on_either_side(pair) -> None:
-    recurrent = mamba()
-    refused(recurrent, pair[1], "model=MambaForCausalLM", "recurrent", "without speculation")
-    refused(pair[0], recurrent, "assistant_model=MambaForCausalLM", "recurrent", "attention-only")
+    target, cache = MambaForCausalLM(config).eval(), DynamicCache(config=config)
+    target(torch.tensor([[5, 6]]), cache_params=cache, use_cache=True)
+    refused(target, pair[1], "cache_params=DynamicCache", "how long", "leave cache_params out", cache_params=cache)
 
 
 def test_a_draft_without_weights(pair) -> None:

@@ -1,0 +1,60 @@
+"""Feeds models with recurrent layers: as `DynamicRunner`, and rolls their states back as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.models import cache_rollback, recurrences
+from hf_specdec.models.dynamic_runner import DynamicRunner
+from hf_specdec.models.recurrent_states import RecurrentStates
+
+
+class RecurrentRunner(DynamicRunner):
+    """Feeds one model with recurrent layers, all rows in one pass; arguments as `DynamicRunner`.
+
+    A row can go back to any length that it had since the last `rewind`, as far as the last `count` tokens of a pass
+    are concerned, and no further. The states of one that does not count any more may be anything.
+    """
+
+    rewinds_far = False
+
+    def __init__(
+        self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
+    ) -> None:
+        super().__init__(model, model_kwargs, input_ids, capacity, hidden)
+        recurrences.prepare(model)
+        self._states = RecurrentStates(self.cache)
+        self._counting: Sequence[int] = range(len(self.read))
+
+    def forward(self, tokens: Tensor, count: int) -> Tensor:
+        """As `DynamicRunner.forward`."""
+        with self._states.passing(tokens.shape[1], count - 1):
+            return super().forward(tokens, count)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """As `DynamicRunner.rewind`."""
+        if self._width:
+            cuts = [max(n - length, 0) for n, length in zip(self.read, lengths, strict=True)]
+            self._states.forget(cuts, self._counting)
+        super().rewind(lengths)
+
+    def retain(self, rows: Sequence[int]) -> Sequence[int]:
+        """As `DynamicRunner.retain`."""
+        self._counting = rows
+        return super().retain(rows)
+
+    def end(self, length: int) -> None:
+        """As `DynamicRunner.end`; it is emptied also where rows ended further apart than a pass."""
+        cut = max(max(self.read) - length, 0)
+        if self._states.intact and cut <= self._states.reach:
+            self._counting = range(len(self.read))
+            self.rewind([length] * len(self.read))
+        else:
+            with self._mode():  # what was written there may be changed there only
+                cache_rollback.forget_all(self.cache)
+                self._states.forget_all()
+        cache_rollback.stop_recording(self._recording)

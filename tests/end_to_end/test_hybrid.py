@@ -1,0 +1,214 @@
+"""Models with recurrent layers, as target and as draft: greedy speculation gives plain `generate`'s tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from helpers.distributions import FALSE_FAILURE, odds
+from helpers.families import pair, prompts
+from helpers.models import EOS as TOY_EOS
+from helpers.models import PAD as TOY_PAD
+from helpers.models import Passes
+from helpers.recurrent_families import FAMILIES, model, noisy
+from transformers import PreTrainedModel
+
+import hf_specdec
+from hf_specdec import SpeculativeDecoding
+from hf_specdec.drafting import drafter_choice
+from hf_specdec.models import recurrent_states
+
+NEW_TOKENS = 16
+BILD = {"generation_strategy": "bild", "fallback_threshold": 0.1, "rollback_threshold": 0.0}
+# Each pair of a lookahead, a batch size and a strategy occurs in one of them.
+COMBINATIONS = [
+    (1, 1, {}),
+    (4, 1, BILD),
+    (7, 1, {}),
+    (1, 4, BILD),
+    (4, 4, {}),
+    (7, 4, BILD),
+]
+
+
+def check_identity(target: PreTrainedModel, draft: PreTrainedModel | None, batch_size: int = 1, **settings: Any) -> Any:
+    """Compare speculative greedy output with plain; returns the statistics."""
+    inputs = prompts(batch_size)
+    arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    plain = target.generate(**inputs, **arguments)
+    settings = {"generation_strategy": "speculative", **settings}
+    with hf_specdec.enable(target, assistant_model=draft), Passes(target) as passes:
+        out = target.generate(**inputs, **arguments, return_dict_in_generate=True, **settings)
+    assert torch.equal(out.sequences, plain)
+    if draft is not target:
+        assert passes.count == len(out.speculation.rounds), "one target pass a round, for the whole batch"
+    return out.speculation
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_plain_generate(family: str) -> None:
+    target = model(family)
+    draft = noisy(target)
+    rates = []
+    for lookahead, batch_size, strategy in COMBINATIONS:
+        stats = check_identity(target, draft, batch_size, num_assistant_tokens=lookahead, **strategy)
+        rates.append(stats.acceptance_rate)
+    assert any(rate is not None and 0.1 < rate < 0.9 for rate in rates), "some drafts are rejected, some accepted"
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "FalconH1", "Mamba2", "Jamba", "Lfm2"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_target_as_its_own_draft_accepts_everything(family: str, batch_size: int) -> None:
+    """So the draft's states are rolled back exactly, too."""
+    target = model(family)
+    assert check_identity(target, target, batch_size).acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        (family, part)
+        for family in FAMILIES
+        for part in ("_picked", "_windows")
+        if (family, part) != ("Lfm2", "_picked")
+    ],
+)
+def test_control_states_that_stay_after_a_rejection_give_other_tokens(family: str, part: str, monkeypatch) -> None:
+    """Those of recurrences, which LFM2 has none of, and those of convolutions."""
+    rolled_back = getattr(recurrent_states, part)
+
+    def stays(states: Any, counts: Sequence[int], *rest: Any) -> Any:
+        return rolled_back(states, [0] * len(counts), *rest)
+
+    monkeypatch.setattr(recurrent_states, part, stays)
+    target = model(family)
+    with pytest.raises(AssertionError):
+        check_identity(target, noisy(target), 4, num_assistant_tokens=4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Mamba2"])
+def test_a_recurrent_target_with_an_attention_only_draft_and_the_reverse(family: str, batch_size: int) -> None:
+    recurrent, (attention, _) = model(family), pair("llama")
+    check_identity(recurrent, attention, batch_size, num_assistant_tokens=3)
+    check_identity(attention, recurrent, batch_size, num_assistant_tokens=3)
+
+
+@pytest.mark.parametrize("family", ["OlmoHybrid", "Zamba2", "Lfm2"])
+@pytest.mark.parametrize("drafter", ["lookup", "hybrid", "none"])
+def test_other_drafters(family: str, drafter: str, monkeypatch) -> None:
+    """Where look-up drafts, the draft model's rows fall behind by different numbers of tokens."""
+    monkeypatch.setattr(drafter_choice, "HYBRID_SIZES", (1,))
+    target = model(family)
+    for batch_size in (1, 4):
+        check_identity(target, noisy(target), batch_size, drafter=drafter)
+
+
+@pytest.mark.parametrize("family", ["NemotronH", "Mamba"])
+def test_prompts_of_one_token(family: str) -> None:
+    """The first pass has no state to begin with, and its convolutions fewer inputs than they are wide."""
+    target = model(family)
+    arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    inputs = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])}
+    plain = target.generate(**inputs, **arguments)
+    with hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"):
+        assert torch.equal(target.generate(**inputs, **arguments, num_assistant_tokens=4), plain)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "FalconH1", "Lfm2"])
+def test_the_cache_returned_can_be_continued_from(family: str) -> None:
+    target = model(family)
+    settings = {"do_sample": False, "eos_token_id": None}
+    whole = target.generate(**prompts(1), **settings, max_new_tokens=24)
+    plain = target.generate(**prompts(1), **settings, max_new_tokens=9, return_dict_in_generate=True)
+    with hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"):
+        first = target.generate(**prompts(1), **settings, max_new_tokens=9, return_dict_in_generate=True)
+        for mine, theirs in zip(first.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            for name in ("keys", "values"):
+                torch.testing.assert_close(getattr(mine, name, 0), getattr(theirs, name, 0), rtol=1e-4, atol=1e-4)
+            for name in ("conv_states", "recurrent_states"):
+                torch.testing.assert_close(getattr(mine, name, {}), getattr(theirs, name, {}), rtol=1e-4, atol=1e-4)
+        second = target.generate(first.sequences, **settings, max_new_tokens=15, past_key_values=first.past_key_values)
+    assert torch.equal(second, whole)
+    assert torch.equal(
+        target.generate(first.sequences, **settings, max_new_tokens=15, past_key_values=plain.past_key_values), whole
+    )
+
+
+def test_an_end_of_text_inside_a_draft() -> None:
+    target = model("GraniteMoeHybrid")
+    inputs = prompts(4)
+    plain = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    for position in (2, 5):
+        settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": int(plain[0, 11 + position])}
+        with hf_specdec.enable(target, assistant_model=target, generation_strategy="speculative"):
+            ours = target.generate(**inputs, **settings, num_assistant_tokens=7)
+        assert torch.equal(ours, target.generate(**inputs, **settings))
+
+
+def test_a_cache_whose_rows_ended_far_apart_is_returned_empty() -> None:
+    """The states of a row that goes on can't be taken back to where another ended; an empty cache is right, too."""
+    target = model("Lfm2")
+    inputs = prompts(4)
+    plain = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    settings = {"do_sample": False, "eos_token_id": int(plain[0, 12]), "return_dict_in_generate": True}
+    with hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"):
+        out = target.generate(**inputs, **settings, max_new_tokens=NEW_TOKENS)
+    assert out.past_key_values.get_seq_length() == 0
+    assert not out.past_key_values.has_previous_state()
+
+
+def test_a_call_that_breaks_off_leaves_a_cache_that_can_be_used() -> None:
+    target = model("OlmoHybrid")
+    settings = {"do_sample": False, "eos_token_id": None}
+    whole = target.generate(**prompts(1), **settings, max_new_tokens=20)
+    begun = target.generate(**prompts(1), **settings, max_new_tokens=4, return_dict_in_generate=True)
+    cache, calls = begun.past_key_values, []
+
+    def broken(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    last = target.model.layers[-1].register_forward_pre_hook(broken)
+    with (
+        hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        target.generate(begun.sequences, **settings, max_new_tokens=16, past_key_values=cache)
+    last.remove()
+    assert torch.equal(target.generate(begun.sequences, **settings, max_new_tokens=16, past_key_values=cache), whole)
+
+
+def test_without_a_cache() -> None:
+    target = model("FalconH1")
+    check_identity(target, noisy(target), 4, use_cache=False)
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "FalconH1"])
+def test_samples_are_distributed_as_the_target_s_own(family: str) -> None:
+    tiny = {"vocab_size": 5, "eos_token_id": TOY_EOS, "pad_token_id": TOY_PAD, "bos_token_id": None}
+    target = model(family, dtype=torch.float32, **tiny)
+    decoding = SpeculativeDecoding(noisy(target, 0.4), num_assistant_tokens=2)
+    assert min(odds((target, decoding.assistant_model), decoding)) > FALSE_FAILURE
+    assert decoding.stats is not None
+    assert 0.1 < decoding.stats.acceptance_rate < 0.95
+
+
+@pytest.mark.parametrize("family", ["Mamba", "FalconMamba", "Jamba", "Bamba"])
+def test_wide_passes_that_differ_in_transformers_are_exact_here(family: str) -> None:
+    """Three of them start a scan over several tokens anew; token by token they don't."""
+    target = model(family)
+    for batch_size in (1, 4):
+        check_identity(target, noisy(target), batch_size)
+
+
+def test_combinations_hold_every_pair() -> None:
+    named = [(lookahead, batch, "bild" if strategy else "speculative") for lookahead, batch, strategy in COMBINATIONS]
+    assert {(a, b) for a, b, _ in named} == {(a, b) for a in (1, 4, 7) for b in (1, 4)}
+    assert {(b, c) for _, b, c in named} == {(b, c) for b in (1, 4) for c in ("bild", "speculative")}
+    assert {(a, c) for a, _, c in named} == {(a, c) for a in (1, 4, 7) for c in ("bild", "speculative")}
+    assert all(one != other for one, other in pairwise(named))
