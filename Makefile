@@ -28,7 +28,8 @@ test-oldest: $(OLDEST)/.ready
 # Random calls against plain generate; what fails is kept in .hypothesis and tried first next time.
 fuzz: CASES ?= 5000
 fuzz: $(VENV)/.ready
-	HF_SPECDEC_FUZZ_CASES=$(CASES) $(RUN) -m pytest -q -x tests/fuzz/test_any_input.py --hypothesis-show-statistics
+	HF_SPECDEC_FUZZ_CASES=$(CASES) $(RUN) -m pytest -q -x tests/fuzz/test_any_input.py \
+		-o faulthandler_timeout=0 --hypothesis-show-statistics
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
