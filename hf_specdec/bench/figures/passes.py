@@ -118,14 +118,22 @@ def predicted_speedup(alpha: float, c: float, v: float, lookahead: int) -> float
 def allowed(result: Result, method: MethodDict, batch: int = 1, prompts: Iterable[int] | None = None) -> float | None:
     """The speedup over plain decoding on the same engine that measured α, c and v allow.
 
-    As if no row ever waited for another. None without a fixed lookahead, α or bare passes of draft and target.
+    As if no row ever waited for another. None without α or bare passes of draft and target, and where drafts have no
+    fixed length or take no draft steps, which the formula takes for granted.
     """
-    lookahead = method["lookahead"]
+    lookahead = method["lookahead"] if _drafts_steadily(method) else None
     alpha = rounds.alpha(speed.calls_of(result, method["name"], batch=batch, prompts=prompts))
     passes = pooled(costs(result, method["engine"], batch, method["draft"]))
     if alpha is None or passes is None or not passes.draft or not isinstance(lookahead, int):
         return None
     return predicted_speedup(alpha, *passes.ratios(lookahead), lookahead)
+
+
+def _drafts_steadily(method: MethodDict) -> bool:
+    """Whether every draft has the lookahead's length, one draft step a token."""
+    keywords = method["keywords"]
+    by_model = method["kind"] != "lookup" and keywords.get("drafter", "model") == "model"
+    return by_model and method["kind"] != "bild" and "entropy_threshold" not in keywords
 
 
 def share_of_allowed(result: Result, method: MethodDict, batch: int = 1) -> float | None:
