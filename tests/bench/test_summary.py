@@ -132,9 +132,9 @@ def test_results_of_different_machines_are_warned_about(results: dict[str, Resul
     assert "differ in processor" in line and 'b: "another"' in line
 
 
-@pytest.mark.parametrize("data", [b"{", gzip.compress(b"{"), gzip.compress(b"[]"), gzip.compress(b'{"format": 0}')])
-def test_files_that_are_no_results_are_named(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / f"x{SUFFIX}").write_bytes(data)
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 0}', None], ids=["cut off", "list", "format", "not gzip"])
+def test_files_that_are_no_results_are_named(tmp_path: Path, text: str | None) -> None:
+    (tmp_path / f"x{SUFFIX}").write_bytes(b"{" if text is None else gzip.compress(text.encode()))
     with pytest.raises(BenchError, match=r"x\.json\.gz' is damaged or no result"):
         report.run_report(Settings(task="report", output_dir=tmp_path))
 
