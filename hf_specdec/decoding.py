@@ -15,6 +15,7 @@ from hf_specdec.host.processors import HostProcessors, Relaxation
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.models.runner_choice import Runner
 from hf_specdec.rules import sampling
+from hf_specdec.rules.shared_decisions import shared, with_shared_times
 from hf_specdec.rules.statistics import Round, SpeculationStats, reached_overlap
 from hf_specdec.rules.verification import Rule, Verification
 
@@ -56,7 +57,7 @@ class Decoder:
         try:
             while not transcript.finished:
                 with self.mode():
-                    stats.rounds.append(self._round(transcript))
+                    stats.rounds.append(with_shared_times(self._round(transcript)))
                 self.drafter.observe(stats.rounds[-1])
                 transcript.show()
         finally:
@@ -81,7 +82,7 @@ class Decoder:
         verified, recorded = self._verify(transcript, tokens, proposal, open_rows)
         # One copy from device to host per round; float32 holds every token id below 2^24.
         decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
-        decided = torch.cat([decided, verified.overlap, proposal.tokens], dim=1)
+        decided = shared(torch.cat([decided, verified.overlap, proposal.tokens], dim=1))
         # On an accelerator this doesn't wait for the verification, so that the draft can work in the meantime.
         steps_ahead = self.drafter.ahead()
         answers = decided.tolist()

@@ -35,10 +35,11 @@ from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import StaticRunner, static_cache, supports_recorded_row, supports_rows_cache
-from hf_specdec.models.traits import context_length, pass_mode, without_adapter_wrapper
+from hf_specdec.models.traits import context_length, pass_mode, tensor_parallel_group, without_adapter_wrapper
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.engine import prepared_capacity
 from hf_specdec.prepared.prepared_decoder import with_prepared_rounds
+from hf_specdec.rules.shared_decisions import among
 from hf_specdec.rules.statistics import SpeculationStats
 from hf_specdec.rules.verification import SAMPLING_RULES, greedy
 from hf_specdec.strategies import STRATEGY_TABLE
@@ -208,7 +209,8 @@ class SpeculativeDecoding:
         )
         # Other threads may replace the attribute.
         stats = self.stats = _last[model] = SpeculationStats(config.strategy)
-        cache = _run(decoder, transcript, stats, compile=config.compile, keep_cache=returns_dict)
+        with among(tensor_parallel_group(*call.models)):
+            cache = _run(decoder, transcript, stats, compile=config.compile, keep_cache=returns_dict)
         transcript.end()
         if not returns_dict:
             return transcript.sequences.clone()

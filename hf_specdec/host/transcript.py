@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from hf_specdec.rules.shared_decisions import shared
+
 
 class Transcript:
     """The growing texts of one call.
@@ -188,7 +190,7 @@ class Transcript:
             tokens = self.ids[:, column].tolist()
             stops = [stop or token in self.eos_tokens for stop, token in zip(stops, tokens, strict=True)]
         if self._other_criteria:
-            asked = self._other_criteria(self.ids[:, : column + 1], self.scores)
+            asked = shared(self._other_criteria(self.ids[:, : column + 1], self.scores))
             stops = [stop or bool(other) for stop, other in zip(stops, asked.tolist(), strict=True)]
         return stops
 

@@ -41,6 +41,14 @@ def takes_row_positions(model: PreTrainedModel) -> bool:
     return key in inspect.signature(model.forward).parameters
 
 
+def tensor_parallel_group(*models: PreTrainedModel) -> Any:
+    """The processes that hold the first of the models that is sharded together (`tp_plan`); None where none is."""
+    for model in models:
+        if (getattr(model, "_tp_size", None) or 1) > 1 and (mesh := getattr(model, "_device_mesh", None)) is not None:
+            return mesh["tp"].get_group() if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh.get_group()
+    return None
+
+
 def vocabulary_size(model: PreTrainedModel) -> int:
     """V, the number of logits per position."""
     return model.config.get_text_config(decoder=True).vocab_size

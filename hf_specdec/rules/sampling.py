@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_specdec.rules.shared_decisions import shared
+
 
 def probabilities(scores: Tensor) -> Tensor:
     """Softmax of processed scores `[..., V]`, as `GenerationMixin._sample` takes it."""
@@ -14,9 +16,10 @@ def probabilities(scores: Tensor) -> Tensor:
 def uniforms(*shape: int, device: torch.device) -> Tensor:
     """Uniform float32 numbers in [0, 1) from torch's global generator, which `transformers.set_seed` seeds.
 
-    The dtype is fixed: in bfloat16, a possible default dtype, there are only 256 such numbers.
+    The dtype is fixed: in bfloat16, a possible default dtype, there are only 256 such numbers. Processes that hold one
+    model together get the first one's numbers.
     """
-    return torch.rand(shape, device=device, dtype=torch.float32)
+    return shared(torch.rand(shape, device=device, dtype=torch.float32))
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
