@@ -89,11 +89,6 @@ class RowsLayer(CacheLayerMixin):
         rows = written.shape[0]
         return self.keys[:rows, :, :span], self.values[:rows, :, :span]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values; 0 before the first pass."""
-        return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The length and offset of what `update` returns."""
         return self.slots.span, 0
@@ -147,19 +142,3 @@ class RowsCache(Cache):
             if layer.is_initialized:  # never for layers that share another layer's keys
                 dynamic.update(layer.keys[places, :, :length], layer.values[places, :, :length], index)
         return dynamic
-
-    @staticmethod
-    def bytes_needed(config: PreTrainedConfig, batch_size: int, capacity: int, dtype: torch.dtype) -> int:
-        """Bytes of keys and values: 2 · layers · B · H_kv · capacity · D · bytes per number.
-
-        For models with the same D in all layers.
-        """
-        text = config.get_text_config(decoder=True)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * text.num_hidden_layers * batch_size * heads * capacity * width * dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values; 0 before the first pass."""
-        return sum(layer.nbytes for layer in self.layers)

@@ -70,7 +70,9 @@ def test_num_return_sequences() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_cache_is_the_size_that_its_formula_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_holds_keys_and_values_of_every_layer_for_all_rows_and_slots(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft = pair(family)
     inputs, caches = prompts(3), {}
     end = StaticRunner.end
@@ -79,7 +81,12 @@ def test_the_cache_is_the_size_that_its_formula_says(family: str, monkeypatch: p
         target.generate(**inputs, max_new_tokens=8, cache_implementation="static", do_sample=False)
     cache = caches[target]
     assert cache.capacity == inputs["input_ids"].shape[1] + 8 + 5
-    assert cache.nbytes == RowsCache.bytes_needed(target.config, 3, cache.capacity, torch.float64)
+    config = target.config
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    width = config.hidden_size // config.num_attention_heads
+    stored = [3, heads, cache.capacity, width]
+    assert [list(tensor.shape) for tensor in cache.tensors()] == 2 * config.num_hidden_layers * [stored]
+    assert {tensor.dtype for tensor in cache.tensors()} == {torch.float64}
 
 
 @pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"own": True}], ids=str)
@@ -114,7 +121,13 @@ def test_a_batch_goes_on_from_the_returned_cache_as_from_plain_generate_s(family
 def test_static_rows_of_a_batch_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     update = RowsLayer.update
-    monkeypatch.setattr(RowsLayer, "update", lambda layer, *args: (update(layer, *args), sizes.append(layer.nbytes))[0])
+
+    def measured(layer, *args):
+        updated = update(layer, *args)
+        sizes.append(layer.keys.nbytes + layer.values.nbytes)
+        return updated
+
+    monkeypatch.setattr(RowsLayer, "update", measured)
     monkeypatch.setattr("hf_specdec.models.static_cache.GROWTH", 16)
     target, draft = pair("llama")
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
