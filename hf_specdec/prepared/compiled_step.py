@@ -1,120 +1,130 @@
-"""`torch.compile` for steps of fixed shapes: no guards, and at later calls no way through Python but one list."""
+"""Steps of fixed shapes traced once and compiled by inductor, layer by layer: no guards and no module is called again.
+
+A trace is of operations on tensors. Whoever keeps a compiled step checks what else the step depends on.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, cast
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from hf_specdec.prepared.few_token_products import OPTIONS, as_loops
-from hf_specdec.prepared.inductor_pointers import pieces_as_pointers
+from hf_specdec.prepared.few_token_products import FewTokenProducts, load
+from hf_specdec.prepared.repeated_blocks import Segment, segments_of, value_of
 
 Step = Callable[..., Any]
-Graph = Callable[[list[Any]], Sequence[Any]]  # empties the list that it is given
+Code = Callable[[list[Any]], Sequence[Any]]  # inductor's; empties the list that it is given
+
+# What inductor is asked for: code without Python, a product and a sum in one instruction, no checks of shapes, which
+# never change.
+CPU_OPTIONS = {"cpp_wrapper": True, "cpp.enable_floating_point_contract_flag": "fast", "size_asserts": False}
+KEPT_CODES = 256
+
+_codes: OrderedDict[Hashable, Code] = OrderedDict()
+_compiling = threading.RLock()  # inductor's settings are the process's
 
 
-class Compiled:
-    """A step as `torch.compile` makes it at the first call; where that fails, as it is, and a warning says so.
-
-    Guards on every weight of a model cost as much as a small draft's pass, each round, and fetching the weights from
-    the model's modules a tenth of the target's. So neither is done twice: the first call notes what the graph was
-    given and which of it were the call's arguments. Whoever keeps the step checks what it depends on, and calls it
-    with arguments of one structure and shape, all of them tensors of their own.
+class CompiledStep:
+    """A step as inductor makes it at the first call.
 
     Args:
-        step: reads and writes the tensors of its closure, which have to stay the same objects, and its arguments.
+        step: reads and writes tensors of its closure, which have to stay the same objects, and its arguments.
         device: where it runs.
     """
 
     def __init__(self, step: Step, device: torch.device) -> None:
-        self._plain = step
-        self._loops = device.type == "cpu"
-        self._step = as_loops(step) if self._loops else step
-        self._options = {"cpp_wrapper": True, **OPTIONS} if self._loops else {}
+        self._step, self._device = step, device
         self._run: Step | None = None
-        self._graph: Graph | None = None
-        self._given: list[Any] = []
-        self._returned: list[Any] = []
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step."""
-        if self._run is not None:
-            return self._run(*args)
-        try:
-            compiled = _compiled(self._step, self._backend)
-            result = compiled(*args)
-        except (RuntimeError, TypeError) as error:
-            reason = f"compile=True: decoding goes on uncompiled, since torch.compile failed: {error}"
-            warnings.warn(reason, stacklevel=2)
-            self._run = self._plain
-            return self._plain(*args)
-        self._run = self._direct(args, result) or compiled
-        return result
-
-    def _backend(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Inductor; what its code is given and returns is noted."""
-        # Importing it takes seconds.
-        from torch._functorch import config
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            code: Any = compile_fx_inner(*args, **kwargs)
-            code.current_callable = self._noting(code.current_callable)
-            return code
-
-        # That cache would give back code that has not come by here; inductor's own keeps what takes long.
-        with config.patch(enable_autograd_cache=False), pieces_as_pointers() if self._loops else nullcontext():
-            return cast(Callable[..., Any], compile_fx(graph, inputs, inner, config_patches=self._options))
-
-    def _noting(self, graph: Graph) -> Graph:
-        """The same code, which at its first call notes what it is given and returns."""
-
-        def noting(given: list[Any]) -> Sequence[Any]:
-            inputs = list(given)
-            returned = graph(given)
-            if self._run is None:
-                self._graph, self._given, self._returned = graph, inputs, list(returned)
-            return returned
-
-        return noting
-
-    def _direct(self, args: tuple[Any, ...], result: Any) -> Step | None:
-        """Inductor's code with the arguments of a call among what the first one gave it.
-
-        None where something of the result is not what that code returned.
-        """
-        graph, given, returned = self._graph, self._given, [id(value) for value in self._returned]
-        self._given, self._returned = [], []
-        leaves, (outcome, structure) = pytree.tree_leaves(args), pytree.tree_flatten(result)
-        if graph is None or not all(leaf is None or id(leaf) in returned for leaf in outcome):
-            return None
-        places = [None if leaf is None else returned.index(id(leaf)) for leaf in outcome]
-        arguments = [
-            (place, at) for place, value in enumerate(given) for at, leaf in enumerate(leaves) if leaf is value
-        ]
-        for place, _ in arguments:
-            given[place] = None
-
-        def run(*args: Any) -> Any:
-            leaves, inputs = pytree.tree_leaves(args), list(given)
-            for place, at in arguments:
-                inputs[place] = leaves[at]
-            outputs = graph(inputs)
-            return pytree.tree_unflatten([None if place is None else outputs[place] for place in places], structure)
-
-        return run
+        """Run the step; all calls have arguments of one structure, all of them tensors, of the same shapes."""
+        if self._run is None:
+            with _compiling:
+                self._run = _compiled(self._step, args, self._device)
+        return self._run(*args)
 
 
-def _compiled(step: Step, backend: Callable[..., Graph]) -> Step:
-    options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-    # Each step counts its graphs by itself; torch's stubs don't know the argument yet.
-    compiled: Step = torch.compile(  # type: ignore[call-overload]
-        step, backend=backend, fullgraph=True, dynamic=False, options=options, isolate_recompiles=True
-    )
-    return compiled
+def _compiled(step: Step, args: tuple[Any, ...], device: torch.device) -> Step:
+    trace, structure = _trace(step, args, device)
+    given = [node for node in trace.graph.nodes if node.op == "placeholder"]
+    place = {node: at for at, node in enumerate(given)}
+    program = []
+    for segment in segments_of(trace):
+        inputs = [value_of(trace, node) if node.op == "get_attr" else None for node in segment.inputs]
+        fills = [(at, place[node]) for at, node in enumerate(segment.inputs) if node.op != "get_attr"]
+        program.append((_code(trace, segment, device), inputs, fills))
+        place |= {node: len(place) + at for at, node in enumerate(segment.outputs)}
+    results = [place[node] for node in trace.graph.output_node().args[0]]
+
+    def run(*args: Any) -> Any:
+        values = pytree.tree_leaves(args)
+        for code, constants, fills in program:
+            inputs = constants.copy()
+            for at, source in fills:
+                inputs[at] = values[source]
+            values += code(inputs)
+        return pytree.tree_unflatten([values[at] for at in results], structure)
+
+    return run
+
+
+def _trace(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[GraphModule, Any]:
+    """The operations of a step, and the structure of its result."""
+    leaves, given = pytree.tree_flatten(args)
+    returned = []
+
+    def flat(*leaves: Tensor) -> list[Tensor]:
+        result = step(*pytree.tree_unflatten(leaves, given))
+        tensors, structure = pytree.tree_flatten(result)
+        returned.append(structure)
+        # A result of its own, no view of an argument or of a weight.
+        return [tensor.clone() for tensor in tensors]
+
+    if device.type != "cpu":
+        return make_fx(flat)(*leaves), returned[-1]
+    load()
+    with FewTokenProducts():
+        return make_fx(flat)(*leaves), returned[-1]
+
+
+def _code(trace: GraphModule, segment: Segment, device: torch.device) -> Code:
+    """Inductor's code of a segment; equal segments, of other steps and models too, share it."""
+    key = (segment.key, str(device), torch.get_num_threads())
+    if key not in _codes:
+        _codes[key] = _compile(trace, segment, device)
+    _codes.move_to_end(key)
+    while len(_codes) > KEPT_CODES:
+        _codes.popitem(last=False)
+    return _codes[key]
+
+
+def _compile(trace: GraphModule, segment: Segment, device: torch.device) -> Code:
+    # Importing these takes seconds.
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    codes: list[Any] = []
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        codes.append(compile_fx_inner(*args, **kwargs))
+        return codes[-1]
+
+    examples = [_example(trace, node) for node in segment.inputs]
+    options = CPU_OPTIONS if device.type == "cpu" else {}
+    # AOTAutograd's cache would give back code that has not passed `inner`. Inductor's own is used.
+    with functorch_config.patch(enable_autograd_cache=False), torch.no_grad():
+        compile_fx(GraphModule({}, segment.graph), examples, inner, config_patches=options)
+    (code,) = codes
+    return code.current_callable
+
+
+def _example(trace: GraphModule, node: Node) -> Tensor:
+    value = value_of(trace, node)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

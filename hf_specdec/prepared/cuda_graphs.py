@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_specdec.prepared.compiled_step import Compiled, Step
+from hf_specdec.prepared.compiled_step import CompiledStep, Step
 
 
 def captures(device: torch.device) -> bool:
@@ -17,7 +17,7 @@ def captures(device: torch.device) -> bool:
 def prepare(step: Step, device: torch.device, *, compile: bool) -> Step:
     """The step ready to run: compiled if `compile`, then captured if on CUDA."""
     if compile:
-        step = Compiled(step, device)
+        step = CompiledStep(step, device)
     return CapturedStep(step, device) if device.type == "cuda" else step
 
 

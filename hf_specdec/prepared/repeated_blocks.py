@@ -1,0 +1,170 @@
+"""Cutting a traced step into segments, so that a model's layers, which are alike, are compiled once.
+
+A trace lists the operations of all layers one after another. The longest run that repeats with a fixed period is the
+layers; each period becomes a segment, and so does what stands before and behind. Segments of equal operations, shapes
+and wiring are one function of different tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+LEAST_REPEATS = 6  # with fewer layers, calling segments one by one costs more than compiling them twice
+LEAST_PERIOD = 8
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a trace as a function of tensors.
+
+    Args:
+        graph: takes `inputs` and returns a list of the values of `outputs`.
+        inputs: nodes of the trace, constants among them.
+        outputs: nodes that later segments or the result use.
+        key: equal for segments that are the same function.
+    """
+
+    graph: Graph
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    key: Hashable
+
+
+def segments_of(trace: GraphModule) -> list[Segment]:
+    """The segments of a trace, in order; one if nothing repeats.
+
+    Views belong to no segment: each segment makes those that it reads, so that none returns a view of what another
+    one writes to.
+    """
+    units = _units(trace)
+    cuts = _cuts(trace, units)
+    parts = [[node for unit in units[start:end] for node in unit] for start, end in pairwise(cuts)]
+    place = {node: at for at, part in enumerate(parts) for node in part}
+    closed = [_with_views(part, place) for part in parts]
+    used = {_identity(arg) for at, part in enumerate(closed) for arg in _outside(part)}
+    used |= {*trace.graph.output_node().all_input_nodes}
+    # Equal parts return the same of their values, so that they stay equal.
+    returned: dict[Hashable, set[int]] = {}
+    keys = [_key(trace, part) for part in closed]
+    for key, part in zip(keys, closed, strict=True):
+        returned.setdefault(key, set()).update(at for at, node in enumerate(part) if node in used and node in place)
+    return [_segment(trace, part, sorted(returned[key]), key) for key, part in zip(keys, closed, strict=True)]
+
+
+def value_of(trace: GraphModule, node: Node) -> Any:
+    """The tensor that a node stands for: a constant itself, otherwise a fake one of the same shape."""
+    return getattr(trace, str(node.target)) if node.op == "get_attr" else node.meta["val"]
+
+
+def _units(trace: GraphModule) -> list[list[Node]]:
+    """Operations that are no views, each with the parts of its result if it has several."""
+    units = []
+    for node in trace.graph.nodes:
+        if node.op == "call_function" and not _is_view(node) and node.target is not operator.getitem:
+            units.append([node, *(user for user in node.users if user.target is operator.getitem)])
+    return units
+
+
+def _is_view(node: Node) -> bool:
+    """Whether an operation's result shares the memory of its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    returns = schema.returns if schema is not None else ()
+    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def _with_views(part: Sequence[Node], place: dict[Node, int]) -> list[Node]:
+    """A part's operations, each behind the views that it reads."""
+    closed: dict[Node, None] = {}
+
+    def add(node: Node) -> None:
+        for arg in node.all_input_nodes:
+            if arg.op == "call_function" and arg not in place and arg not in closed:
+                add(arg)
+        closed[node] = None
+
+    for node in part:
+        add(node)
+    return list(closed)
+
+
+def _outside(part: Sequence[Node]) -> list[Node]:
+    members = set(part)
+    return [arg for node in part for arg in node.all_input_nodes if arg not in members]
+
+
+def _cuts(trace: GraphModule, units: Sequence[Sequence[Node]]) -> list[int]:
+    """The boundaries of segments among the units."""
+    kinds: dict[Hashable, int] = {}
+    codes = torch.tensor([kinds.setdefault(_kind(trace, unit[0]), len(kinds)) for unit in units])
+    length, period, start = 0, 0, 0
+    for shift in range(LEAST_PERIOD, len(units) // LEAST_REPEATS + 1):
+        begin, run = _longest_run(codes[:-shift] == codes[shift:])
+        if run > length:
+            length, period, start = run, shift, begin
+    repeats = length // period + 1 if period else 0
+    if repeats < LEAST_REPEATS:
+        return [0, len(units)]
+    return sorted({0, len(units), *(start + period * turn for turn in range(repeats + 1))})
+
+
+def _longest_run(same: Tensor) -> tuple[int, int]:
+    """Where the longest run of True begins, and its length."""
+    edges = torch.diff(torch.nn.functional.pad(same.to(torch.int8), (1, 1)))
+    starts, ends = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
+    if not len(starts):
+        return 0, 0
+    at = int((ends - starts).argmax())
+    return int(starts[at]), int(ends[at] - starts[at])
+
+
+def _kind(trace: GraphModule, node: Node) -> Hashable:
+    """What an operation is, whichever values it reads."""
+    return (node.target, repr(map_arg((node.args, node.kwargs), lambda arg: _shape(trace, arg))))
+
+
+def _shape(trace: GraphModule, node: Node) -> str:
+    value = value_of(trace, node)
+    if not isinstance(value, Tensor):
+        return "tensors"
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
+
+
+def _key(trace: GraphModule, part: Sequence[Node]) -> Hashable:
+    """Operations, shapes and wiring of a part; values from outside are numbered by their first use."""
+    inside = {node: f"%{at}" for at, node in enumerate(part)}
+    names: dict[Hashable, str] = {}
+
+    def name(node: Node) -> str:
+        if node in inside:
+            return inside[node]
+        return names.setdefault(_identity(node), f"<{len(names)}: {_shape(trace, node)}>")
+
+    return tuple((node.target, repr(map_arg((node.args, node.kwargs), name))) for node in part)
+
+
+def _identity(node: Node) -> Hashable:
+    """Which value a node stands for: a constant has a node for each use."""
+    return node.target if node.op == "get_attr" else node
+
+
+def _segment(trace: GraphModule, part: Sequence[Node], returned: Sequence[int], key: Hashable) -> Segment:
+    graph = Graph()
+    inputs: dict[Hashable, tuple[Node, Node]] = {}
+    for arg in _outside(part):
+        if _identity(arg) not in inputs:
+            inputs[_identity(arg)] = arg, graph.placeholder(f"input_{len(inputs)}")
+    inside: dict[Node, Node] = {}
+    for node in part:
+        inside[node] = graph.node_copy(node, lambda arg: inside[arg] if arg in inside else inputs[_identity(arg)][1])
+    outputs = tuple(part[at] for at in returned)
+    graph.output([inside[node] for node in outputs])
+    return Segment(graph, tuple(arg for arg, _ in inputs.values()), outputs, (key, tuple(returned)))
