@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["hf_specdec", "hf_specdec.*"]),
     package_data={
-        "hf_specdec": ["py.typed", "embedded/*.json", "embedded/*.md", "embedded/models/**/*"],
+        "hf_specdec": ["py.typed", "prepared/*.cpp", "embedded/*.json", "embedded/*.md", "embedded/models/**/*"],
     },
     scripts=["scripts/assisted_generation.py"],
     # `compile=True` takes torch 2.13, the first whose `torch.compile` has `isolate_recompiles`. With an older one a

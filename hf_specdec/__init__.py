@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.generation import SpeculativeDecoding, last_speculation
 from hf_specdec.plugin import disable, enable
+from hf_specdec.prepared.engine_store import release
 from hf_specdec.rules.statistics import Round, SpeculationStats
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __all__ = [
     "disable",
     "enable",
     "last_speculation",
+    "release",
     "to_better_transformer",
 ]
 

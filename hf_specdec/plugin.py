@@ -27,6 +27,7 @@ from transformers import (
 from hf_specdec.checks import check_cache_implementation, check_is_model, check_synced_gpus
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
+from hf_specdec.prepared.engine_store import release
 
 ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
 _UNSET: Any = object()
@@ -107,7 +108,11 @@ def enable(
 
 
 def disable(model: PreTrainedModel | None = None) -> None:
-    """Undo the latest `enable` of a model; without one, the latest of all. Nothing happens where there is none."""
+    """Undo the latest `enable` of a model; without one, the latest of all. Nothing happens where there is none.
+
+    What compiled and captured rounds keep between calls is given back, see `release`.
+    """
+    release(None if model is None else _base(model))
     for enabled in reversed(_stack):
         if model is None or enabled.is_for(_base(model)):
             _remove(enabled)

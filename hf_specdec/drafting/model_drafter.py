@@ -66,6 +66,10 @@ class ModelDrafter(BaseDrafter):
         """See `Drafter.retain`."""
         self._rows, self._fed = rows, self.runner.retain(rows)
 
+    def resume(self, read: Sequence[int]) -> None:
+        """Go on after rounds that were run elsewhere: how many tokens of each row the runner has read by now."""
+        self._read = list(read)
+
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`."""
         # Tokens read of the text as it stands; a round without drafts does not touch the runner and its cache.

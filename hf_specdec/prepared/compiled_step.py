@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from hf_specdec.prepared.few_token_products import FewTokenProducts, load
+from hf_specdec.prepared.few_token_products import FewTokenProducts, load, share_heads
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of, value_of
 
 Step = Callable[..., Any]
@@ -40,14 +40,17 @@ class CompiledStep:
     """
 
     def __init__(self, step: Step, device: torch.device) -> None:
-        self._step, self._device = step, device
+        self._step: Step | None = step
+        self._device = device
         self._run: Step | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Run the step; all calls have arguments of one structure, all of them tensors, of the same shapes."""
         if self._run is None:
+            assert self._step is not None
             with _compiling:
                 self._run = _compiled(self._step, args, self._device)
+            self._step = None
         return self._run(*args)
 
 
@@ -55,13 +58,13 @@ def _compiled(step: Step, args: tuple[Any, ...], device: torch.device) -> Step:
     trace, structure = _trace(step, args, device)
     given = [node for node in trace.graph.nodes if node.op == "placeholder"]
     place = {node: at for at, node in enumerate(given)}
-    program = []
+    program: list[tuple[Code, list[Any], list[tuple[int, int]]]] = []
     for segment in segments_of(trace):
         inputs = [value_of(trace, node) if node.op == "get_attr" else None for node in segment.inputs]
         fills = [(at, place[node]) for at, node in enumerate(segment.inputs) if node.op != "get_attr"]
         program.append((_code(trace, segment, device), inputs, fills))
         place |= {node: len(place) + at for at, node in enumerate(segment.outputs)}
-    results = [place[node] for node in trace.graph.output_node().args[0]]
+    results = [place[node] for node in cast(list[Node], trace.graph.output_node().args[0])]
 
     def run(*args: Any) -> Any:
         values = pytree.tree_leaves(args)
@@ -91,7 +94,9 @@ def _trace(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gra
         return make_fx(flat)(*leaves), returned[-1]
     load()
     with FewTokenProducts():
-        return make_fx(flat)(*leaves), returned[-1]
+        trace = make_fx(flat)(*leaves)
+    share_heads(trace)
+    return trace, returned[-1]
 
 
 def _code(trace: GraphModule, segment: Segment, device: torch.device) -> Code:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,28 +31,65 @@ class CapturedStep:
     """
 
     def __init__(self, step: Step, device: torch.device) -> None:
-        self._step = step
-        self._device = device
+        self._step: Step | None = step
+        self._place = _place(device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        """Replay the graph; the first call captures it."""
-        with torch.cuda.device(self._device):
+        """Replay the graph; the first call captures it.
+
+        Raises:
+            Exception: whatever the step or the capture raises; the current stream is what it was.
+        """
+        with self._place.lock, torch.cuda.device(self._place.device):
             if self._graph is None:
-                self._record(*args)
+                self._capture(*args)
             assert self._graph is not None
-            self._graph.replay()
+            self._place.replay(self._graph)
         return self._result
 
-    def _record(self, *args: Any) -> None:
-        """Warm up on a side stream, which `torch.cuda.graph` requires, then capture."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._step(*args)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
-            self._result = self._step(*args)
+    def _capture(self, *args: Any) -> None:
+        """Warm up on the capture stream, which `torch.cuda.graph` requires, then capture."""
+        assert self._step is not None
+        stream, before = self._place.stream, torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self._step(*args)
+            before.wait_stream(stream)
+            # Other threads may allocate while this one captures.
+            with torch.cuda.graph(graph, pool=self._place.pool, stream=stream, capture_error_mode="thread_local"):
+                self._result = self._step(*args)
+        finally:
+            # A capture that fails leaves its stream current.
+            torch.cuda.set_stream(before)
+        self._graph, self._step = graph, None
+
+
+class _Place:
+    """What all graphs of a device share: one capture stream, one memory pool, and one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Run a graph on the default stream, since graphs that share memory must not overlap."""
+        current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+        if current == default:
+            graph.replay()
+            return
+        default.wait_stream(current)
+        with torch.cuda.stream(default):
+            graph.replay()
+        current.wait_stream(default)
+
+
+@cache
+def _place(device: torch.device) -> _Place:
+    return _Place(device)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
-from hf_specdec.prepared.round_steps import Drafts, Plan, Side, draft_step, verify_step
+from hf_specdec.prepared.compiled_step import CompiledStep, Step
+from hf_specdec.prepared.round_steps import Drafts, Plan, Side, draft_lengths, draft_token, first_slots, verify_step
 
 LEAST_CAPACITY_STEP = 128  # see `prepared_capacity`
-KEPT_ENGINES = 4  # of a target; each holds its caches, and the steps of one length, or of a ladder of them
+DraftToken = Callable[..., tuple[tuple[Tensor, ...], ...]]
 BURST = 4  # drafts between two checks of the host, see `burst_of`
 
 
@@ -28,37 +29,38 @@ class Steps:
 
     Args:
         plan: the settings of the rounds.
-        target, draft: the models; without a draft, drafting returns blanks.
+        target: the model that verifies.
+        tokens: the prepared `draft_token` of a round's first pass and of the later ones; None drafts blanks.
         state, uniforms: the engine's buffers.
         compile: compile the steps.
 
     Attributes:
-        run_draft, run_verify: the prepared `draft_step` and `verify_step`.
+        run_draft, run_verify: draft γ tokens; the prepared `verify_step`.
     """
 
     def __init__(
-        self, plan: Plan, target: Side, draft: Side | None, state: Tensor, uniforms: Tensor, *, compile: bool
+        self,
+        plan: Plan,
+        target: Side,
+        tokens: tuple[DraftToken, DraftToken] | None,
+        state: Tensor,
+        uniforms: Tensor,
+        *,
+        compile: bool,
     ) -> None:
-        self._plan, self._target_side, self._draft_side = plan, target, draft
-        self._state, self._uniforms = state, uniforms
-        self._blanks = _blank_drafts(plan, len(state), state.device), state[:, 3] > 0
-        # One plain run allocates the caches, which must exist before anything is compiled or captured.
-        self._verify(self._draft()[0])
-        self.run_verify: Callable[[Drafts], Tensor] = cuda_graphs.prepare(self._verify, state.device, compile=compile)
-        self.run_draft: Callable[[], tuple[Drafts, Tensor]] = self._draft
-        if draft is not None:
-            self.run_draft = cuda_graphs.prepare(self._draft, state.device, compile=compile)
-        self.run_verify(self.run_draft()[0])
-
-    def _draft(self) -> tuple[Drafts, Tensor]:
-        if self._draft_side is None:
-            return self._blanks
-        return draft_step(self._draft_side, self._plan, self._state, self._uniforms)
-
-    def _verify(self, drafts: Drafts) -> Tensor:
-        lookahead = self._plan.lookahead
-        uniforms = self._uniforms[:, lookahead : 2 * lookahead + 1]
-        return verify_step(self._target_side, self._plan, self._state, *drafts, uniforms)
+        device, count = state.device, plan.lookahead
+        draws = (uniforms[:, count : 2 * count + 1],) if plan.do_sample else ()  # behind those of the drafts
+        blanks = _blank_drafts(plan, len(state), device)
+        # One plain run allocates the cache, which must exist before anything is compiled or captured.
+        step: Step = partial(verify_step, target, plan)
+        step(state, *blanks.parts(), *draws)
+        verify = cuda_graphs.prepare(step, device, compile=compile)
+        self.run_verify: Callable[[Drafts], Tensor] = lambda drafts: verify(state, *drafts.parts(), *draws)
+        self.run_draft: Callable[[], Drafts] = lambda: blanks
+        if tokens is not None:
+            draft = partial(_draft, tokens, plan, state, uniforms)
+            self.run_draft = cuda_graphs.prepare(draft, device, compile=False)
+        self.run_verify(self.run_draft())
 
 
 class Engine:
@@ -73,9 +75,10 @@ class Engine:
         plan, compile: as given.
         steps: the prepared steps by lookahead.
         looks: whether the host checks between bursts of drafts if any row goes on, see `burst_of`.
-        state: `[B, 4]`, see `draft_step`.
-        uniforms: the draws of a round, see `draft_step` and `verify_step`.
+        state: `[B, 4]`, see `verify_step`.
+        uniforms: `[B, 2γ+1]`, the draws of a round: γ for the drafts, γ+1 for the verification.
         tails: each row's last two tokens.
+        failed: whether preparing steps has failed, so that the general round has to serve.
     """
 
     def __init__(self, plan: Plan, target: StaticRunner, draft: StaticRunner | None, compile: bool) -> None:
@@ -89,15 +92,43 @@ class Engine:
         self.state = torch.zeros(rows, 4, dtype=torch.long, device=device)
         self.uniforms = torch.zeros(rows, 2 * plan.lookahead + 1, device=device)
         self.tails: list[list[int]] = []
+        self.failed = False
         self.steps: dict[int, Steps] = {}
+        self._tokens: tuple[DraftToken, DraftToken] | None = None
 
     def adopt(self, target: StaticRunner, draft: StaticRunner | None) -> None:
-        """Hand the engine's buffers to a call's runners, so that they read the prompt into them."""
+        """Hand the engine's buffers to a call's runners, so that they read the prompt into them.
+
+        The caches start from zeros: a NaN of an earlier call would pass through masks, as 0 · NaN is NaN.
+        """
         for side, runner in ((self.target, target), (self.draft, draft)):
             if side is not None and runner is not None:
                 side.positions.copy_(_bounded_positions(runner))
                 side.visible.copy_(runner.visible)
+                for stored in side.cache.tensors():
+                    stored.zero_()
                 runner.cache, runner.positions, runner.visible = side.cache, side.positions, side.visible
+
+    def fail(self) -> None:
+        """Note that preparing failed, and give back what was prepared."""
+        self.failed = True
+        self.steps.clear()
+        self._tokens = None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of its caches and buffers, in bytes."""
+        caches = sum(side.cache.nbytes for side in (self.target, self.draft) if side is not None)
+        return caches + self.state.nbytes + self.uniforms.nbytes
+
+    @property
+    def alive(self) -> bool:
+        """Whether its models still exist."""
+        return all(side is None or side.held() is not None for side in (self.target, self.draft))
+
+    def runs(self, model: object) -> bool:
+        """Whether a model is its target or its draft."""
+        return any(side is not None and side.held() is model for side in (self.target, self.draft))
 
     def lengths(self, lookahead: int) -> range:
         """The lookaheads whose steps a round of up to `lookahead` needs: every length at which a burst can end it."""
@@ -112,77 +143,62 @@ class Engine:
     def prepare(self, lookahead: int) -> None:
         """Prepare the steps that rounds of up to `lookahead` lack. The state of a round must be loaded."""
         drafting, *longer = self.lengths(lookahead)
-        for length in (drafting, *longer):
-            if length not in self.steps:
-                plan, draft = replace(self.plan, lookahead=length), self.draft if 0 < length == drafting else None
-                with ordinary_tensors():
+        with ordinary_tensors():
+            for length in (drafting, *longer):
+                if length not in self.steps:
+                    drafts = self.draft is not None and 0 < length == drafting
                     self.steps[length] = Steps(
-                        plan, self.target, draft, self.state, self.uniforms, compile=self.compile
+                        replace(self.plan, lookahead=length),
+                        self.target,
+                        self._draft_tokens() if drafts else None,
+                        self.state,
+                        self.uniforms,
+                        compile=self.compile,
                     )
+
+    def _draft_tokens(self) -> tuple[DraftToken, DraftToken]:
+        """The steps that draft a token, which rounds of all lengths share."""
+        if self._tokens is None:
+            side, plan = self.draft, self.plan
+            assert side is not None
+
+            def step(*given: Tensor) -> tuple[tuple[Tensor, ...], ...]:
+                return draft_token(side, plan, *given)
+
+            draws = (self.uniforms[:, 0].clone(),) if plan.do_sample else ()
+            step(*first_slots(self.state), *draws)  # allocates the cache
+            self._tokens = step, step
+            if self.compile:
+                self._tokens = CompiledStep(step, self.state.device), CompiledStep(step, self.state.device)
+        return self._tokens
 
     def run_draft(self, lengths: Sequence[int], limits: Sequence[int], lookahead: int) -> tuple[Drafts, int]:
         """Draft up to `lookahead` tokens for texts of these lengths, for each row at most its limit.
 
         Returns:
-            The drafts, and their width: the lookahead of the steps that verify them.
+            The drafts, and their number: the lookahead of the steps that verify them.
         """
         burst, *longer = self.lengths(lookahead)
         self.load(self.tails, lengths, limits)
-        drafts, goes_on = self._burst(burst)
-        parts, rows, tails = [drafts], list(range(len(lengths))), self.tails
+        drafts = self._burst(burst)
         for reached in longer:
             drafted = reached - burst
-            rows = [row for row in rows if limits[row] > drafted and goes_on[row]]
-            if not rows:
+            _, goes_on = draft_lengths(self.plan, self.state[:, 3], drafts.tokens, drafts.before, drafts.after)
+            if not any(on and limit > drafted for on, limit in zip(goes_on.tolist(), limits, strict=True)):
                 break
-            left = [limit - drafted if row in rows else 0 for row, limit in enumerate(limits)]
-            tails = [[*tail, *new][-2:] for tail, new in zip(tails, drafts[0].tolist(), strict=True)]
-            self.load(tails, [n + drafted for n in lengths], left)
-            drafts, goes_on = self._burst(burst)
-            parts.append(drafts)
-        if len(parts) > 1:
+            new = torch.cat(drafts.tokens[-burst:], dim=1).tolist()
+            tails = [[*tail, *tokens][-2:] for tail, tokens in zip(self.tails, new, strict=True)]
+            self.load(tails, [n + drafted for n in lengths], limits)
+            drafts += self._burst(burst)
+        if longer:
             self.load(self.tails, lengths, limits)
-        return _joined(parts), len(parts) * burst
+        return drafts, len(drafts.tokens)
 
-    def _burst(self, count: int) -> tuple[Drafts, Tensor]:
+    def _burst(self, count: int) -> Drafts:
         if self.plan.do_sample:
             # Bursts read the first columns, verification those behind them.
             torch.rand(self.uniforms.shape, out=self.uniforms)
         return self.steps[count].run_draft()
-
-
-class Engines:
-    """A target's engines, the last used last; they go with the model, and copies of it start without."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, Engine] = OrderedDict()
-
-    def __deepcopy__(self, memo: object) -> Engines:
-        return Engines()
-
-    def __reduce__(self) -> tuple[type[Engines], tuple[()]]:
-        return Engines, ()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __iter__(self) -> Iterator[Engine]:
-        return iter(self._kept.values())
-
-    def take(self, key: Hashable) -> Engine | None:
-        """An engine for one call; nobody else gets it until it is put back."""
-        return self._kept.pop(key, None)
-
-    def put(self, key: Hashable, engine: Engine) -> None:
-        """Keep an engine for later calls; the least used of too many goes."""
-        self._kept[key] = engine
-        while len(self._kept) > KEPT_ENGINES:
-            self._kept.popitem(last=False)
-
-
-def kept_engines(model: PreTrainedModel, *, compile: bool) -> list[Engine]:
-    """The engines that a target keeps for calls with or without `compile`, whose steps can be timed by themselves."""
-    return [engine for engine in model.__dict__.get("_speculation_engines", ()) if engine.compile == compile]
 
 
 def burst_of(lookahead: int) -> int:
@@ -208,7 +224,7 @@ def ordinary_tensors() -> Iterator[None]:
 
 def _side(runner: StaticRunner) -> Side:
     positions, visible = _bounded_positions(runner).clone(), runner.visible.clone()
-    return Side(runner.model, runner.cache, positions, visible, runner.keeps_logits)
+    return Side(weakref.ref(runner.model), runner.cache, positions, visible, runner.keeps_logits)
 
 
 def _bounded_positions(runner: StaticRunner) -> Tensor:
@@ -217,18 +233,26 @@ def _bounded_positions(runner: StaticRunner) -> Tensor:
     return runner.positions if bound is None else runner.positions.clamp(max=bound - 1)
 
 
+def _draft(tokens: tuple[DraftToken, DraftToken], plan: Plan, state: Tensor, uniforms: Tensor) -> Drafts:
+    """Draft γ tokens by the prepared `draft_token` of a round's first pass and of the later ones."""
+    read, drafts = first_slots(state), Drafts()
+    for step in range(plan.lookahead):
+        draws = (uniforms[:, step].clone(),) if plan.do_sample else ()
+        (token, slots), probs, before, after = tokens[step > 0](*read, *draws)
+        read = token, slots
+        drafts += Drafts((token,), probs, before, after)
+    return drafts
+
+
 def _blank_drafts(plan: Plan, rows: int, device: torch.device) -> Drafts:
-    tokens = torch.zeros(rows, plan.lookahead, dtype=torch.long, device=device)
-    probs = None
-    if plan.keep_probs and plan.lookahead:
-        probs = torch.full((*tokens.shape, plan.vocabulary), 1.0 / plan.vocabulary, device=device)
-    return tokens, torch.zeros(rows, dtype=torch.long, device=device), probs
-
-
-def _joined(parts: Sequence[Drafts]) -> Drafts:
-    """The drafts of several bursts as one."""
-    if len(parts) == 1:
-        return parts[0]
-    tokens, lengths, probs = zip(*parts, strict=True)
-    kept = [p for p in probs if p is not None]
-    return torch.cat(tokens, dim=1), torch.stack(lengths).sum(dim=0), torch.cat(kept, dim=1) if kept else None
+    token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+    probs = torch.full((rows, plan.vocabulary), 1.0 / max(plan.vocabulary, 1), device=device)
+    never = torch.zeros(rows, dtype=torch.bool, device=device)
+    before, after = plan.stop.before_append(probs), plan.stop.after_append(probs)
+    count = plan.lookahead
+    return Drafts(
+        (token,) * count,
+        (probs,) * count if plan.keep_probs else (),
+        () if before is None else (never,) * count,
+        () if after is None else (never,) * count,
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from torch import Tensor
+
 from hf_specdec.host.processors import BildRollback
 from hf_specdec.lengths.stop_rules import FirstOf, StopRule
 from hf_specdec.prepared.round_steps import Plan
@@ -16,8 +18,19 @@ def parts_of(rule: StopRule) -> tuple[StopRule, ...]:
 
 def plan_key(plan: Plan) -> Hashable:
     """A key that two plans share exactly if their steps compute the same."""
-    numbers = [(type(p).__name__, repr(sorted(vars(p).items()))) for p in (*parts_of(plan.stop), *plan.processors)]
+    numbers = [(type(p), _exact(vars(p))) for p in (*parts_of(plan.stop), *plan.processors)]
     rollback = plan.relaxation
     relaxed = (rollback.threshold, rollback.greedy) if isinstance(rollback, BildRollback) else None
     sizes = (plan.lookahead, plan.vocabulary, plan.draft_vocabulary, plan.eos_tokens)
     return (sizes, plan.do_sample, plan.keep_probs, plan.rule, relaxed, tuple(numbers))
+
+
+def _exact(value: object) -> Hashable:
+    """A value as something that can be compared exactly: the `repr` of a tensor shows four digits of each number."""
+    if isinstance(value, Tensor):
+        return (value.dtype, str(value.device), tuple(value.shape), _exact(value.tolist()))
+    if isinstance(value, dict):
+        return tuple((name, _exact(part)) for name, part in sorted(value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_exact, value))
+    return (type(value).__name__, value.hex() if isinstance(value, float) else repr(value))

@@ -118,14 +118,18 @@ template <class A> inline Four<A> sums_of(Four<A> a, Four<A> b, Four<A> c, Four<
 
 // Adds the products of R rows of `w` and T rows of `x`, over `width` columns, to sums[t][r].
 template <class T, class A, int R, int N>
-inline __attribute__((always_inline)) void tile(const T* w, const A* x, int64_t k, int64_t width, Four<A>* sums) {
+void tile(const T* w, const A* x, int64_t k, int64_t width, Four<A>* sums) {
   Vector<A> acc[R][N];
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < N; ++t) acc[r][t] = Vector<A>{};
+  // Rows are too short for the processor to foresee what is read next: of short ones the next tile's.
+  const bool foresee = k <= kColumns || N > 1 || sizeof(T) < sizeof(float);
+  const int64_t ahead = k <= kColumns ? 4 * k : 512;
   int64_t i = 0;
   for (; i + kLanes<A> <= width; i += kLanes<A>) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
+      if (foresee) __builtin_prefetch(w + r * k + i + ahead, 0, 2);
       Vector<A> weights = load<T, A>(w + r * k + i);
 #pragma GCC unroll 8
       for (int t = 0; t < N; ++t) acc[r][t] += weights * load<A, A>(x + t * k + i);
@@ -146,11 +150,13 @@ inline __attribute__((always_inline)) void tile(const T* w, const A* x, int64_t 
 template <class T, class A, int N>
 void tile_of(int rows, const T* w, const A* x, int64_t k, int64_t width, Four<A>* sums) {
   if (rows == 4) return tile<T, A, 4, N>(w, x, k, width, sums);
-  for (int r = 0; r < rows; ++r) {
-    Four<A> one[N] = {};
-    tile<T, A, 1, N>(w + r * k, x, k, width, one);
-    for (int t = 0; t < N; ++t) sums[t][r] += one[t][0];
-  }
+  // The last rows of a matrix, if their number is no multiple of four: one after another.
+  for (int r = 0; r < rows; ++r)
+    for (int t = 0; t < N; ++t) {
+      Four<A> one = {};
+      tile<T, A, 1, 1>(w + r * k, x + t * k, k, width, &one);
+      sums[t][r] += one[0];
+    }
 }
 
 // The products of up to four rows of weights and all tokens. Tokens come in groups of about equal size, which read the

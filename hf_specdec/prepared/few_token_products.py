@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -114,3 +115,31 @@ def _takes_attention(
 
 def _is_ours(states: Tensor) -> bool:
     return states.device.type == "cpu" and states.dtype in DTYPES
+
+
+def share_heads(trace: GraphModule) -> None:
+    """Let attention read keys and values that several heads share where they are, instead of a copy for each head.
+
+    Models repeat them by `unsqueeze`, `expand` and `reshape`, which would copy the cache in every pass.
+    """
+    for node in trace.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.hf_specdec.attention.default:
+            key, value = (_before_repeating(arg) for arg in node.args[1:3])
+            if key is not None and value is not None:
+                node.update_arg(1, key)
+                node.update_arg(2, value)
+
+
+def _before_repeating(node: Node) -> Node | None:
+    """The shared heads `[B, H_kv, S, D]` that a node repeats for its own, or None."""
+    aten = torch.ops.aten
+    for targets in ((aten._unsafe_view.default, aten.view.default), (aten.clone.default,), (aten.expand.default,)):
+        if node.op != "call_function" or node.target not in targets:
+            return None
+        node = cast(Node, node.args[0])
+    if node.op != "call_function" or node.target is not aten.unsqueeze.default or node.args[1] != 2:
+        return None
+    shared = cast(Node, node.args[0])
+    states = shared.meta.get("val")
+    contiguous = states is not None and states.stride()[-2:] == (states.shape[-1], 1)
+    return shared if contiguous else None

@@ -6,6 +6,7 @@ read the text, recorded scores, drafters other than a model, a cache passed in b
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,11 +24,13 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, state_of, weights_of
+from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
-from hf_specdec.prepared.engine import Engine, Engines, ordinary_tensors
+from hf_specdec.prepared.engine import Engine, ordinary_tensors
 from hf_specdec.prepared.engine_key import parts_of, plan_key
+from hf_specdec.prepared.engine_store import STORE
 from hf_specdec.prepared.lap_timer import LapTimer
 from hf_specdec.prepared.round_steps import Plan
 from hf_specdec.rules.statistics import Round, reached_overlap
@@ -50,6 +53,8 @@ class PreparedDecoder(Decoder):
     engine: Engine
 
     def _round(self, transcript: Transcript) -> Round:
+        if self.engine.failed:
+            return super()._round(transcript)
         engine, first = self.engine, transcript.lengths[0] == transcript.prompt_length
         if first:
             engine.tails = transcript.sequences[:, -2:].tolist()
@@ -59,7 +64,11 @@ class PreparedDecoder(Decoder):
         if not all(n in engine.steps for n in engine.lengths(lookahead)):
             # Before the clock starts: preparing is not part of a round's time.
             engine.load(engine.tails, before, limits)
-            engine.prepare(lookahead)
+            try:
+                engine.prepare(lookahead)
+            except Exception as error:  # compilers and captures fail in many ways, none of which should end a call
+                self._give_up(error)
+                return super()._round(transcript)
         began, laps = perf_counter(), LapTimer(transcript.ids.device)
         caught_up = lookahead > 0 and self._catch_up(transcript)
         laps.mark()
@@ -77,6 +86,8 @@ class PreparedDecoder(Decoder):
         new_tokens = [[*row[: row[-2]], row[-1]] for row in rows]
         kept = transcript.append(new_tokens)
         engine.tails = [(t + new[:n])[-2:] for t, new, n in zip(engine.tails, new_tokens, kept, strict=True)]
+        assert isinstance(self.target, StaticRunner)
+        self.target.read = [n - 1 for n in transcript.lengths]
         if lookahead:
             self._note_drafted(before, transcript.lengths, lookahead)
         return Round(
@@ -95,6 +106,15 @@ class PreparedDecoder(Decoder):
             catch_up_seconds=reading if caught_up else 0.0,
             room=room,
         )
+
+    def _give_up(self, error: Exception) -> None:
+        """Let general rounds go on where prepared ones left off, in this call and in later ones."""
+        how = "compile=True" if self.engine.compile else "CUDA graphs"
+        reason = f"{how}: decoding goes on without, since preparing failed: {type(error).__name__}: {error}"
+        warnings.warn(reason, stacklevel=2)
+        self.engine.fail()
+        if isinstance(self.drafter, ModelDrafter):
+            self.drafter.resume(self._draft_runner.read)
 
     def _lookahead(self, transcript: Transcript) -> int:
         """The stop rule's length, or a shorter prepared one if every row ends within it."""
@@ -145,12 +165,18 @@ def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: b
     drafter = decoder.drafter if isinstance(decoder.drafter, ModelDrafter) else None
     draft = None if drafter is None else drafter.runner
     assert isinstance(target, StaticRunner) and (draft is None or isinstance(draft, StaticRunner))
-    engines: Engines = target.model.__dict__.setdefault("_speculation_engines", Engines())
     models = [runner.model for runner in (target, draft) if runner is not None]
     states = tuple((state_of(model), weights_of(model)) for model in models)
     key = (compile, len(target.read), target.cache.capacity, plan_key(plan), states)
     with ordinary_tensors():
-        engine = engines.take(key) or Engine(plan, target, draft, compile)
+        engine = STORE.take(key)
+        if engine is None:
+            STORE.make_room(sum(_cache_bytes(runner) for runner in (target, draft) if runner), transcript.ids)
+            engine = Engine(plan, target, draft, compile)
+        if engine.failed:
+            STORE.put(key, engine)
+            yield decoder
+            return
         engine.adopt(target, draft)
     for rule in () if drafter is None else parts_of(drafter.rule):
         if isinstance(rule, AutoLength):
@@ -159,7 +185,7 @@ def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: b
     try:
         yield PreparedDecoder(**fields, engine=engine)
     finally:
-        engines.put(key, engine)
+        STORE.put(key, engine)
 
 
 def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
@@ -221,3 +247,9 @@ def _runs_the_same_each_time(runner: StaticRunner, transcript: Transcript) -> bo
 def _within(bound: int | None, transcript: Transcript) -> bool:
     """Whether the call ends within a model's positions; prepared rounds clamp positions beyond."""
     return bound is None or transcript.max_length <= bound
+
+
+def _cache_bytes(runner: StaticRunner) -> int:
+    """The memory that a runner's cache will take, in bytes."""
+    cache, model = runner.cache, runner.model
+    return RowsCache.bytes_needed(model.config, len(runner.read), cache.capacity, model.dtype)

@@ -77,7 +77,7 @@ def _units(trace: GraphModule) -> list[list[Node]]:
 def _is_view(node: Node) -> bool:
     """Whether an operation's result shares the memory of its first argument."""
     schema = getattr(node.target, "_schema", None)
-    returns = schema.returns if schema is not None else ()
+    returns: Sequence[Any] = schema.returns if schema is not None else ()
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 

@@ -6,7 +6,7 @@ stops earlier only shortens the draft's length, which is part of the round's res
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +29,13 @@ class Side:
     """A model, its cache and the state of the cache's slots.
 
     Args:
-        model: the draft or the target.
+        held: the draft or the target, by a weak reference: engines do not keep models alive.
         cache: the model's keys and values.
         positions, visible: `[B, capacity]`, see `StaticRunner`.
         keeps_logits: whether the model's `forward` takes `logits_to_keep`.
     """
 
-    model: PreTrainedModel
+    held: Callable[[], PreTrainedModel | None]
     cache: RowsCache
     positions: Tensor
     visible: Tensor
@@ -43,14 +43,16 @@ class Side:
 
     def read(self, tokens: Tensor, slots: Tensor, count: int) -> Tensor:
         """Logits `[B, count, V]` in float32 after reading `tokens` into `slots`, `[B, k]`."""
+        model = self.held()
+        assert model is not None  # whoever runs a step holds its models
         logits = static_pass(
-            self.model,
+            model,
             self.cache,
             tokens,
             slots,
             self.positions,
             self.visible,
-            attention_windows(self.model.config),
+            attention_windows(model.config),
             span=self.cache.capacity,
             count=count if self.keeps_logits else None,
         )
@@ -85,72 +87,108 @@ class Plan:
     eos_tokens: tuple[int, ...]
 
 
-# Tokens `[B, γ]`, lengths `[B]`, and distributions `[B, γ, V]` if `Plan.keep_probs`.
-Drafts = tuple[Tensor, Tensor, Tensor | None]
-
-
-def draft_step(side: Side, plan: Plan, state: Tensor, uniforms: Tensor) -> tuple[Drafts, Tensor]:
-    """Draft γ tokens for every row.
-
-    The first pass always reads a row's last two tokens. After a full acceptance the draft model has read neither;
-    otherwise the first is read again, so that both cases have one shape.
+@dataclass(frozen=True)
+class Drafts:
+    """What γ calls of `draft_token` have drafted, one entry of each tuple for a token.
 
     Args:
-        state: `[B, 4]`: the last token but one, the last token, the row's length, the most tokens to draft.
-        uniforms: `[B, ≥ γ]`, for the draws.
+        tokens: `[B, 1]` each.
+        probs: `[B, V]` each, if `Plan.keep_probs`.
+        before: `[B]` each, whether the stop rule ends the row before this token; empty if it never does.
+        after: `[B]` each, whether it ends the row behind this token; empty if it never does.
+    """
+
+    tokens: tuple[Tensor, ...] = ()
+    probs: tuple[Tensor, ...] = ()
+    before: tuple[Tensor, ...] = ()
+    after: tuple[Tensor, ...] = ()
+
+    def __add__(self, more: Drafts) -> Drafts:
+        """These drafts and the ones behind them."""
+        return Drafts(
+            self.tokens + more.tokens,
+            self.probs + more.probs,
+            self.before + more.before,
+            self.after + more.after,
+        )
+
+    def parts(self) -> tuple[tuple[Tensor, ...], ...]:
+        """The tensors, as `verify_step` takes them."""
+        return self.tokens, self.probs, self.before, self.after
+
+
+def first_slots(state: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of a round's first draft pass and their slots, `[B, 2]` each.
+
+    The pass always reads a row's last two tokens. After a full acceptance the draft model has read neither; otherwise
+    the first is read again, so that both cases have one shape.
+
+    Args:
+        state: see `verify_step`.
+    """
+    return state[:, :2], state[:, 2:3] + torch.arange(-2, 0, device=state.device)
+
+
+def draft_token(
+    side: Side, plan: Plan, tokens: Tensor, slots: Tensor, *uniforms: Tensor
+) -> tuple[tuple[Tensor, ...], ...]:
+    """Draft one token for every row after reading `tokens` `[B, k]` into `slots` `[B, k]`.
+
+    Args:
+        uniforms: `[B]`, for the draw; only where drafts are sampled.
 
     Returns:
-        The drafts, and `[B]` whether a row's draft can be continued: neither a stop rule nor an EOS token ended it.
+        The token and its slot, `[B, 1]` each; then what `Drafts` holds of it beside, each empty or of one tensor.
     """
-    tokens, slots = state[:, :2], state[:, 2:3] + torch.arange(-2, 0, device=state.device)
-    drafts, kept, open_rows, last_rows = [], [], [], []
-    for step in range(plan.lookahead):
-        known = tokens.clamp(max=plan.draft_vocabulary - 1) if plan.draft_vocabulary < plan.vocabulary else tokens
-        logits = align_vocabulary(side.read(known, slots, 1)[:, -1], plan.vocabulary)
-        scores = _process(plan.processors, tokens, logits)
-        probs = sampling.probabilities(scores) if plan.do_sample or plan.stop.reads_probabilities else scores
-        choice = sampling.draw(probs, uniforms[:, step]).clamp(min=0) if plan.do_sample else scores.argmax(dim=-1)
-        if plan.stop.reads_probabilities:
-            before, after = plan.stop.before_append(probs), plan.stop.after_append(probs)
-            open_rows += [] if before is None else [~before]
-            last_rows += [] if after is None else [after]
-        drafts.append(choice)
-        kept.append(probs)
-        tokens, slots = choice.unsqueeze(1), slots[:, -1:] + 1
-    drafted = torch.stack(drafts, dim=1)
-    lengths, goes_on = _draft_lengths(drafted, state[:, 3], open_rows, last_rows, plan.eos_tokens)
-    return (drafted, lengths, torch.stack(kept, dim=1) if plan.keep_probs else None), goes_on
+    known = tokens.clamp(max=plan.draft_vocabulary - 1) if plan.draft_vocabulary < plan.vocabulary else tokens
+    logits = align_vocabulary(side.read(known, slots, 1)[:, -1], plan.vocabulary)
+    scores = _process(plan.processors, tokens, logits)
+    reads = plan.stop.reads_probabilities
+    probs = sampling.probabilities(scores) if plan.do_sample or reads or plan.keep_probs else scores
+    choice = sampling.draw(probs, uniforms[0]).clamp(min=0) if plan.do_sample else scores.argmax(dim=-1)
+    before = plan.stop.before_append(probs) if reads else None
+    after = plan.stop.after_append(probs) if reads else None
+    return (
+        (choice.unsqueeze(1), slots[:, -1:] + 1),
+        (probs,) if plan.keep_probs else (),
+        () if before is None else (before,),
+        () if after is None else (after,),
+    )
 
 
 def verify_step(
     side: Side,
     plan: Plan,
     state: Tensor,
-    drafts: Tensor,
-    lengths: Tensor,
-    draft_probs: Tensor | None,
-    uniforms: Tensor,
+    tokens: tuple[Tensor, ...],
+    probs: tuple[Tensor, ...],
+    before: tuple[Tensor, ...],
+    after: tuple[Tensor, ...],
+    *uniforms: Tensor,
 ) -> Tensor:
     """Verify the drafts with one target pass over each row's last token and its drafts.
 
     Args:
-        state: see `draft_step`.
-        drafts, lengths, draft_probs: the result of `draft_step`; without drafts `[B, 0]`, zeros and None.
-        uniforms: `[B, γ+1]`, for the rule.
+        state: `[B, 4]`: the last token but one, the last token, the row's length, the most tokens to draft.
+        tokens, probs, before, after: see `Drafts`.
+        uniforms: `[B, γ+1]`, for the rule; only where tokens are sampled.
 
     Returns:
         `[B, 2γ+3]` float64, one tensor so that the host copies once: γ drafts, their length, the number accepted, the
         target's own token, and γ overlaps (see `Verification`).
     """
-    tokens = torch.cat([state[:, 1:2], drafts], dim=1)
-    slots = state[:, 2:3] - 1 + torch.arange(tokens.shape[1], device=state.device)
-    logits = side.read(tokens, slots, tokens.shape[1])
-    scores = _process(plan.processors, tokens, logits.flatten(0, 1)).view_as(logits)
+    drafts = torch.cat(tokens, dim=1) if tokens else state[:, :0]
+    lengths, _ = draft_lengths(plan, state[:, 3], tokens, before, after)
+    draft_probs = torch.stack(probs, dim=1) if probs else None
+    read = torch.cat([state[:, 1:2], drafts], dim=1)
+    slots = state[:, 2:3] - 1 + torch.arange(read.shape[1], device=state.device)
+    logits = side.read(read, slots, read.shape[1])
+    scores = _process(plan.processors, read, logits.flatten(0, 1)).view_as(logits)
     if plan.relaxation is not None and plan.lookahead:
         scores = plan.relaxation.relax(scores, drafts, lengths)
     if plan.do_sample:
         scores = sampling.probabilities(scores)
-    verified = plan.rule(scores, drafts, lengths, draft_probs, uniforms)
+    verified = plan.rule(scores, drafts, lengths, draft_probs, uniforms[0] if uniforms else None)
     columns = torch.stack([lengths, verified.n_accepted, verified.next_token], dim=1)
     return torch.cat([drafts.double(), columns.double(), verified.overlap.double()], dim=1)
 
@@ -162,22 +200,22 @@ def _process(processors: Sequence[LogitsProcessor], tokens: Tensor, scores: Tens
     return scores
 
 
-def _draft_lengths(
-    drafts: Tensor,
-    limits: Tensor,
-    open_rows: list[Tensor],
-    last_rows: list[Tensor],
-    eos_tokens: tuple[int, ...],
+def draft_lengths(
+    plan: Plan, limits: Tensor, tokens: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The length of each row's draft, `[B]`, and whether neither a stop rule nor an EOS token ended it, `[B]`.
 
-    A draft ends at the row's limit, before the first position of `open_rows` that is False, and after the first
-    position of `last_rows` that is True or the first EOS token.
+    Args:
+        limits: `[B]`, the most tokens of a row.
+        tokens, before, after: see `Drafts`.
     """
-    ends = torch.stack(last_rows, dim=1) if last_rows else torch.zeros_like(drafts, dtype=torch.bool)
-    for token in eos_tokens:
+    if not tokens:
+        return torch.zeros_like(limits), torch.ones_like(limits, dtype=torch.bool)
+    drafts = torch.cat(list(tokens), dim=1)
+    ends = torch.stack(list(after), dim=1) if after else torch.zeros_like(drafts, dtype=torch.bool)
+    for token in plan.eos_tokens:
         ends = ends | (drafts == token)
     counts = (ends.cumsum(dim=1) - ends.long()) == 0
-    if open_rows:
-        counts &= torch.stack(open_rows, dim=1).cumprod(dim=1).bool()
+    if before:
+        counts = counts & ((torch.stack(list(before), dim=1).cumsum(dim=1)) == 0)
     return torch.minimum(counts.sum(dim=1), limits), counts[:, -1] & ~ends[:, -1]

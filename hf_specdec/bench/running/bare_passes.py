@@ -20,8 +20,8 @@ from hf_specdec.models.recorded_passes import recordable, recordings_of
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.traits import pass_mode
-from hf_specdec.prepared import engine as prepared_engine
-from hf_specdec.prepared.engine import kept_engines
+from hf_specdec.prepared import engine_store
+from hf_specdec.prepared.engine_store import kept_engines
 
 # {"draft": {draft steps in a row: [seconds a step]}, "target": {tokens of a pass: [seconds]}}
 Times = dict[str, dict[str, list[float]]]
@@ -158,12 +158,12 @@ def our_step(
 @contextmanager
 def keeping_engines(count: int) -> Iterator[None]:
     """Lets a target keep so many engines: methods that take turns would compile again and again otherwise."""
-    saved = prepared_engine.KEPT_ENGINES
-    prepared_engine.KEPT_ENGINES = max(saved, count)
+    saved = engine_store.KEPT_ENGINES
+    engine_store.KEPT_ENGINES = max(saved, count)
     try:
         yield
     finally:
-        prepared_engine.KEPT_ENGINES = saved
+        engine_store.KEPT_ENGINES = saved
 
 
 def _prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
@@ -176,9 +176,9 @@ def _prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
             drafting, *longer = engine.lengths(lookahead)
             with torch.no_grad():
                 for _ in range(_PREPARED_SAMPLES):
-                    (drafts, _), seconds = _timed(pair, engine.steps[drafting].run_draft)
+                    drafts, seconds = _timed(pair, engine.steps[drafting].run_draft)
                     if longer:
-                        drafts, _ = steps.run_draft()  # blanks, as wide as these steps judge
+                        drafts = steps.run_draft()  # blanks, as wide as these steps judge
                     elif lookahead:
                         times["draft"].setdefault(str(lookahead), []).append(seconds / lookahead)
                     _, seconds = _timed(pair, partial(steps.run_verify, drafts))

@@ -14,7 +14,7 @@ from hf_specdec.bench.running.methods import Method
 from hf_specdec.bench.running.timed_call import Call, timed_call
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.models.recorded_passes import recordings_of
-from hf_specdec.prepared.engine import kept_engines
+from hf_specdec.prepared.engine_store import kept_engines
 
 SETTLED = 0.05  # two warm-up calls in a row differ by less than this share
 MOST_WARM_UPS = 12

@@ -1,0 +1,45 @@
+"""Calls share an engine exactly if their steps compute the same."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import EtaLogitsWarper, TemperatureLogitsWarper, TopPLogitsWarper
+
+from hf_specdec.lengths.stop_rules import EntropyStop, StopRule
+from hf_specdec.prepared.engine_key import plan_key
+from hf_specdec.prepared.round_steps import Plan
+from hf_specdec.rules.verification import SAMPLING_RULES
+
+
+def _key(*processors, stop: StopRule | None = None):
+    rule = SAMPLING_RULES["token"]
+    return plan_key(Plan(4, 7, 7, True, True, stop or StopRule(0), processors, None, rule, (2,)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (EtaLogitsWarper(3.0e-4), EtaLogitsWarper(3.4e-4)),  # a tensor, whose repr rounds both alike
+        (TemperatureLogitsWarper(0.7), TemperatureLogitsWarper(0.7000000001)),
+        (TopPLogitsWarper(0.9), TopPLogitsWarper(0.9, min_tokens_to_keep=2)),
+    ],
+    ids=lambda processor: type(processor).__name__,
+)
+def test_processors_of_other_numbers_get_other_steps(one, other) -> None:
+    assert _key(one) != _key(other)
+    assert _key(one) == _key(type(one)(**_arguments(one)))
+    assert {_key(one): 1}
+
+
+def _arguments(processor) -> dict:
+    if isinstance(processor, EtaLogitsWarper):
+        return {"epsilon": float(processor.epsilon)}
+    if isinstance(processor, TemperatureLogitsWarper):
+        return {"temperature": processor.temperature}
+    return {"top_p": processor.top_p, "min_tokens_to_keep": processor.min_tokens_to_keep}
+
+
+def test_the_order_of_processors_and_the_stop_rule_count() -> None:
+    one, other = TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)
+    assert _key(one, other) != _key(other, one)
+    assert _key(stop=EntropyStop(0, 0.2)) != _key(stop=EntropyStop(0, 0.3))

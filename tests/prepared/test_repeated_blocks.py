@@ -1,0 +1,99 @@
+"""A trace cut into segments is the same function, and a model's layers are one segment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hf_specdec.prepared.repeated_blocks import LEAST_REPEATS, segments_of, value_of
+
+LAYERS = LEAST_REPEATS + 2
+
+
+class Layers:
+    """Layers that write to caches of their own, read through views, and end in a result of several tensors."""
+
+    def __init__(self, count: int = LAYERS, odd: int | None = None) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.weights = [torch.randn(4, 4, generator=draw) for _ in range(count)]
+        self.caches = [torch.zeros(6, 4) for _ in range(count)]
+        self.odd = odd
+
+    def __call__(self, states: Tensor, slot: Tensor) -> list[Tensor]:
+        states = states.t().contiguous()
+        mask = (slot + 1).float()
+        for at, (weight, cache) in enumerate(zip(self.weights, self.caches, strict=True)):
+            mixed = torch.mm(states, weight)
+            cache[:4].index_copy_(0, slot, mixed[:1])
+            read = cache[:4] * mask
+            states = torch.tanh(read + states).exp().log() * 0.5 + mixed.sum(dim=0, keepdim=True)
+            if at == self.odd:
+                states = states.sin()
+        best, where = states.max(dim=1)
+        return [best.clone(), where + 1]
+
+
+def _run(trace: GraphModule, *args: Tensor) -> list[Tensor]:
+    """A trace by its segments."""
+    values = dict(zip((node for node in trace.graph.nodes if node.op == "placeholder"), args, strict=True))
+    for segment in segments_of(trace):
+        given = [value_of(trace, node) if node.op == "get_attr" else values[node] for node in segment.inputs]
+        values |= zip(segment.outputs, GraphModule({}, segment.graph)(*given), strict=True)
+    return [values[node] for node in trace.graph.output_node().args[0]]
+
+
+def _trace(layers: Layers) -> tuple[GraphModule, tuple[Tensor, Tensor]]:
+    args = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([2])
+    return make_fx(layers)(*args), args
+
+
+def test_segments_compute_what_the_step_does() -> None:
+    layers = Layers()
+    trace, args = _trace(layers)
+    for cache in layers.caches:
+        cache.zero_()
+    found = _run(trace, *args)
+    written = [cache.clone() for cache in layers.caches]
+    for cache in layers.caches:
+        cache.zero_()
+    assert all(torch.equal(one, other) for one, other in zip(found, layers(*args), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(written, layers.caches, strict=True))
+    assert written[-1].any()
+
+
+def test_layers_are_one_segment_however_many_there_are() -> None:
+    counts = [len({segment.key for segment in segments_of(_trace(Layers(n))[0])}) for n in (LAYERS, 3 * LAYERS)]
+    assert counts[0] == counts[1] <= 3
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_few_layers_are_not_cut(count: int) -> None:
+    assert len(segments_of(_trace(Layers(count))[0])) == 1
+
+
+def test_a_layer_unlike_the_others_keeps_its_own_code() -> None:
+    layers = Layers(odd=LAYERS - 1)
+    trace, args = _trace(layers)
+    for cache in layers.caches:
+        cache.zero_()
+    found = _run(trace, *args)
+    for cache in layers.caches:
+        cache.zero_()
+    assert all(torch.equal(one, other) for one, other in zip(found, layers(*args), strict=True))
+
+
+def test_keys_tell_shapes_constants_and_wiring_apart() -> None:
+    def key(step, *args):
+        (segment,) = segments_of(make_fx(step)(*args))
+        return segment.key
+
+    one, two = torch.ones(3), torch.ones(3)
+    base = key(lambda a, b: [a * 2 + b], one, two)
+    assert base == key(lambda a, b: [a * 2 + b], one + 1, two)
+    assert base != key(lambda a, b: [a * 3 + b], one, two)
+    assert base != key(lambda a, b: [a * 2 + a], one, two)
+    assert base != key(lambda a, b: [a * 2 + b], torch.ones(4), torch.ones(4))
+    assert base != key(lambda a, b: [a * 2 + b], one.double(), two.double())
