@@ -59,11 +59,14 @@ class EngineStore:
                 if model is None or engine.runs(model) or not engine.alive:
                     del self._kept[key]
 
+    def of_all(self) -> list[Engine]:
+        """All idle engines."""
+        with self._lock:
+            return list(self._kept.values())
+
     def of(self, target: PreTrainedModel, *, compile: bool) -> list[Engine]:
         """The idle engines of a target for calls with or without `compile`."""
-        with self._lock:
-            engines = list(self._kept.values())
-        return [engine for engine in engines if engine.target.held() is target and engine.compile == compile]
+        return [engine for engine in self.of_all() if engine.target.held() is target and engine.compile == compile]
 
     def _forget(self, watched: int) -> None:
         """Drop the engines of models that are gone."""

@@ -1,0 +1,100 @@
+"""Engines between calls: bounded in bytes, freed with their models, clean for the next call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.families import pair, prompts
+
+import hf_specdec
+from hf_specdec.prepared import cuda_graphs, engine_store
+from hf_specdec.prepared.engine_store import STORE, kept_engines
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+
+
+@pytest.fixture(autouse=True)
+def fast_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Prepared rounds without compiling, and no engines of other tests."""
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+    hf_specdec.release()
+    with hf_specdec.enable(generation_strategy="speculative"):
+        yield
+    hf_specdec.release()
+
+
+def _call(target, draft, **settings) -> torch.Tensor:
+    return target.generate(**prompts(2), **GREEDY, assistant_model=draft, **settings)
+
+
+@pytest.mark.parametrize("gone", ["target", "draft"])
+def test_an_engine_goes_with_its_models_at_once(gone: str) -> None:
+    """Without a run of the cyclic collector."""
+    target, draft = pair("llama")
+    _call(target, draft)
+    models = {"target": target, "draft": draft}
+    caches = [weakref.ref(engine.target.cache) for engine in kept_engines(target, compile=False)]
+    assert len(caches) == 1
+    gc.collect()
+    gc.disable()
+    try:
+        del target, draft
+        del models[gone]
+        assert len(STORE.of_all()) == 0 and caches[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("by", ["target", "draft", "disable", "all"])
+def test_release_gives_back_and_later_calls_prepare_anew(by: str) -> None:
+    target, draft = pair("llama")
+    plain = _call(target, draft)
+    assert kept_engines(target, compile=False)
+    if by == "disable":
+        with hf_specdec.enable(target):
+            hf_specdec.disable(target)
+    else:
+        hf_specdec.release({"target": target, "draft": draft, "all": None}[by])
+    assert not kept_engines(target, compile=False)
+    assert torch.equal(_call(target, draft), plain)
+
+
+def test_release_of_another_model_changes_nothing() -> None:
+    target, draft = pair("llama")
+    _call(target, draft)
+    hf_specdec.release(pair("gpt2")[0])
+    assert len(kept_engines(target, compile=False)) == 1
+
+
+def test_engines_stay_within_a_bound_before_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = pair("llama")
+    _call(target, draft)
+    (engine,) = kept_engines(target, compile=False)
+    monkeypatch.setattr(engine_store, "KEPT_BYTES", int(2.5 * engine.nbytes))
+    held = []
+    make_room = STORE.make_room
+
+    def seen(nbytes: int, like: torch.Tensor) -> None:
+        make_room(nbytes, like)
+        held.append(nbytes + sum(kept.nbytes for kept in STORE.of_all()))
+
+    monkeypatch.setattr(STORE, "make_room", seen)
+    for lookahead in range(1, 5):
+        _call(target, draft, num_assistant_tokens=lookahead)
+        assert len(STORE.of_all()) <= 2
+    assert len(held) >= 8 and max(held) <= engine_store.KEPT_BYTES
+
+
+def test_numbers_of_one_call_do_not_reach_the_next() -> None:
+    """A NaN that is left in a cache would pass through masks."""
+    target, draft = pair("llama")
+    plain = _call(target, draft)
+    for engine in kept_engines(target, compile=False):
+        for side in (engine.target, engine.draft):
+            for stored in side.cache.tensors():
+                stored.fill_(torch.nan)
+    assert torch.equal(_call(target, draft), plain)
