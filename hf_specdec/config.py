@@ -1,4 +1,4 @@
-"""What a user can choose about speculation, checked before any work begins. No torch here."""
+"""The settings of speculation and their validation. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRAFT_ERRORS = ("raise", "continue")
 DEFAULT_ASSISTANT_TOKENS = 4
 T5_ASSISTANT_TOKENS = 7
 LOOKUP_ASSISTANT_TOKENS = 10
-# The longest draft of "auto".
+# The longest draft that "auto" chooses.
 MAX_ASSISTANT_TOKENS = 16
 T5_MODEL_TYPES = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers"})
 
@@ -23,39 +23,39 @@ class SpeculationConfig:
     """One call's settings.
 
     Args:
-        strategy: `"speculative"` is lossless (Leviathan et al. 2023, algorithm 1); `"bild"` trades quality for
-            speed by two thresholds (Kim et al. 2023).
-        num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` takes 4, or 7
-            for targets of the T5 family; 10 where all drafts are copies.
-            `"auto"` chooses each round's length, from 0 to 16, by the acceptance and the times so far, those of
-            earlier calls of the same models included, so that sampled text may differ from run to run at one seed
-            (its distribution does not); where rounds are compiled or captured, among 0, 1, 2, 4, 8 and 16; across
-            tokenizers it takes 4.
-        fallback_threshold: BiLD only, a probability in [0, 1]. A drafted token whose distribution's maximum is
-            below it is not appended; the target takes over. 0 never falls back.
-        rollback_threshold: BiLD only, nats, at least 0. A drafted token at a distance -ln p_target above it is
-            cut. 0 makes BiLD lossless.
-        drafter: `"model"` drafts with the assistant model; `"lookup"` copies what followed the last tokens when
-            they stood in the text (or the encoder's input) before, and needs no model; `"hybrid"` looks up
-            first and drafts by the model where nothing matches; `"none"` decodes plainly in the same loop, the
-            baseline. Copies have no draft probabilities, so that rules which read those let them pass.
-        verification: how sampling judges drafts, both lossless. `"token"` by token (Leviathan et al. 2023);
-            `"block"` all together (Sun et al. 2024), which keeps as many tokens or more in expectation. In greedy
-            decoding they are the same.
-        entropy_threshold: a number in [0, 1], or None for no such stop: a draft ends behind a token for which
-            1 - sqrt(0.2 H) is below it, H the entropy in nats of the distribution that it was drawn from.
-        compile: compile the draft's steps and the verification by `torch.compile`, once for each pair, number of
-            rows, bucket of lengths and set of processors with their numbers (a new temperature compiles anew);
-            seconds to minutes the first time, and kept with the target. `num_assistant_tokens="auto"` compiles a
-            lookahead when it first chooses it. Implies static caches. Output is the same where it can't be had, and
-            is decoded as without it: models that can't be fed from static caches (encoder-decoder, ALiBi), drafters
-            other than the model or none, processors that read the text (repetition penalty), recorded scores.
-
-        on_draft_error: `"raise"` passes on what the draft raises. `"continue"` decodes the rest of the call without
-            drafts, after one warning; rounds are then neither compiled nor captured.
+        strategy: `"speculative"` is lossless (Leviathan et al. 2023, algorithm 1). `"bild"` trades quality for
+            speed with two thresholds (Kim et al. 2023).
+        num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` uses 4, 7 for
+            targets of the T5 family, and 10 for `drafter="lookup"`. `"auto"` chooses the length of each round, from
+            0 to 16, based on the acceptance and the times measured so far, including earlier calls of the same
+            models. Sampled text can therefore differ between runs with the same seed; its distribution does not.
+            Where rounds are compiled or captured, `"auto"` chooses among 0, 1, 2, 4, 8 and 16. With different
+            tokenizers it uses 4.
+        fallback_threshold: BiLD only, a probability in [0, 1]. If the draft's highest probability for the next token
+            is below it, the token is not drafted and the target takes over. 0 never falls back.
+        rollback_threshold: BiLD only, nats, at least 0. A drafted token is rolled back if its distance -ln p_target
+            is greater. 0 makes BiLD lossless.
+        drafter: `"model"` drafts with the assistant model. `"lookup"` needs no model: it finds the last tokens earlier
+            in the text (or in the encoder's input) and copies what followed them. `"hybrid"` looks up first and uses
+            the model where nothing matches. `"none"` decodes without drafts in the same loop, as a baseline. Copies
+            have no draft probabilities, so `fallback_threshold` and `entropy_threshold` don't apply to them.
+        verification: how sampling verifies drafts; both are lossless. `"token"` decides token by token (Leviathan et
+            al. 2023). `"block"` decides on the draft as a whole (Sun et al. 2024) and accepts at least as many tokens
+            in expectation. Greedy decoding is the same with both.
+        entropy_threshold: a number in [0, 1], or None to disable it. Drafting stops after a token if 1 - sqrt(0.2 H)
+            is below the threshold, where H is the entropy, in nats, of the distribution that the token was drawn from.
+        compile: compile the draft's steps and the verification with `torch.compile`. Compiling takes seconds to
+            minutes, and the result is kept with the target. It is done once per pair of models, number of rows,
+            bucket of lengths, and processors with their settings (a new temperature compiles again); with
+            `num_assistant_tokens="auto"`, also once per lookahead, when it is first chosen. Implies static caches.
+            Calls that can't be compiled are decoded without it, with the same output: models that don't support static
+            caches (encoder-decoder, ALiBi), drafters other than `"model"` and `"none"`, processors that read the text
+            (repetition penalty), and recorded scores.
+        on_draft_error: `"raise"` passes on the draft's errors. `"continue"` warns once and decodes the rest of the call
+            without drafts; with it, rounds are neither compiled nor captured.
 
     Raises:
-        ValueError: a value out of range, named with the way out.
+        ValueError: a value is out of range; the message names it and the valid ones.
     """
 
     strategy: str = "speculative"
@@ -70,7 +70,7 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.compile, bool):
-            raise ValueError(f"compile={self.compile!r} is no choice: give True or False.")
+            raise ValueError(f"compile={self.compile!r} is not a boolean: pass True or False.")
         if self.strategy not in STRATEGIES:
             raise ValueError(
                 f"generation_strategy={self.strategy!r} is unknown: choose one of {', '.join(map(repr, STRATEGIES))}, "
@@ -87,38 +87,38 @@ class SpeculationConfig:
         tokens = self.num_assistant_tokens
         if tokens is not None and tokens != "auto" and not (_is_integer(tokens) and tokens >= 1):
             raise ValueError(
-                f"num_assistant_tokens={tokens!r} is out of range: give a whole number of at least 1, or 'auto'."
+                f"num_assistant_tokens={tokens!r} is out of range: pass a whole number of at least 1, or 'auto'."
             )
         if not (_is_number(self.fallback_threshold) and 0.0 <= self.fallback_threshold <= 1.0):
             raise ValueError(
                 f"fallback_threshold={self.fallback_threshold!r} is out of range: it is compared with a probability, "
-                "so give a number from 0 (never fall back) to 1 (fall back unless the draft is certain)."
+                "so pass a number from 0 (never fall back) to 1 (fall back unless the draft is certain)."
             )
         if not (_is_number(self.rollback_threshold) and self.rollback_threshold >= 0.0):
             raise ValueError(
-                f"rollback_threshold={self.rollback_threshold!r} is out of range: it is a distance in nats, so give "
+                f"rollback_threshold={self.rollback_threshold!r} is out of range: it is a distance in nats, so pass "
                 "a number of at least 0 (0 is lossless; float('inf') never rolls back)."
             )
         entropy = self.entropy_threshold
         if entropy is not None and not (_is_number(entropy) and 0.0 <= entropy <= 1.0):
             raise ValueError(
-                f"entropy_threshold={entropy!r} is out of range: it is compared with a bound of a probability, so "
-                "give a number from 0 to 1 (1 stops unless the draft is certain), or None for no such stop."
+                f"entropy_threshold={entropy!r} is out of range: it is compared with a lower bound on a "
+                "probability, so pass a number from 0 to 1 (1 stops unless the draft is certain), or None to disable."
             )
 
     @property
     def longest_draft(self) -> int:
-        """The most tokens that a round may draft; the settings are resolved."""
+        """The most tokens that a round may draft. Requires resolved settings."""
         assert self.num_assistant_tokens is not None, "resolve the config first"
         return MAX_ASSISTANT_TOKENS if self.num_assistant_tokens == "auto" else self.num_assistant_tokens
 
     @property
     def drafts_by_model(self) -> bool:
-        """Whether a draft model is needed."""
+        """Whether drafting needs a model."""
         return self.drafter in ("model", "hybrid")
 
     def resolve(self, model_type: str) -> SpeculationConfig:
-        """The same settings with the default lookahead of the drafter or of the target's family filled in."""
+        """Fill in the default lookahead of the drafter or of the target's model family."""
         if self.num_assistant_tokens is not None:
             return self
         if self.drafter == "lookup":
@@ -131,14 +131,16 @@ FIELDS = tuple(field.name for field in fields(SpeculationConfig) if field.name !
 
 
 def check_fields(settings: dict[str, Any]) -> None:
-    """Refuse names that are no field of `SpeculationConfig`.
+    """Refuse names that are not fields of `SpeculationConfig`.
 
     Raises:
-        ValueError: names the unknown field and the known ones.
+        ValueError: a name is unknown; the message lists the known ones.
     """
     for name in settings:
         if name not in FIELDS:
-            raise ValueError(f"{name}={settings[name]!r} is no speculation setting: choose among {', '.join(FIELDS)}.")
+            raise ValueError(
+                f"{name}={settings[name]!r} is not a speculation setting: choose among {', '.join(FIELDS)}."
+            )
 
 
 def _is_integer(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The decoding loop: draft, verify, accept, commit, roll back; for any batch size, drafter, rule and relaxation."""
+"""The decoding loop: draft, verify, accept, commit, roll back. Works with any drafter, rule and relaxation."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hf_specdec.rules.verification import Rule, Verification
 
 @dataclass(frozen=True)
 class Decoder:
-    """The parts of a round; `decode` runs rounds until the transcript is finished.
+    """The parts that a round needs. `decode` runs rounds until the transcript is finished.
 
     Args:
-        target: feeds the target model.
+        target: runs the target model.
         drafter: proposes tokens.
-        processors: the caller's, applied to the target's scores.
-        relaxation: changes the target's processed scores; None is lossless.
-        rule: accepts drafted tokens.
+        processors: the caller's logits processors, applied to the target's scores.
+        relaxation: relaxes the target's processed scores; None is lossless.
+        rule: the verification rule.
         do_sample: whether the rule needs probabilities and uniform draws.
-        mode: the context manager of a round, see `traits.pass_mode`.
-        max_positions: the target's context length, which no drafts exceed; None if it has no limit.
-        drafts_in_first_round: whether drafts may follow the prompt. Not if a row's last prompt token is masked: eager
-            attention spreads such a query evenly over all keys, those of drafts included.
+        mode: the context manager for a round, see `traits.pass_mode`.
+        max_positions: the target's context length, which drafts must not exceed; None if it is unlimited.
+        drafts_in_first_round: whether to draft right after the prompt. Must be False if a row's last prompt token is
+            masked: eager attention spreads such a query evenly over all keys, including those of drafts.
     """
 
     target: Runner
@@ -48,11 +48,11 @@ class Decoder:
     drafts_in_first_round: bool
 
     def decode(self, transcript: Transcript, stats: SpeculationStats) -> None:
-        """Decode until every row has ended; each round is added to `stats`.
+        """Decode until every row has ended, and append each round to `stats`.
 
-        Afterwards, even after an exception, a cache holds all shown tokens but the last, as plain `generate` leaves
-        it. If rows ended at different lengths, it holds the shortest one's; the others' padding is read again when
-        the cache is continued.
+        Afterwards, even if an exception was raised, the cache holds all shown tokens except the last, as after plain
+        `generate`. If rows ended at different lengths, it holds the tokens of the shortest row's length; continuing
+        from the cache reads the rest, padding included, again.
         """
         try:
             while not transcript.finished:
@@ -61,7 +61,7 @@ class Decoder:
                 self.drafter.observe(stats.rounds[-1])
                 transcript.show()
         finally:
-            # Not earlier: a sliding window that has dropped a round's drafts can't be rolled back again.
+            # Only once, at the end: after a sliding window has dropped tokens, it can't be rolled back again.
             self.target.end(transcript.common_length - 1)
 
     def _round(self, transcript: Transcript) -> Round:
@@ -80,10 +80,10 @@ class Decoder:
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
         tokens = torch.cat([last_tokens(transcript.ids, lengths, unread), proposal.tokens], dim=1)
         verified, recorded = self._verify(transcript, tokens, proposal, open_rows)
-        # One copy from device to host per round; float32 holds every token id below 2^24.
+        # One copy from device to host per round. float32 represents every token id below 2^24 exactly.
         decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
         decided = shared(torch.cat([decided, verified.overlap, proposal.tokens], dim=1))
-        # On an accelerator this doesn't wait for the verification, so that the draft can work in the meantime.
+        # On an accelerator, the verification is still running here, and the draft uses that time.
         steps_ahead = self.drafter.ahead()
         answers = decided.tolist()
         checked = perf_counter()
@@ -112,27 +112,27 @@ class Decoder:
         )
 
     def _most_drafts(self, lengths: Sequence[int]) -> int:
-        """How many drafts a pass may hold; it is equally wide for all rows, so the longest row decides."""
+        """The most drafts that fit into a pass. A pass has the same width for all rows, so the longest row decides."""
         return MAX_ASSISTANT_TOKENS if self.max_positions is None else self.max_positions - max(lengths)
 
     def _verify(
         self, transcript: Transcript, tokens: Tensor, proposal: DraftProposal, open_rows: Sequence[int]
     ) -> tuple[Verification, dict[str, Tensor]]:
-        """Run the target over `tokens` `[B, k]`, those that it has not read yet and the drafts, and judge the drafts.
+        """Run the target over `tokens` `[B, k]`, the unread tokens and the drafts, and verify the drafts.
 
-        At most three tensors of the size `[B, γ+1, V]` exist at a time, the drafts' probabilities included.
+        At most three tensors of size `[B, γ+1, V]` exist at once, including the draft probabilities.
 
         Returns:
-            The verdict, and the "scores" and "logits" `[B, γ+1, V]` if they are recorded.
+            The verification, and the "scores" and "logits" `[B, γ+1, V]` that the transcript records.
         """
         ids, lookahead = transcript.ids, proposal.tokens.shape[1]
-        # Copies between host and device come before the pass, since on an accelerator they would wait for it.
+        # Copies between host and device come before the pass: after it they would wait for the accelerator.
         draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
         scores_only = self.processors.scores_only
         counts = [] if scores_only else _judged(proposal, open_rows, transcript.eos_tokens)
         logits = self.target.forward(tokens, lookahead + 1)
         recorded = {"logits": logits} if transcript.keeps_logits else {}
-        # Processors of the caller's own may write into the scores, so these get a copy.
+        # Custom processors may write to the scores in place, so they get a copy.
         scores = logits.to(ids.device, torch.float32, copy=not scores_only)
         del logits
         if self.processors:
@@ -150,7 +150,7 @@ class Decoder:
 
 
 def _judged(proposal: DraftProposal, open_rows: Sequence[int], eos_tokens: frozenset[int]) -> list[int]:
-    """How many positions of each row the processors see: none after a drafted EOS, as in plain `generate`."""
+    """The number of positions per row that are processed: none after a drafted EOS, as in plain `generate`."""
     counts = [0] * len(proposal.lengths)
     drafts = proposal.tokens.tolist()
     for row in open_rows:

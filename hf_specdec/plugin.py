@@ -1,8 +1,8 @@
-"""`enable` and `disable`: strategies as arguments of `model.generate`, and nothing else touched.
+"""`enable` and `disable`: add speculation strategies to the arguments of `model.generate`.
 
-While at least one enable is in force, `GenerationMixin.generate` stands behind a thin wrapper that takes the
-package's arguments out of the call and passes a `SpeculativeDecoding` to transformers' own `custom_generate`
-hook. Models keep no trace; classes with a `generate` of their own get it where they call their parent's.
+While at least one `enable` is active, a thin wrapper replaces `GenerationMixin.generate`. It removes the package's
+arguments from the call and passes a `SpeculativeDecoding` to transformers' `custom_generate` hook. Models are not
+modified. Classes that override `generate` reach the wrapper through `super().generate`.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
 _UNSET: Any = object()
 
 _parameters = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
-# `generate` takes these out of its keyword arguments by name.
+# `generate` reads the last three from its keyword arguments, so its signature does not list them.
 KNOWN = frozenset({*_parameters, "tokenizer", "assistant_tokenizer", "trust_remote_code"})
-# The ids of the models whose `generate` this context is inside of.
+# The ids of the models whose `generate` is running in this context.
 _running: ContextVar[frozenset[int]] = ContextVar("hf_specdec_running", default=frozenset())
 
 
 class Enabled:
-    """One `enable` in force. As a context manager it is undone on leaving."""
+    """An active `enable`. As a context manager, it is undone on exit."""
 
     def __init__(self, model: PreTrainedModel | None, defaults: dict[str, Any]) -> None:
         self._model = None if model is None else ref(model)
         self.defaults = defaults
 
     def covers(self, model: object) -> bool:
-        """Whether a model's calls are concerned."""
+        """Whether this applies to calls of `model`."""
         return self._model is None or self._model() is model
 
     def is_for(self, model: object | None) -> bool:
-        """Whether this very enable names `model` (None: every model)."""
+        """Whether this was enabled for exactly `model`, where None means every model."""
         return self._model is None if model is None else self._model is not None and self._model() is model
 
     def __enter__(self) -> Enabled:
@@ -64,7 +64,7 @@ class Enabled:
 
 
 _stack: list[Enabled] = []
-# The wrapper in place and what it replaced: transformers' own `generate`, or another package's wrapper of it.
+# The installed wrapper and the function it replaced: transformers' `generate`, or another package's wrapper.
 _installed: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
 
 
@@ -75,20 +75,20 @@ def enable(
     generation_strategy: str | None = _UNSET,
     **settings: Any,
 ) -> Enabled:
-    """Let `generate` take `generation_strategy` and its settings, for one model or (None) for all.
+    """Make `generate` accept `generation_strategy` and its settings.
 
     Args:
-        model: the target concerned; held weakly.
-        assistant_model, generation_strategy: defaults of every later call; with both, calls that say nothing
-            speculate too, and `generation_strategy=None` in a call opts out.
-        settings: further defaults, the fields of `SpeculationConfig`.
+        model: the target, held weakly; None for all models.
+        assistant_model, generation_strategy: defaults for later calls. If both are set, calls speculate without
+            further arguments; `generation_strategy=None` in a call opts out.
+        settings: defaults for the fields of `SpeculationConfig`.
 
     Returns:
-        A handle that can be used as a context manager; otherwise `disable` undoes it. Enables nest: later ones
-        override earlier ones setting by setting.
+        A handle, usable as a context manager. Without one, call `disable`. Calls of `enable` can be nested: a later
+        one overrides the settings that it names and inherits the others.
 
     Raises:
-        ValueError: an unknown strategy or field, a value out of range, or a draft that is no model.
+        ValueError: an unknown strategy or field, a value out of range, or an `assistant_model` that is not a model.
     """
     check_fields(settings)
     if assistant_model is not _UNSET and assistant_model is not None:
@@ -108,9 +108,9 @@ def enable(
 
 
 def disable(model: PreTrainedModel | None = None) -> None:
-    """Undo the latest `enable` of a model; without one, the latest of all. Nothing happens where there is none.
+    """Undo the latest `enable` of `model`, or the latest of all if None. Does nothing if there is none.
 
-    What compiled and captured rounds keep between calls is given back, see `release`.
+    Also frees what compiled and captured rounds keep between calls, see `release`.
     """
     release(None if model is None else _base(model))
     for enabled in reversed(_stack):
@@ -129,7 +129,7 @@ def _remove(enabled: Enabled) -> None:
 
 
 def _base(model: Any) -> Any:
-    """The model whose `generate` does the work: adapters (PEFT) wrap it."""
+    """The model that runs `generate`: an adapter model (PEFT) wraps another one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -148,8 +148,8 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
             _check_strategy_is_not_missing(self, call)
         if strategy is not None and custom is not None and "generation_strategy" in kwargs:
             raise ValueError(
-                f"generation_strategy={strategy!r} together with custom_generate: give one of the two, or bind the "
-                "strategy by custom_generate=hf_specdec.SpeculativeDecoding(draft, strategy=...)."
+                f"generation_strategy={strategy!r} together with custom_generate: pass only one of them, or bind "
+                "the strategy with custom_generate=hf_specdec.SpeculativeDecoding(draft, strategy=...)."
             )
         if strategy is not None and custom is None:
             call = _speculative_call(self, strategy, settings, call)
@@ -162,7 +162,7 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
 def _speculative_call(
     model: PreTrainedModel, strategy: str, settings: dict[str, Any], call: dict[str, Any]
 ) -> dict[str, Any]:
-    """A call's arguments with the strategy's loop in place of the package's own arguments."""
+    """A call's arguments, with the package's own replaced by the decoding loop of the strategy."""
     for name in ARGUMENTS:
         call.pop(name, None)
     check_synced_gpus(call.get("synced_gpus"))
@@ -179,18 +179,18 @@ def _speculative_call(
     )
     for name in _unused(model, call):
         raise ValueError(
-            f"{name}={call[name]!r} is no argument of generate or of this model, and no speculation setting: choose "
-            f"among {', '.join(FIELDS)}, or leave it out."
+            f"{name}={call[name]!r} is not an argument of generate or of this model, nor a speculation setting: "
+            f"choose among {', '.join(FIELDS)}, or leave it out."
         )
     _add_stop_strings(model, call, tokenizer)
     return {**call, "custom_generate": decoding}
 
 
 def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabled]) -> dict[str, Any]:
-    """The package's arguments by precedence: the call, `generation_config`, the enables in force.
+    """The package's arguments by precedence: the call, `generation_config`, active enables.
 
-    In a draft's call only its own arguments count: transformers' assisted generation passes the target's
-    `generation_config` on to its draft.
+    When a draft model is called from within `generate`, only the arguments of that call count, since transformers'
+    assisted generation passes the target's `generation_config` on to the draft.
     """
     drafting = _drafts_for_another(model, call)
     configs = () if drafting else (call.get("generation_config"), model.generation_config)
@@ -208,13 +208,13 @@ def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabl
 
 
 def _configured(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
-    """An argument of transformers by its precedence: the call, `generation_config`, the model's own; None: unset."""
+    """An argument of transformers by precedence: the call, `generation_config`, the model's config; None if unset."""
     configs = (call.get("generation_config"), model.generation_config)
     return call.get(name) or next((value for config in configs if (value := getattr(config, name, None))), None)
 
 
 def _unused(model: PreTrainedModel, call: dict[str, Any]) -> Iterator[str]:
-    """The arguments that neither `generate` nor the model knows, as transformers itself judges the latter."""
+    """The arguments that neither `generate` nor, by transformers' own check, the model accepts."""
     configs = (GenerationConfig(), call.get("generation_config"), model.generation_config)
     for name, value in call.items():
         if name in KNOWN or any(hasattr(config, name) for config in configs):
@@ -226,10 +226,10 @@ def _unused(model: PreTrainedModel, call: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_strategy_is_not_missing(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Refuse settings of ours in a call that names no strategy and finds none.
+    """Refuse the package's settings in a call without a strategy.
 
     Raises:
-        ValueError: names the setting, its value and the way out.
+        ValueError: names the setting and its value, and says what to do instead.
     """
     given = {name: call[name] for name in FIELDS if name in call}
     for name in _unused(model, {**given, "generation_config": call.get("generation_config")}) if given else ():
@@ -240,7 +240,7 @@ def _check_strategy_is_not_missing(model: PreTrainedModel, call: dict[str, Any])
 
 
 def _add_stop_strings(model: PreTrainedModel, call: dict[str, Any], tokenizer: Any) -> None:
-    """Turn `stop_strings` into a criterion, since `generate` keeps the tokenizer from custom loops."""
+    """Turn `stop_strings` into a criterion, since `generate` does not pass the tokenizer to custom loops."""
     stop_strings = _configured(model, call, "stop_strings")
     if stop_strings is None or tokenizer is None:
         return
@@ -250,7 +250,7 @@ def _add_stop_strings(model: PreTrainedModel, call: dict[str, Any], tokenizer: A
 
 
 def _drafts_for_another(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether this is a draft's call from within `generate`, and not one by a streamer or criterion of the caller's."""
+    """Whether `generate` makes this call to draft, rather than the caller's streamer or criterion."""
     running = _running.get()
     return bool(running) and (
         id(model) not in running or bool(getattr(call.get("generation_config"), "is_assistant", False))
@@ -259,7 +259,7 @@ def _drafts_for_another(model: PreTrainedModel, call: dict[str, Any]) -> bool:
 
 @contextmanager
 def _running_now(model: PreTrainedModel) -> Iterator[None]:
-    """Mark calls of `generate` from within one."""
+    """Mark `model` as running, so that calls of `generate` from within can be told apart."""
     token = _running.set(_running.get() | {id(model)})
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a strategy is: a row of a table that names its stop rules, its relaxation and its kind of drafts."""
+"""The table of strategies: each names its stop rules, its relaxation, and how its drafts are verified."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRu
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a strategy drafts and judges.
+    """How a strategy drafts and verifies.
 
     Args:
-        stops: makes the rules that end a round's drafting before its full length, from resolved settings.
-        rollback: makes the relaxation from the settings and whether decoding is greedy; None is lossless.
-        drafts_are_points: drafts count as point masses, even where they were drawn.
+        stops: builds the rules that can end a draft before its full length, from resolved settings.
+        rollback: builds the relaxation of the target's scores, from the settings and whether decoding is greedy. None
+            is lossless.
+        drafts_are_points: verify drafts as point masses, even if they were sampled.
     """
 
     stops: Callable[[SpeculationConfig], tuple[StopRule, ...]]
@@ -27,11 +28,11 @@ class Strategy:
 
 
 def stop_rule(config: SpeculationConfig, known: LengthHistory | None = None) -> StopRule:
-    """The rule that ends a round's drafting: a length, and what else the strategy and the settings stop by.
+    """The rule that ends a round's drafting: the length limit, combined with the strategy's and settings' own rules.
 
     Args:
         config: resolved settings.
-        known: what earlier calls have taught about the length that pays.
+        known: measurements from earlier calls, used by `num_assistant_tokens="auto"`.
     """
     auto = config.num_assistant_tokens == "auto"
     length = AutoLength(known) if auto else StopRule(config.longest_draft)

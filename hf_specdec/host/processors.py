@@ -225,6 +225,6 @@ def check_stateless(processors: LogitsProcessorList, generation_config: Generati
             # Without such a setting, the processor itself was passed.
             given = f"logits_processor=[{name}]" if value is None else f"{argument}={shown}"
             raise ValueError(
-                f"{given}: {name} keeps state between calls, which can't be undone when a draft is rejected: drop it, "
-                "or decode without speculation."
+                f"{given}: {name} keeps state between calls, which can't be undone when a draft is rejected: leave it "
+                "out, or decode without speculation."
             )
