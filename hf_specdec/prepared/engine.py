@@ -118,7 +118,8 @@ class Engine:
     @property
     def nbytes(self) -> int:
         """The memory of its caches and buffers, in bytes."""
-        caches = sum(side.cache.nbytes for side in (self.target, self.draft) if side is not None)
+        sides = [side for side in (self.target, self.draft) if side is not None]
+        caches = sum(stored.nbytes for side in sides for stored in side.cache.tensors())
         return caches + self.state.nbytes + self.uniforms.nbytes
 
     @property

@@ -24,7 +24,6 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, state_of, weights_of
-from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
@@ -250,6 +249,9 @@ def _within(bound: int | None, transcript: Transcript) -> bool:
 
 
 def _cache_bytes(runner: StaticRunner) -> int:
-    """The memory that a runner's cache will take, in bytes."""
-    cache, model = runner.cache, runner.model
-    return RowsCache.bytes_needed(model.config, len(runner.read), cache.capacity, model.dtype)
+    """The memory that a runner's cache will take, in bytes: keys and values of all layers, rows, heads and slots."""
+    config, capacity = runner.model.config.get_text_config(decoder=True), runner.cache.capacity
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    slots = config.num_hidden_layers * len(runner.read) * capacity
+    return int(2 * slots * heads * width * runner.model.dtype.itemsize)
