@@ -1,4 +1,4 @@
-"""What is refused before the first decoder pass: each by the argument, its value and the way out."""
+"""Checks before the first decoder pass. Each error names the argument and its value, and says what to do instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from hf_specdec.host.processors import check_stateless
 from hf_specdec.models.cache_rollback import cache_of, check_recurrence, check_rewindable, is_static_by_request
 
-# Arguments that by themselves choose how transformers decodes.
+# Arguments that select another decoding mode of transformers.
 OTHER_MODES = {
     "assistant_early_exit": "drafts by the target's own first layers",
     "constraints": "constrained beam search",
@@ -32,10 +32,10 @@ def check_call(
     processors: LogitsProcessorList,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Refuse what speculation can't do with a target.
+    """Refuse arguments of `generate` and models that speculation does not support.
 
     Raises:
-        ValueError: names the argument, its value and the way out.
+        ValueError: names the argument and its value, and says what to do instead.
     """
     if (generation_config.num_beams or 1) > 1:
         raise ValueError(
@@ -66,35 +66,35 @@ def check_call(
 
 
 def _check_mode(generation_config: GenerationConfig) -> None:
-    """Refuse arguments that choose another way of decoding, which speculation would drop without a word.
+    """Refuse arguments that select another decoding mode, which speculation would silently ignore.
 
     Raises:
-        ValueError: names the argument, its value and the way out.
+        ValueError: names the argument and its value, and says what to do instead.
     """
     chosen = {name: getattr(generation_config, name, None) for name in OTHER_MODES}
-    # Contrastive search, by the conditions of `GenerationConfig.get_generation_mode`.
+    # The conditions for contrastive search are those of `GenerationConfig.get_generation_mode`.
     if not generation_config.do_sample and (generation_config.top_k or 0) > 1:
         chosen["penalty_alpha"] = getattr(generation_config, "penalty_alpha", None) or None
     for name, value in chosen.items():
         if value is not None and value is not False:
             raise ValueError(
-                f"{name}={value!r}: it asks for {OTHER_MODES.get(name, 'contrastive search')}, which speculation is "
-                f"not: leave {name} out, or decode without speculation."
+                f"{name}={value!r}: it selects {OTHER_MODES.get(name, 'contrastive search')}, which can't be combined "
+                f"with speculation: leave {name} out, or decode without speculation."
             )
 
 
 def check_cache_implementation(model: PreTrainedModel, name: str | None) -> None:
-    """Refuse kinds of cache before `generate` makes them: some can't be made, one runs another loop than ours.
+    """Refuse cache implementations that can't be built or rolled back, or that select another decoding loop.
 
     Raises:
-        ValueError: names the argument, its value and the way out.
+        ValueError: names the argument and its value, and says what to do instead.
     """
     reasons = {
-        "paged": "it runs transformers' continuous batching, which speculation is not",
-        "quantized": "what it has quantized can't be rolled back after a rejected draft",
+        "paged": "it selects transformers' continuous batching, which can't be combined with speculation",
+        "quantized": "its quantized part can't be rolled back after a rejected draft",
     }
     if name is not None and "offloaded" in name and model.device.type == "cpu":
-        reasons[name] = "it moves the cache off an accelerator, and the model is on the CPU"
+        reasons[name] = "it offloads the cache of an accelerator, but the model is on the CPU"
     if name in reasons:
         raise ValueError(
             f"cache_implementation={name!r}: {reasons[name]}: use cache_implementation='dynamic' (the default), or "
@@ -103,28 +103,28 @@ def check_cache_implementation(model: PreTrainedModel, name: str | None) -> None
 
 
 def check_is_model(draft: Any) -> None:
-    """Refuse a draft that is no loaded model with a language-modelling head.
+    """Refuse a draft that is not a loaded model with a language-modelling head.
 
     Raises:
-        ValueError: names the argument, its value and the way out.
+        ValueError: names the argument and its value, and says what to do instead.
     """
-    # Adapters (PEFT) wrap a model of transformers without being one.
+    # PEFT adapters wrap a transformers model but are not instances of PreTrainedModel.
     if isinstance(draft, Module) and hasattr(draft, "config") and getattr(draft, "can_generate", lambda: False)():
         return
     value = type(draft).__name__ if isinstance(draft, Module) else repr(draft)
     raise ValueError(
-        f"assistant_model={value} is no model that generates text: pass a loaded one, for instance "
+        f"assistant_model={value} is not a model that generates text: pass a loaded one, for example "
         "AutoModelForCausalLM.from_pretrained(name)."
     )
 
 
 def check_kinds(model: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Refuse an encoder-decoder draft of a decoder-only target, and the reverse.
+    """Refuse an encoder-decoder draft for a decoder-only target, and the reverse.
 
-    A decoder-only draft that reads the target's encoding (Distil-Whisper's) is no such.
+    A decoder-only draft that reads the target's encoder output, such as Distil-Whisper's, is allowed.
 
     Raises:
-        ValueError: names the argument, its value and the way out.
+        ValueError: names the argument and its value, and says what to do instead.
     """
     encoded, own_encoder = model.config.is_encoder_decoder, draft.config.is_encoder_decoder
     reads_encoding = "encoder_outputs" in inspect.signature(draft.forward).parameters
@@ -133,30 +133,30 @@ def check_kinds(model: PreTrainedModel, draft: PreTrainedModel) -> None:
     kinds = {True: "an encoder-decoder model", False: "a decoder-only model"}
     raise ValueError(
         f"assistant_model={type(draft).__name__} is {kinds[bool(own_encoder)]} and the target {type(model).__name__} "
-        f"{kinds[bool(encoded)]}: give a draft of the target's kind."
+        f"{kinds[bool(encoded)]}: choose a draft of the target's kind."
     )
 
 
 def check_model(model: PreTrainedModel, argument: str) -> None:
-    """Refuse models without weights at hand, and models with a state that can't be taken back.
+    """Refuse models whose weights are not loaded or are sharded, and recurrent models that can't be rolled back.
 
     Args:
-        model: the model.
-        argument: the argument that it came by.
+        model: the target or the draft.
+        argument: the name of its argument, for the message.
 
     Raises:
-        ValueError: names the argument, its value and the way out.
+        ValueError: names the argument and its value, and says what to do instead.
     """
     named = f"{argument}={type(model).__name__}"
     if model.device.type == "meta":
         raise ValueError(
-            f"{named} is on the 'meta' device, where there is nothing to compute with: load its weights, or give it "
+            f"{named} is on the 'meta' device, which holds no weights: load them, or give it "
             "a device_map that keeps its first layer on a real device."
         )
     sharding = _sharding_of(model)
     if sharding is not None:
         raise ValueError(
-            f"{named} is sharded by {sharding}: every process has to make the same passes, but each accepts other "
+            f"{named} is sharded by {sharding}: all processes have to run the same passes, but each accepts different "
             "drafts; gather the model's weights first, or decode without speculation."
         )
     check_recurrence(model, argument)
@@ -166,23 +166,23 @@ def check_synced_gpus(synced_gpus: bool | None) -> None:
     """Refuse `synced_gpus=True`.
 
     Raises:
-        ValueError: names the argument, its value and the way out.
+        ValueError: names the argument and its value, and says what to do instead.
     """
     if synced_gpus:
         raise ValueError(
-            "synced_gpus=True: every process would have to make the same passes, but each accepts other drafts; leave "
+            "synced_gpus=True: all processes have to run the same passes, but each accepts different drafts; leave "
             "synced_gpus out, or decode without speculation."
         )
 
 
 def _sharding_of(model: PreTrainedModel) -> str | None:
-    """What splits a model's weights among processes that have to make the same passes; None if nothing does."""
+    """What shards a model's weights over processes, which then have to run the same passes; None if unsharded."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return None
     if is_deepspeed_zero3_enabled():
         return "DeepSpeed ZeRO-3"
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: no model is sharded by it
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # if not imported, no model is sharded with it
     kinds = tuple(getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name))
     if is_fsdp_managed_module(model) or (kinds and any(isinstance(module, kinds) for module in model.modules())):
         return "FSDP"

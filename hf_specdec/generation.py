@@ -44,15 +44,15 @@ from hf_specdec.rules.statistics import SpeculationStats
 from hf_specdec.rules.verification import SAMPLING_RULES, greedy
 from hf_specdec.strategies import STRATEGY_TABLE
 
-LONG_TEXT = 4096  # tokens, above which models with sliding windows get caches that drop what has left the windows
+LONG_TEXT = 4096  # tokens; longer texts of models with sliding windows use caches that drop what left the window
 
 _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
 
 
 def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
-    """The statistics of the speculative call of a target that started last, finished or not; None before the first.
+    """The statistics of the target's most recently started speculative call, finished or not; None before the first.
 
-    With calls in several threads, use `return_dict_in_generate=True` and the output's `speculation` instead.
+    If several threads call `generate`, use `return_dict_in_generate=True` and the output's `speculation` instead.
     """
     return _last.get(model)
 
@@ -60,25 +60,25 @@ def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
 class SpeculativeDecoding:
     """Speculative decoding without patching: `model.generate(**inputs, custom_generate=SpeculativeDecoding(draft))`.
 
-    On that path `generate` keeps some arguments for itself. Give them to this object instead: `streamer` (pass it
-    to `generate` too if it should get the prompt), `tokenizer` and `assistant_tokenizer`. `stop_strings` need a
-    `StopStringCriteria` in `stopping_criteria`. With `hf_specdec.enable` all of them are plain arguments.
+    `generate` does not pass all of its arguments on to a custom loop. Pass these to this object instead: `streamer`
+    (also to `generate` if it should receive the prompt), `tokenizer` and `assistant_tokenizer`. For `stop_strings`,
+    add a `StopStringCriteria` to `stopping_criteria`. With `hf_specdec.enable`, all of them are ordinary arguments.
 
     Args:
-        assistant_model: the draft, on any device and in any dtype; None for drafters that need none.
+        assistant_model: the draft, on any device and in any dtype; None for drafters that need no model.
         strategy: `"speculative"` or `"bild"`.
-        streamer, tokenizer, assistant_tokenizer: as `generate` takes them.
-        settings: `num_assistant_tokens`, `fallback_threshold`, … (see `SpeculationConfig`). Those in the call of
-            `generate` precede them. Those of a `generation_config` are not read on this path, where a lookahead that
-            was set can't be told from the default that `generate` fills in.
+        streamer, tokenizer, assistant_tokenizer: the arguments of `generate`.
+        settings: `num_assistant_tokens`, `fallback_threshold`, … (see `SpeculationConfig`). Settings in the call of
+            `generate` override them. Settings in a `generation_config` are ignored here, because a lookahead that the
+            user set can't be told from the default that `generate` fills in.
 
     Attributes:
-        stats: `SpeculationStats` of the call that started last, even if an exception ended it. With calls in several
-            threads, use `return_dict_in_generate=True` and the output's `speculation` instead.
+        stats: `SpeculationStats` of the most recently started call, even if it raised an exception. If several threads
+            call `generate`, use `return_dict_in_generate=True` and the output's `speculation` instead.
 
     Raises:
-        ValueError: an unknown strategy or setting, or a value out of range; on the call, what can't be done with
-            the model or the arguments of `generate`.
+        ValueError: an unknown strategy or setting, or a value out of range. Calls also raise it for models and
+            arguments of `generate` that speculation does not support.
     """
 
     def __init__(
@@ -118,9 +118,10 @@ class SpeculativeDecoding:
         on_draft_error: str | None = None,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
-        """The decoding loop; keeps the contract of `GenerationMixin._sample`.
+        """Decode, with the contract of `GenerationMixin._sample`.
 
-        `generate` hands over those of its arguments that are named here: a call's settings, before the object's.
+        `generate` passes on the arguments that are named in this signature. Settings of the call override the
+        object's.
         """
         settings: dict[str, Any] = {
             "num_assistant_tokens": num_assistant_tokens,
@@ -152,7 +153,7 @@ class SpeculativeDecoding:
             raise ValueError(
                 f"assistant_model=None with generation_strategy={config.strategy!r} and drafter={config.drafter!r}: "
                 "pass the draft, assistant_model=draft, in the call or to hf_specdec.enable(model, "
-                "assistant_model=draft), or choose drafter='lookup', which needs none."
+                "assistant_model=draft), or choose drafter='lookup', which needs no model."
             )
 
     def _decode(
@@ -166,7 +167,7 @@ class SpeculativeDecoding:
         inputs_tensor: Tensor | None,
         model_kwargs: dict[str, Any],
     ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
-        """The decoding loop by a call's resolved settings."""
+        """Decode with a call's resolved settings."""
         check_call(model, generation_config, logits_processor, model_kwargs)
         draft = None if self.assistant_model is None else without_adapter_wrapper(self.assistant_model)
         if draft is not None and config.drafts_by_model:
@@ -190,7 +191,7 @@ class SpeculativeDecoding:
         )
         if static_size is not None:
             model_kwargs[cache_argument(model)] = static_cache(model, model_kwargs, static_size, "model")
-        # Before the target's, which marks the cache: this one may refuse.
+        # Made before the target's runner, which marks the cache: making the drafter may raise.
         drafter = make_drafter(config, call)
         target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)
         do_sample = bool(generation_config.do_sample)
@@ -202,12 +203,12 @@ class SpeculativeDecoding:
             relaxation=make_rollback(config, not do_sample) if make_rollback else None,
             rule=SAMPLING_RULES[config.verification] if do_sample else greedy,
             do_sample=do_sample,
-            # Processors of the caller's own may want gradients, which inference mode would deny them.
+            # Custom processors may need gradients, which inference mode rules out.
             mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
             max_positions=None if (positions := context_length(model)) is None else positions - hidden,
             drafts_in_first_round=_ends_unmasked(model, model_kwargs),
         )
-        # Other threads may replace the attribute.
+        # A local name as well, since other threads may replace the attribute.
         stats = self.stats = _last[model] = SpeculationStats(config.strategy)
         with among(tensor_parallel_group(*call.models)):
             cache = _run(decoder, transcript, stats, compile=config.compile, keep_cache=returns_dict)
@@ -238,7 +239,7 @@ class SpeculativeDecoding:
 def _run(
     decoder: Decoder, transcript: Transcript, stats: SpeculationStats, *, compile: bool, keep_cache: bool
 ) -> Cache | None:
-    """Decode; returns the cache that goes to the caller, made his own, None where none does."""
+    """Decode, and return the cache for the caller, usable outside inference mode; None if the caller gets none."""
     target = decoder.target
     with with_prepared_rounds(decoder, transcript, compile=compile) as running:
         try:
@@ -255,10 +256,11 @@ def _run(
 def _static_size(
     config: SpeculationConfig, transcript: Transcript, model: PreTrainedModel, model_kwargs: dict[str, Any]
 ) -> CacheSize | None:
-    """How large the static caches of a call are; None where dynamic ones serve it better, or it brings its own.
+    """The size of a call's static caches; None to use dynamic ones or the caller's own.
 
-    They serve batches by themselves: rows that accept unevenly would have to be moved in a dynamic cache in every
-    round, which took longer than the passes themselves. And a single row where passes can be recorded.
+    Static caches are used on request, for compiled rounds, for batches, and for single rows whose passes can be
+    recorded. In a batch, rows accept different numbers of tokens. A dynamic cache would have to move their entries in
+    every round, which took longer than the passes.
     """
     cache, tokens = model_kwargs.get("past_key_values"), transcript.ids.shape[1]
     if is_static_by_request(cache) or (config.compile and is_unused_default(cache)):
@@ -271,7 +273,7 @@ def _static_size(
 
 
 def _outgrows_windows(model: PreTrainedModel, tokens: int) -> bool:
-    """Whether a dynamic cache, which drops what sliding windows have passed, takes much less memory."""
+    """Whether a dynamic cache uses much less memory, since it drops tokens that left the sliding windows."""
     windows = [window for window in attention_windows(model.config).values() if window]
     return bool(windows) and tokens > max(2 * max(windows), LONG_TEXT)
 
@@ -289,7 +291,7 @@ def _ends_unmasked(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool
 
 
 def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:
-    """Tokens of a given cache that come before `input_ids`, as `GenerationMixin._prefill` tells by the mask."""
+    """The number of cached tokens before `input_ids`, derived from the mask as in `GenerationMixin._prefill`."""
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
     if cache is None or "encoder_outputs" in model_kwargs:
         return 0
@@ -300,7 +302,7 @@ def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_c
 def _output(
     model: PreTrainedModel, transcript: Transcript, cache: Cache | None, stats: SpeculationStats
 ) -> SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
-    """The output of `generate`, with the statistics."""
+    """The output of `generate` with the statistics attached."""
     kind = SpeculativeEncoderDecoderOutput if model.config.is_encoder_decoder else SpeculativeDecoderOnlyOutput
     output = kind(
         sequences=transcript.sequences.clone(),
