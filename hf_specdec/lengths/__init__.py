@@ -1,1 +1,1 @@
-"""When a draft stops and how long it should be; times are passed in, nothing here reads a clock."""
+"""When drafting stops and how long drafts are. Times are passed in; nothing here reads a clock."""

@@ -1,6 +1,7 @@
-"""Draft length that pays: chosen each round from what acceptance and passes have cost so far. No clocks here.
+"""`num_assistant_tokens="auto"`: choose each round's draft length from measured acceptance and pass times.
 
-The rule knows finished rounds only, so that its choice never depends on the target's answer to a token in question.
+The rule only sees finished rounds, so its choice never depends on whether the target accepts the tokens in question.
+Times are passed in; nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -14,36 +15,37 @@ from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.per_target import PerTarget
 from hf_specdec.rules.statistics import Round
 
-# Lengths of prepared rounds, each of which takes seconds to minutes to compile, or a graph of the device's memory.
+# Lengths of prepared rounds. They are few because each takes seconds to minutes to compile, or memory for its graph.
 PREPARED_LENGTHS = (0, 1, 2, 4, 8, MAX_ASSISTANT_TOKENS)
-# One that is not ready has to promise so much more than the others.
+# The factor by which a length that is not prepared yet must beat the prepared ones.
 UNPREPARED_PENALTY = 1.1
-# A draft that gains less than this is not worth the risk of having measured wrongly.
+# Below this expected speedup nothing is drafted, since the gain may be a measurement error.
 MIN_SPEEDUP = 1.03
-# A draft that gains more than this is not worth an early plain round to make sure.
+# Above this expected speedup no early plain round is spent on timing plain decoding.
 CLEAR_SPEEDUP = 2.0
-# What drafts may have lost for a probe to be made: so many plain steps, and this share of the time.
+# The budget for probes: a fixed number of plain steps, plus a share of the time so far.
 PROBE_ALLOWANCE, PROBE_SHARE = 1.25, 0.01
-# In a round of its own, plain decoding is timed again after so many rounds with drafts, then four times as many, ….
+# Plain decoding is timed again after this many rounds with drafts; the interval then grows fourfold up to the maximum.
 FIRST_REFRESH, LAST_REFRESH = 16, 256
 
 
 class LengthHistory:
-    """What rounds have taught so far, over all calls in the same situation.
+    """Estimates from the rounds of all calls in the same situation.
 
     Args:
-        copies: drafts are copies and cost no steps.
-        prepared: rounds are prepared ones, see `PassTimes`.
+        copies: drafts are copied and take no draft steps.
+        prepared: rounds are compiled or captured, see `PassTimes`.
 
     Attributes:
-        times: estimates of what passes take.
-        accepted, drafted, steps: how far a row's accepted drafts get, the target's pass, and the draft's steps.
-        elapsed: seconds of all rounds; a share of them may be lost by probes.
-        balance: seconds that drafts have gained.
-        probed: seconds that probes have lost.
-        refresh: after so many rounds with drafts in a row plain decoding is timed again.
-        prepared: what prepared rounds have taught, whose passes take other times; None before the first.
-        lock: held while calls in several threads read or change any of this.
+        times: estimated pass times.
+        accepted, drafted, steps: for each draft position, how often a row's accepted drafts, the width of the target's
+            pass, and the draft's steps reach it.
+        elapsed: seconds of all rounds, a share of which probes may lose.
+        balance: seconds gained by drafting, negative if lost.
+        probed: seconds lost by probes.
+        refresh: number of consecutive rounds with drafts after which plain decoding is timed again.
+        prepared: the estimates for prepared rounds, whose passes take different times; None before the first.
+        lock: guards all attributes against concurrent calls.
     """
 
     def __init__(self, *, copies: bool = False, prepared: bool = False) -> None:
@@ -61,25 +63,27 @@ _histories: PerTarget[LengthHistory] = PerTarget()
 
 
 def length_history(target: object, situation: Hashable, *, copies: bool) -> LengthHistory:
-    """What a target's calls in one situation have taught; see `LengthHistory`."""
+    """The history that a target's calls in one situation share."""
     return _histories.of(target, situation, lambda: LengthHistory(copies=copies))
 
 
 class AutoLength(StopRule):
-    """Drafts as many tokens as maximise the expected tokens per second, none where drafting cannot pay.
+    """Choose the draft length that maximises the expected tokens per second, 0 if drafting is not worth its cost.
 
-    One length for all rows. A round of γ drafts yields 1 + Σ P(first i accepted) tokens a row and costs its draft
-    steps and a target pass over γ + 1 tokens; both are estimated from the rounds so far. Where it does not draft,
-    it probes when the probe's worst case fits into a budget: a fixed grant and a hundredth of the time spent, less
-    what drafts have lost. What the draft has to catch up with is part of that cost. The first round drafts one
-    token: the draft reads the prompt while the caller waits for the target to do so.
+    All rows get the same length. A round of γ drafts yields 1 + Σ P(first i accepted) tokens per row. It costs the
+    draft steps and a target pass over γ + 1 tokens. Both are estimated from the rounds so far.
+
+    While the chosen length is 0, single rounds with drafts, called probes, check whether drafting has become
+    worthwhile. A probe runs if its worst case fits a budget: a fixed allowance plus 1% of the time spent, minus what
+    drafting has lost. Its cost includes reading the tokens that the draft missed. The first round drafts one token, so
+    that the draft reads the prompt as part of the prefill.
 
     Args:
-        known: what earlier calls have taught; this one adds to it.
+        known: the history of earlier calls, which this call extends.
 
     Attributes:
-        lengths: what it chooses from, in order, 0 first.
-        ready: those of them that take no preparing; probes are made of these only.
+        lengths: the lengths to choose from, ascending from 0.
+        ready: lengths that need no further preparation. Probes only use these.
     """
 
     def __init__(self, known: LengthHistory | None = None) -> None:
@@ -93,10 +97,10 @@ class AutoLength(StopRule):
         self._probing = False
 
     def use_prepared(self, ready: Container[int]) -> None:
-        """Before the first round: rounds are prepared ones, of the lengths of `PREPARED_LENGTHS`.
+        """Choose from `PREPARED_LENGTHS`, with a history for prepared rounds. Call this before the first round.
 
         Args:
-            ready: lengths whose rounds are prepared by now; looked at in every round.
+            ready: lengths whose rounds are already prepared; read again in every round.
         """
         self.lengths, self.ready = PREPARED_LENGTHS, ready
         with self.known.lock:
@@ -109,7 +113,7 @@ class AutoLength(StopRule):
             self.limit = best
 
     def observe(self, finished: Round) -> None:
-        """See `StopRule.observe`: learn, then choose `limit` for the next round."""
+        """See `StopRule.observe`: update the estimates, then choose `limit` for the next round."""
         with self.known.lock:
             self._learn(finished)
 
@@ -135,7 +139,7 @@ class AutoLength(StopRule):
         limits = [min(self.limit, space) for space in finished.room] or [self.limit] * len(finished.drafted)
         for row in live:
             accepted = finished.accepted[row]
-            # Behind an end of text nothing was rejected.
+            # Drafts after an end of text were not rejected.
             ended = finished.new_tokens[row] <= accepted
             known.accepted.add(accepted, accepted if ended else limits[row], 1.0 / len(live))
         known.drafted.add(finished.width - 1, max(limits), 1.0)
@@ -158,18 +162,18 @@ class AutoLength(StopRule):
         self.limit = best
 
     def _best(self, rates: Sequence[float]) -> int:
-        """The length of the highest rate, 0 where it gains too little; `rates` are those of 0 up to the longest draft.
+        """The length with the highest of the `rates`, which are indexed by length; 0 if it gains too little.
 
-        One that is not ready is the next behind the longest that is, at most.
+        At most one step longer than the longest ready length.
         """
-        # What a much longer one takes than those that were timed is anyone's guess.
+        # Times of much longer rounds than those that ran can't be extrapolated.
         longest = max((at for at, n in enumerate(self.lengths) if n in self.ready), default=0)
         known = self.lengths[: longest + 2]
         best = max(known, key=lambda n: rates[n] if n in self.ready else rates[n] / UNPREPARED_PENALTY)
         return best if rates[best] >= MIN_SPEEDUP * rates[0] else 0
 
     def _rates(self) -> list[float]:
-        """Expected tokens per second of a row, for rounds of 0 up to the longest draft."""
+        """Expected tokens per second of a row, indexed by draft length from 0 to `MAX_ASSISTANT_TOKENS`."""
         tokens, drafts, steps = 1.0, 0.0, 0.0
         known = self.known
         rates = [1.0 / known.times.target(1)]
@@ -181,19 +185,19 @@ class AutoLength(StopRule):
         return rates
 
     def _probe(self) -> int:
-        """Length of a probe: cheap, and ready by now; 0 while its worst case does not fit into the budget."""
+        """The length of a probe, among the ready ones; 0 if its worst case exceeds the budget."""
         known = self.known
         plain = known.times.target(1)
         lengths = [n for n in self.lengths if n and n in self.ready]
         cheap = [n for n in lengths if n <= 4 and self._loss(n) <= plain / 2]
         length = cheap[-1] if cheap else lengths[0]
-        # What drafts lost after they had gained more is no reason to stop looking.
+        # Losses count only as far as they exceed earlier gains, except those of probes.
         lost = max(known.probed, -known.balance)
         budget = PROBE_ALLOWANCE * plain + PROBE_SHARE * known.elapsed - lost
         return length if self._loss(length) <= budget else 0
 
     def _loss(self, length: int) -> float:
-        """Seconds lost by a round of so many drafts, none of them accepted."""
+        """Seconds lost by a round of `length` drafts if none is accepted."""
         times = self.known.times
         drafting = times.drafting(length) + times.catch_up(self._unread)
         return drafting + times.target(1 + length) - times.target(1)

@@ -1,4 +1,4 @@
-"""Estimates that finished rounds give: how far drafts get, and what passes take. No clocks here."""
+"""Estimates of acceptance and pass times from finished rounds. Nothing here reads a clock."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from statistics import median_low
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
 from hf_specdec.rules.statistics import Round
 
-# What is assumed until it is known: acceptance with its weight in rows, what each further token adds to a pass,
-# a draft step in target steps.
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.75, 2.0
-PRIOR_SLOPE = 0.03
-PRIOR_RATIO = 0.15
-# How many passes, a token's width off the mean, the assumed slope weighs.
+# Values assumed before the first measurements.
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.75, 2.0  # the weight counts rows
+PRIOR_SLOPE = 0.03  # each further token's share of a pass
+PRIOR_RATIO = 0.15  # time of a draft step / time of a target step
+# The weight of the assumed slope, in passes that are one token off the mean width.
 SLOPE_PRIOR_WEIGHT = 1.0
-# A round's weight in the estimates of acceptance shrinks by this with each later round, down to a floor at
-# which a stale estimate still has a say.
+# Each round multiplies the weight of earlier rounds in the acceptance estimates, down to a minimum total weight, so
+# that a single new round can't dominate.
 DECAY, MIN_WEIGHT = 0.95, 3.0
-# After so many rounds without it the time of a width counts half: passes may be recorded by now, and run faster.
+# A width's weight halves after this many rounds without it, since later passes may be recorded and run faster.
 HALF_LIFE = 16
-# Times are medians of so many passes of one width: a machine that stalls once is not slow.
+# Times are medians of this many passes of a width, so that one stall doesn't count.
 TIMES_KEPT = 5
-LONG_PROMPT = 16
+LONG_PROMPT = 16  # tokens; shorter prompts don't tell how long the draft takes to read
 
 
 class PositionRates:
-    """Shares of successes at draft positions 1, 2, …, each among those that got so far; old ones fade.
+    """Success rates at draft positions 1, 2, …, each conditional on success at the positions before.
 
-    A position borrows from the one before it until it has been seen often enough itself.
+    Old rounds fade. A position with few observations borrows from the position before it.
 
     Args:
-        prior: the share assumed at first.
+        prior: the rate assumed before the first observation.
     """
 
     def __init__(self, prior: float) -> None:
@@ -40,7 +39,7 @@ class PositionRates:
         self._succeeded = [PRIOR_WEIGHT * prior] + [0.0] * (MAX_ASSISTANT_TOKENS - 1)
 
     def fade(self) -> None:
-        """One round has passed."""
+        """Reduce the weight of earlier rounds; call once per round."""
         for position, tried in enumerate(self._tried):
             if tried > MIN_WEIGHT:
                 kept = max(DECAY, MIN_WEIGHT / tried)
@@ -48,13 +47,13 @@ class PositionRates:
                 self._succeeded[position] *= kept
 
     def add(self, succeeded: int, limit: int, weight: float) -> None:
-        """A row got through its first `succeeded` positions and failed at the next, were it within `limit`."""
+        """Record a row that succeeded at its first `succeeded` positions and, if within `limit`, failed at the next."""
         for position in range(min(succeeded + 1, limit)):
             self._tried[position] += weight
             self._succeeded[position] += weight * (position < succeeded)
 
     def reach(self) -> list[float]:
-        """`MAX_ASSISTANT_TOKENS` probabilities that position 1, 2, … is got through, all before it included."""
+        """`MAX_ASSISTANT_TOKENS` probabilities of success at all positions up to 1, 2, …."""
         share = self._succeeded[0] / self._tried[0]
         reached = [share]
         for tried, succeeded in zip(self._tried[1:], self._succeeded[1:], strict=True):
@@ -64,22 +63,22 @@ class PositionRates:
 
 
 class PassTimes:
-    """Seconds of a target pass by its width, of a draft step, and of a draft's reading of one more token.
+    """Seconds of target passes by width, of draft steps, and of a draft reading one more token.
 
-    Of a batch's later passes, over the rows that have not ended: the median of a width follows within three of them,
-    widths that do not occur any more keep the times of more rows.
+    Passes get faster as rows of a batch end. The median of a width follows within three passes; widths that no longer
+    occur keep the times of more rows.
 
     Args:
-        copies: drafts are copies and cost no steps.
-        prepared: passes are prepared ones: they always run in the same way, and a draft's first, which reads two tokens
-            and begins a call, takes about as long as two others.
+        copies: drafts are copied and take no draft steps.
+        prepared: passes are compiled or captured. Their times don't change over a call, and the first draft pass of a
+            round, which reads two tokens, takes about as long as two steps.
     """
 
     def __init__(self, *, copies: bool = False, prepared: bool = False) -> None:
         self._half_life = math.inf if prepared else HALF_LIFE
-        self._beginning = 1 if prepared else 0
+        self._extra_steps = 1 if prepared else 0
         self._by_width: dict[int, deque[float]] = {}
-        self._medians: dict[int, tuple[float, float]] = {}  # how much the times known count, and their median
+        self._medians: dict[int, tuple[float, float]] = {}  # width -> (weight, median)
         self._rounds = 0
         self._seen: dict[int, int] = {}
         self._line = (0.0, 0.0, 0.0)
@@ -90,23 +89,23 @@ class PassTimes:
 
     @property
     def knows_plain(self) -> bool:
-        """Whether a round without drafts has been timed; true as well where nothing is."""
+        """Whether a round without drafts has been timed. Also True before any round has been."""
         return not self._medians or 1 in self._medians
 
     def first_round(self, finished: Round) -> None:
-        """The first round reads the prompts: it tells how draft and target compare, and what reading costs."""
+        """Learn from the round that reads the prompts: draft time relative to the target, and reading time."""
         if finished.draft_steps and finished.verify_seconds > 0:
             self._ratio = finished.draft_seconds / finished.verify_seconds
             if finished.width >= LONG_PROMPT:
                 self._reading = finished.draft_seconds / finished.width
 
     def add(self, finished: Round, unread: float) -> None:
-        """Learn from a round whose draft had left `unread` tokens aside; rounds without times are passed over."""
+        """Learn from a round in which the draft also read `unread` skipped tokens. Ignores rounds without times."""
         if finished.seconds <= 0:
             return
         target = finished.seconds - finished.draft_seconds
         if finished.width not in self._medians and self._medians:
-            # The first pass of a width may be the one that stalls: wider ones bound it.
+            # The first pass of a width may be a stall, so wider passes bound it.
             wider = [seconds for width, (_, seconds) in self._medians.items() if width > finished.width]
             target = min(target, 1.5 * self.target(finished.width), *wider)
         self._by_width.setdefault(finished.width, deque(maxlen=TIMES_KEPT)).append(target)
@@ -117,12 +116,12 @@ class PassTimes:
                 self._catch_ups.append(caught_up)
             elif unread:
                 caught_up = min(self.reading(unread), drafting / 2)
-            self._steps.append((drafting - caught_up) / (finished.draft_steps + self._beginning))
+            self._steps.append((drafting - caught_up) / (finished.draft_steps + self._extra_steps))
 
     def target(self, width: float) -> float:
-        """Seconds of a round's target pass over `width` tokens a row.
+        """Seconds of a target pass over `width` tokens per row.
 
-        A line through the medians of all widths, and as far from it towards the width's own as that is known.
+        A line fitted to the medians of all widths, blended with the median of this width by its weight.
         """
         if not self._medians:
             return 1.0 + PRIOR_SLOPE * (width - 1)
@@ -132,11 +131,11 @@ class PassTimes:
         return line if own is None else line + (own[1] - line) * own[0] / (own[0] + 1)
 
     def _fit(self, width: int) -> None:
-        """The median of this width anew, and the line: (mean width, mean seconds, seconds a token)."""
+        """Update the median of `width`, and the line: (mean width, mean seconds, seconds per token)."""
         self._rounds += 1
         self._seen[width] = self._rounds
         for known_width, times in self._by_width.items():
-            # A plain round is timed again now and then, so that its time always counts.
+            # Plain rounds are timed again regularly, so their times keep full weight.
             age = 0 if known_width == 1 else self._rounds - self._seen[known_width]
             middle = median_low(times) if known_width == width else self._medians[known_width][1]
             self._medians[known_width] = (len(times) * 0.5 ** (age / self._half_life), middle)
@@ -146,7 +145,7 @@ class PassTimes:
         level = sum(t * n for _, n, t in known) / total
         spread = SLOPE_PRIOR_WEIGHT + sum(n * (w - middle) ** 2 for w, n, _ in known)
         rise = sum(n * (w - middle) * (t - level) for w, n, t in known) + SLOPE_PRIOR_WEIGHT * PRIOR_SLOPE * level
-        # More tokens never take less time; where it looks so, it is noise.
+        # A negative slope is noise: more tokens never take less time.
         self._line = middle, level, max(rise / spread, 0.0)
 
     def step(self) -> float:
@@ -154,13 +153,13 @@ class PassTimes:
         return median_low(self._steps) if self._steps else self._ratio * self.target(1)
 
     def drafting(self, steps: float) -> float:
-        """Seconds of a draft of so many steps."""
-        return (steps + self._beginning) * self.step() if steps else 0.0
+        """Seconds of a draft of `steps` steps."""
+        return (steps + self._extra_steps) * self.step() if steps else 0.0
 
     def reading(self, unread: float) -> float:
-        """Seconds that a draft's pass takes longer for so many more tokens."""
+        """Seconds that `unread` more tokens add to a draft pass."""
         return unread * (PRIOR_SLOPE * self.step() if self._reading is None else self._reading)
 
     def catch_up(self, unread: float) -> float:
-        """Seconds that a draft takes to read so many tokens, in a pass of its own where it does so."""
+        """Seconds that the draft takes to read `unread` tokens, in a separate pass if it has used one before."""
         return max(self.reading(unread), median_low(self._catch_ups) if self._catch_ups else 0.0)

@@ -1,6 +1,6 @@
-"""When drafting stops: rules that are asked before a drafted token is drawn. No clocks, no models.
+"""Rules that end a round's drafting.
 
-The length that adapts to times and acceptance is in `auto_length`.
+`auto_length` has the rule that adapts the length to times and acceptance.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from hf_specdec.rules.statistics import Round
 
 
 class StopRule:
-    """Drafts `limit` tokens a round, no matter what: the fixed lookahead γ, and the base of the other rules.
+    """Stop after a fixed number of tokens, the lookahead γ. Base class of the other rules.
 
     Args:
         limit: the most tokens to draft in a round.
+
+    Attributes:
+        reads_probabilities: whether `before_append` and `after_append` have to be called.
     """
 
     reads_probabilities = False
@@ -26,18 +29,18 @@ class StopRule:
         self.limit = limit
 
     def before_append(self, probs: Tensor) -> Tensor | None:
-        """Which rows stop before their next drafted token is appended; both questions only where `reads_probabilities`.
+        """Which rows stop before their next drafted token, leaving it out.
 
         Args:
-            probs: `[B, V]`, the draft's processed distribution of that token.
+            probs: `[B, V]`, the draft's processed distribution for that token.
 
         Returns:
-            `[B]` bool; None: no row.
+            `[B]` bool; None for no row.
         """
         return None
 
     def after_append(self, probs: Tensor) -> Tensor | None:
-        """Which rows stop behind that token, which is still appended; as `before_append`, from its distribution."""
+        """Which rows stop after their next drafted token, keeping it. Arguments and result as in `before_append`."""
         return None
 
     def observe(self, finished: Round) -> None:
@@ -45,11 +48,11 @@ class StopRule:
 
 
 class Fallback(StopRule):
-    """BiLD's fallback (Kim et al. 2023, section 3.2): stop where the draft is not confident.
+    """BiLD's fallback (Kim et al. 2023, section 3.2): stop before a token that the draft is not confident in.
 
     Args:
         limit: the most tokens to draft in a round.
-        threshold: a row stops where its next distribution's maximum is below it.
+        threshold: a row stops if the highest probability for its next token is below it.
     """
 
     reads_probabilities = True
@@ -64,15 +67,15 @@ class Fallback(StopRule):
 
 
 class EntropyStop(StopRule):
-    """Stop where the draft's entropy H bounds acceptance badly: 1 - sqrt(c H) below a threshold.
+    """Stop after a token whose lower bound on the acceptance probability, 1 - sqrt(c H), is below a threshold.
 
-    AdaEDL (Agrawal et al. 2024, arXiv 2410.18351, c = 0.2) and SVIP (Zhang et al. 2024, arXiv 2411.18462) derive
-    such bounds from Pinsker's inequality. No training, no memory. The unsure token itself is drafted: its pass is
-    paid for, and verifying one token more costs next to nothing.
+    H is the entropy of the draft's distribution. AdaEDL (Agrawal et al. 2024, arXiv 2410.18351, c = 0.2) and SVIP
+    (Zhang et al. 2024, arXiv 2411.18462) derive such bounds from Pinsker's inequality. The uncertain token itself is
+    drafted: its draft step has already run, and verifying one more token costs little.
 
     Args:
         limit: the most tokens to draft in a round.
-        threshold: in [0, 1]; 1 goes on only where the draft is certain.
+        threshold: in [0, 1]; with 1, drafting continues only while the draft is certain.
     """
 
     reads_probabilities = True
@@ -80,7 +83,7 @@ class EntropyStop(StopRule):
 
     def __init__(self, limit: int, threshold: float) -> None:
         super().__init__(limit)
-        self.most_entropy = (1.0 - threshold) ** 2 / self.SCALE  # nats, at which the bound is the threshold
+        self.most_entropy = (1.0 - threshold) ** 2 / self.SCALE  # nats; at this entropy the bound equals the threshold
 
     def after_append(self, probs: Tensor) -> Tensor:
         """See `StopRule.after_append`."""
@@ -88,10 +91,10 @@ class EntropyStop(StopRule):
 
 
 class FirstOf(StopRule):
-    """Stops as soon as one of several rules does.
+    """Stop as soon as any of several rules does.
 
     Args:
-        rules: asked in every round, each told of every round.
+        rules: the rules to combine.
     """
 
     def __init__(self, *rules: StopRule) -> None:
@@ -115,6 +118,6 @@ class FirstOf(StopRule):
 
 
 def _any(answers: Iterable[Tensor | None]) -> Tensor | None:
-    """Rows that any rule stops."""
+    """The rows that any of the rules stops."""
     given = [answer for answer in answers if answer is not None]
     return torch.stack(given).any(dim=0) if given else None
