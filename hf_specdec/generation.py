@@ -46,6 +46,9 @@ from hf_specdec.strategies import STRATEGY_TABLE
 
 LONG_TEXT = 4096  # tokens; longer texts of models with sliding windows use caches that drop what left the window
 
+# How the arguments of models that read pictures or sound beside a text begin.
+MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features")
+
 _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
 
 
@@ -206,7 +209,7 @@ class SpeculativeDecoding:
             # Custom processors may need gradients, which inference mode rules out.
             mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
             max_positions=None if (positions := context_length(model)) is None else positions - hidden,
-            drafts_in_first_round=_ends_unmasked(model, model_kwargs),
+            drafts_in_first_round=_ends_unmasked(model, model_kwargs) and not _has_media(model_kwargs),
         )
         # A local name as well, since other threads may replace the attribute.
         stats = self.stats = _last[model] = SpeculationStats(config.strategy)
@@ -288,6 +291,11 @@ def _ends_unmasked(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     mask = model_kwargs.get(f"{prefix}attention_mask")
     return mask is None or bool(mask[:, -1].all())
+
+
+def _has_media(model_kwargs: dict[str, Any]) -> bool:
+    """Whether the first pass reads pictures or sound: a drafted placeholder there would count as one of theirs."""
+    return any(key.startswith(MEDIA) and value is not None for key, value in model_kwargs.items())
 
 
 def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:

@@ -8,9 +8,6 @@ import pytest
 import torch
 import transformers
 from helpers.families import prompts
-from helpers.models import llama
-from helpers.models import noisy as noisy_llama
-from helpers.models import prompts as llama_prompts
 from helpers.recurrent_families import ATTENTION, COMMON, noisy
 from transformers import PreTrainedModel
 
