@@ -45,7 +45,7 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
-                weight.normal_(std=1.0 if "embed_tokens" in name else 0.25)
+                weight.normal_(std=1.0 if "embed_tokens" in name else 0.4)
     return model.double().eval()
 
 
@@ -87,6 +87,7 @@ def _gemma3(batch_size: int) -> tuple[PreTrainedModel, dict[str, Tensor]]:
         image_token_index=PICTURE,
         boi_token_index=START,
         eoi_token_index=END,
+        tie_word_embeddings=False,
     )
     inputs = _inputs(batch_size, pixel_values=torch.randn(batch_size, 3, 8, 8, dtype=torch.float64))
     inputs["token_type_ids"] = (inputs["input_ids"] == PICTURE).long()
@@ -103,20 +104,19 @@ TARGETS: dict[str, Callable[[int], tuple[PreTrainedModel, dict[str, Tensor]]]] =
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_pictures_reach_the_first_pass_and_positions_go_on_after_them(kind: str, batch_size: int) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     made, inputs = TARGETS[kind](batch_size)
     target = _ready(made)
     text_only = _ready(LlamaForCausalLM(LlamaConfig(**TEXT)))
-    settings = {"max_new_tokens": 16, "do_sample": False, "num_assistant_tokens": 4}
-    plain = target.generate(**inputs, max_new_tokens=16, do_sample=False)
-    drafts = {"same kind": noisy(target, 0.05), "text only": text_only, "look-up": None}
+    settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(**inputs, **settings)
+    drafts = {"same kind": noisy(target, 0.02), "text only": text_only, "look-up": None}
     for name, draft in drafts.items():
         drafter = {"drafter": "lookup"} if draft is None else {"assistant_model": draft}
         with hf_specdec.enable(target, generation_strategy="speculative", **drafter):
-            out = target.generate(**inputs, **settings, return_dict_in_generate=True)
+            out = target.generate(**inputs, **settings, num_assistant_tokens=4, return_dict_in_generate=True)
         assert torch.equal(out.sequences, plain), name
         if name == "same kind":
             assert out.speculation.acceptance_rate > 0
     without = {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}
-    if kind != "gemma3":
-        assert not torch.equal(target.generate(**without, max_new_tokens=16, do_sample=False), plain)
+    assert not torch.equal(target.generate(**without, **settings), plain), "the text depends on the picture"

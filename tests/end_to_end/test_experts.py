@@ -1,4 +1,4 @@
-"""Mixtures of experts and quantized weights: greedy speculation gives plain `generate`'s tokens."""
+"""Mixtures of experts: greedy speculation gives plain `generate`'s tokens."""
 
 from __future__ import annotations
 
