@@ -86,7 +86,7 @@ def to_better_transformer(model: PreTrainedModel) -> PreTrainedModel:
     if _bloom_attentions(model):
         _set_class(model, BloomSdpaAttention)
     elif attention_of(model) != "sdpa":
-        _base(model).set_attn_implementation("sdpa")
+        _set_attention(model, "sdpa")
     return model
 
 
@@ -100,8 +100,7 @@ def to_eager_attention(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: the model was loaded with another attention and can't change it.
     """
     _set_class(model, BloomAttention)
-    if attention_of(model) != "eager":
-        _base(model).set_attn_implementation("eager")
+    _set_attention(model, "eager")
     if attention_of(model) != "eager":
         raise ValueError(
             f"{type(_base(model)).__name__} can't leave its attention {attention_of(model)!r} once it is loaded: load "
@@ -112,10 +111,16 @@ def to_eager_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 def better_transformer_refusal(model: PreTrainedModel) -> str | None:
     """Why `to_better_transformer` can't be applied to a model, with the way out; None if it can."""
+    name, parts = type(_base(model)).__name__, _parts(model)
+    # First: transformers 5.17 loads Gemma 2 with SDPA, which ignores the cap.
+    caps = {getattr(part.config, "attn_logit_softcapping", None) for part in parts} - {None}
+    if caps:
+        return (
+            f"{name} has no Better Transformer: SDPA can't cap attention scores as attn_logit_softcapping={caps.pop()} "
+            "asks for; leave better_transformer out for this model."
+        )
     if attention_of(model) == "sdpa" or _bloom_attentions(model):
         return None
-    name = type(_base(model)).__name__
-    parts = [module for module in _base(model).modules() if isinstance(module, PreTrainedModel)]
     without = sorted({type(part).__name__ for part in parts if not part._supports_sdpa})
     if without:
         return (
@@ -140,6 +145,18 @@ def attention_of(model: PreTrainedModel) -> str:
 
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """A model and the models that it is made of, such as an encoder and a decoder."""
+    return [module for module in _base(model).modules() if isinstance(module, PreTrainedModel)]
+
+
+def _set_attention(model: PreTrainedModel, attention: str) -> None:
+    # transformers 5.17 doesn't pass the change on to parts with their own config of the same class, as T5's are.
+    for part in _parts(model):
+        if part.config._attn_implementation != attention:
+            part.set_attn_implementation(attention)
 
 
 def _bloom_attentions(model: PreTrainedModel) -> list[BloomAttention]:

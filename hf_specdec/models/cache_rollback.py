@@ -176,6 +176,10 @@ def can_forget(cache: Cache, width: int, count: int) -> bool:
 
 def forget_all(cache: Cache) -> None:
     """Empty the part of a cache that grows with the generated text."""
+    for layer in _holding(cache):
+        # In transformers 5.17 `reset` zeroes the tensors instead, which keeps their length.
+        layer.keys = layer.values = None
+        layer.is_initialized = False
     self_attention(cache).reset()
 
 

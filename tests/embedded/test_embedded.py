@@ -19,6 +19,7 @@ from hf_specdec.embedded import report
 from hf_specdec.embedded.architectures import SHAPES, Shape, build, is_encoder_decoder, parameter_counts
 from hf_specdec.embedded.evaluate import Agreement, agreements, answer_examples, greedy, rouge_l, score, simulate_rounds
 from hf_specdec.embedded.training import Recipe, grow, train
+from hf_specdec.models.better_transformer import to_eager_attention
 
 DECODERS = [name for name in embedded.names() if not is_encoder_decoder(name)]
 MICRO = Shape(hidden=32, inner=32, layers=1)
@@ -233,8 +234,7 @@ def test_the_report_is_rendered_from_its_data_and_describes_the_shipped_files(cl
 def test_t5_begins_by_looking_things_up() -> None:
     """A decoded token's attention is at its twin in the source and beside it; that of random queries is anywhere."""
     torch.manual_seed(0)
-    model = build(SHAPES["t5-draft"], seed=0)
-    model.set_attn_implementation("eager")
+    model = to_eager_attention(build(SHAPES["t5-draft"], seed=0))
     source = torch.stack([5 + torch.randperm(2000)[:60] for _ in range(16)])
     cross = model.decoder.block[0].layer[1].EncDecAttention
     shares = []

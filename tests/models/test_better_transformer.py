@@ -58,6 +58,23 @@ def _steps(model: PreTrainedModel, widths: tuple[int, ...], rows: int = 3) -> Te
     return torch.cat(logits, dim=1) * shown.unsqueeze(-1)
 
 
+@pytest.mark.parametrize("family", [family for family in OFFERED if family != "bloom"])
+def test_every_part_changes_its_attention(family: str) -> None:
+    """T5's encoder and decoder have a config each."""
+    for model, attention in zip(_both(family), ("eager", "sdpa"), strict=True):
+        parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        assert {part.config._attn_implementation for part in parts} == {attention}
+
+
+def test_gemma_2_is_refused_for_the_cap_that_sdpa_ignores() -> None:
+    """Also where transformers has loaded it with SDPA; without a cap there would be nothing to refuse it for."""
+    model, _ = pair("gemma2")
+    model.config._attn_implementation = "sdpa"
+    assert "attn_logit_softcapping=" in (better_transformer_refusal(model) or "")
+    model.config.attn_logit_softcapping = None
+    assert better_transformer_refusal(model) is None
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("widths", [(13,), (9, 1, 1, 1, 1), (7, 5, 1)], ids=["prefill", "single", "several"])
 @pytest.mark.parametrize("family", OFFERED)
