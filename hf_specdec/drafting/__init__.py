@@ -1,1 +1,1 @@
-"""Who drafts: a model, look-up, both, across devices or tokenizers; nothing here accepts a token."""
+"""Drafters: a model, prompt lookup or both, across devices and tokenizers. Nothing here verifies drafts."""

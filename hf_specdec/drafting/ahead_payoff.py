@@ -1,4 +1,4 @@
-"""Whether drafting ahead pays, from the times of finished rounds. No clocks here."""
+"""Decide from the times of finished rounds whether to draft ahead. Nothing here reads a clock."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ from statistics import fmean, median
 from hf_specdec.models.per_target import PerTarget
 from hf_specdec.rules.statistics import Round
 
-STRETCH = 8  # rounds that are compared with as many
-COMPARISONS = 5  # the last of which decide
-LONGEST_WAIT = 16  # stretches between two trials of the slower way
-STALL = 3.0  # times the median: what a round counts at most
+STRETCH = 8  # consecutive rounds that are compared with as many neighbouring ones
+COMPARISONS = 5  # the latest comparisons, whose median decides
+LONGEST_WAIT = 16  # the most stretches between two trials of the slower mode
+STALL = 3.0  # a round counts at most this many times the median
 
 
 class AheadPayoff:
-    """Compares stretches of rounds with drafting ahead to neighbouring ones without.
+    """Compare stretches of rounds with drafting ahead to neighbouring stretches without.
 
-    By seconds of a round: how many tokens it yields does not depend on when its drafts were made. Means, since what a
-    round gains hangs on whether the guess came true; the median of several comparisons, since machines stall. The
-    slower way is tried for a stretch, then again after twice as many stretches, as long as it stays the slower one.
+    Rounds are compared by their seconds, since the number of tokens per round does not depend on when its drafts were
+    made. A stretch counts with its mean, because a round's gain depends on whether the guess was right. The median
+    of several comparisons decides, because machines stall. The slower mode is tried again after 1, 2, 4, … stretches,
+    up to `LONGEST_WAIT`, as long as it stays slower.
 
     Attributes:
-        worth_it: whether to draft ahead in the next round; it starts with that.
+        worth_it: whether to draft ahead in the next round; initially True.
     """
 
     def __init__(self) -> None:
         self.worth_it = True
-        self._faster = True  # with it
+        self._faster = True  # whether drafting ahead is the faster mode
         self._seconds: list[float] = []
-        self._before: float | None = None  # mean of the stretch before, which went the other way
+        self._before: float | None = None  # mean seconds of the previous stretch, if it used the other mode
         self._ratios: deque[float] = deque(maxlen=COMPARISONS)
         self._wait, self._waited = 1, 0
-        self._lock = threading.Lock()  # calls in several threads share it
+        self._lock = threading.Lock()  # concurrent calls share this object
 
     def observe(self, finished: Round) -> None:
-        """Learn from a finished round; those without drafts or times, and those that read a prompt, teach nothing."""
+        """Learn from a finished round. Ignores rounds without drafts or times, and those that read a prompt."""
         drafted = max(finished.drafted)
         if drafted == 0 or finished.seconds <= 0 or finished.width > drafted + 1:
             return
         with self._lock:
             self._seconds.append(finished.seconds)
-            # A stretch's first round doesn't count: it starts with what the round before left it, drafts or none.
+            # A stretch's first round doesn't count: whether it has drafts made ahead was decided in the round before.
             if len(self._seconds) > STRETCH:
                 self._compare(self._seconds[1:])
                 self._choose()
 
     def _compare(self, seconds: list[float]) -> None:
-        """Compare a stretch to the one before if that went the other way."""
+        """Compare a stretch to the previous one if that used the other mode."""
         most = STALL * median(seconds)
         mean = fmean(min(time, most) for time in seconds)
         if self._before is not None:
@@ -60,22 +61,22 @@ class AheadPayoff:
         self._before = mean
 
     def _choose(self) -> None:
-        """How the next stretch goes."""
+        """Choose the mode of the next stretch."""
         self._waited += 1
         tries = self._waited >= self._wait
         if tries:
             self._wait, self._waited = min(2 * self._wait, LONGEST_WAIT), 0
-        way = self._faster != tries
-        if way == self.worth_it:
-            # Of a stretch that goes on as it was every round counts.
+        drafts_ahead = self._faster != tries
+        if drafts_ahead == self.worth_it:
+            # The mode stays the same, so all new rounds count: an old one takes the uncounted first place.
             self._seconds, self._before = self._seconds[-1:], None
         else:
-            self.worth_it, self._seconds = way, []
+            self.worth_it, self._seconds = drafts_ahead, []
 
 
 _known: PerTarget[AheadPayoff] = PerTarget()
 
 
 def ahead_payoff(target: object, situation: Hashable) -> AheadPayoff:
-    """What a target's calls in one situation have taught."""
+    """The comparisons that a target's calls in one situation share."""
     return _known.of(target, situation, AheadPayoff)

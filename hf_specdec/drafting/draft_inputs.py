@@ -1,4 +1,4 @@
-"""What the draft model is fed: the target's inputs, as far as it takes them, on its own device."""
+"""The inputs of the draft model: those of the target that it accepts, on the draft's device."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def draft_inputs(
 ) -> dict[str, Any]:
     """The draft's `model_kwargs`, its own empty cache included.
 
-    An encoder-decoder draft runs its own encoder here, over the inputs before `num_return_sequences` expanded
-    them; a decoder-only draft of an encoder-decoder target (Distil-Whisper's) reads the target's encoding.
+    An encoder-decoder draft runs its own encoder here, on the inputs before `num_return_sequences` expands them. A
+    decoder-only draft for an encoder-decoder target, such as Distil-Whisper's, reads the target's encoder output.
 
     Args:
         draft: the draft model.
         model_kwargs: what `generate` prepared for the target.
-        input_ids: `[B, P]`, the (decoder's) prompts.
-        inputs_tensor: `[B / n, ...]`, the encoder's inputs.
+        input_ids: `[B, P]`, the prompts (of the decoder).
+        inputs_tensor: `[B / num_return_sequences, ...]`, the encoder's inputs.
 
     Raises:
-        ValueError: the draft's cache can't be rolled back.
+        ValueError: the draft's cache can't be rolled back, or the draft's encoder has no inputs.
     """
     accepted = inspect.signature(draft.forward).parameters
     shared = {key: value for key, value in model_kwargs.items() if key in accepted and key not in NOT_SHARED}
@@ -58,7 +58,7 @@ def draft_inputs(
             kwargs[key] = model_kwargs[key].to(draft.device)
     mask = kwargs.get("attention_mask")
     if not encoded and mask is not None and mask.shape[1] > input_ids.shape[1]:
-        # A cache given to the target holds text that the draft has never read.
+        # The target's cache was passed with text in it, which the draft has not read.
         kwargs["attention_mask"] = mask[:, -input_ids.shape[1] :]
         kwargs.pop("position_ids", None)
     positions = kwargs.get("position_ids")
@@ -70,7 +70,7 @@ def draft_inputs(
 
 
 def source_tokens(model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor: Tensor | None) -> Tensor | None:
-    """`[B, S]`: the encoder's input ids, a row for each row of `input_ids`; None where there are no such tokens."""
+    """`[B, S]`: the encoder's input ids, repeated to the rows of `input_ids`; None if it reads no tokens."""
     if "encoder_outputs" not in model_kwargs or inputs_tensor is None or torch.is_floating_point(inputs_tensor):
         return None
     return inputs_tensor.repeat_interleave(len(input_ids) // len(inputs_tensor), 0)
@@ -79,8 +79,8 @@ def source_tokens(model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor
 def _encode(
     draft: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor: Tensor | None
 ) -> ModelOutput:
-    """The draft's encoding of the unexpanded inputs, one row for each row of `input_ids`."""
-    # `generate` fills in ids of -100 where it was given encoder_outputs alone.
+    """The draft's encoding of the unexpanded inputs, repeated to one row per row of `input_ids`."""
+    # `generate` fills in ids of -100 if only encoder_outputs were passed.
     if inputs_tensor is None or bool((inputs_tensor == -100).all()):
         raise ValueError(
             "encoder_outputs without inputs: the draft has to run its own encoder, so pass input_ids (or "
@@ -99,7 +99,7 @@ def _encode(
 
 
 def _to_draft(value: Any, draft: PreTrainedModel) -> Any:
-    """Tensors on the draft's device, floating-point ones in its dtype."""
+    """Move tensors to the draft's device, and floating-point ones to its dtype."""
     if isinstance(value, ModelOutput):
         return type(value)(**{key: _to_draft(field, draft) for key, field in value.items()})
     if isinstance(value, Tensor):

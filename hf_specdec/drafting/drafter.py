@@ -1,4 +1,4 @@
-"""What every drafter shares: the proposal that it makes, and the adapter to transformers' own assisted loop."""
+"""The `Drafter` protocol, its proposals, and a base class that also works in transformers' assisted loop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class DraftProposal:
 
     Args:
         tokens: `[B, γ]` on the target's device; positions past a row's length are arbitrary valid tokens.
-        lengths: `B` numbers of drafted tokens.
-        probs: `[B, γ, V]`, the very distributions that the tokens were drawn from; None for point masses.
-        steps: forward passes that drafting took.
+        lengths: the number of drafted tokens per row.
+        probs: `[B, γ, V]`, the distributions that the tokens were drawn from; None for point masses.
+        steps: the number of forward passes of the draft.
     """
 
     tokens: Tensor
@@ -33,26 +33,26 @@ class DraftProposal:
 
 
 class Drafter(Protocol):
-    """What the loop asks of whoever drafts."""
+    """The interface between the decoding loop and a drafter."""
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """Draft after each row's text.
 
         Args:
-            ids: `[B, N]` left-aligned texts with space behind them, where the drafts are written too if there are
-                processors that read the text.
-            lengths: tokens of each row.
+            ids: `[B, N]`, left-aligned texts followed by spare space. If there are processors that read the text, the
+                drafts are also written there.
+            lengths: the number of tokens in each row.
             room: the most tokens that may be drafted for each row; 0 for rows that have ended.
         """
 
     def retain(self, rows: Sequence[int]) -> None:
-        """Nothing will be drafted any more for rows but these; asked before a round."""
+        """Called before each round: only `rows` will be drafted for from now on."""
 
     def ahead(self) -> int:
-        """Draft on while the target verifies what was proposed last; nothing here may wait for the target's device.
+        """Draft ahead while the target verifies the last proposal. Must not wait for the target's device.
 
         Returns:
-            Forward passes made.
+            The number of forward passes.
         """
 
     def observe(self, finished: Round) -> None:
@@ -60,12 +60,12 @@ class Drafter(Protocol):
 
 
 class BaseDrafter(CandidateGenerator):
-    """What the drafters of this package share: a stop rule, and the adapter to transformers' own assisted loop.
+    """Base class of drafters: holds the stop rule and adapts `propose` to transformers' assisted loop.
 
     Args:
         rule: when drafting stops.
-        max_length: the most tokens that a row can reach, for `get_candidates`.
-        rollback: a processor that has to hold the proposal, for `get_candidates` in transformers' own loop.
+        max_length: the maximum length of a row, used by `get_candidates`.
+        rollback: the processor that `get_candidates` passes the proposal to, in transformers' loop.
     """
 
     def __init__(self, rule: StopRule, *, max_length: int = 0, rollback: BildRollback | None = None) -> None:
@@ -81,7 +81,7 @@ class BaseDrafter(CandidateGenerator):
         """See `Drafter.retain`."""
 
     def ahead(self) -> int:
-        """See `Drafter.ahead`: nothing."""
+        """See `Drafter.ahead`; drafts nothing."""
         return 0
 
     def observe(self, finished: Round) -> None:
@@ -89,9 +89,9 @@ class BaseDrafter(CandidateGenerator):
         self.rule.observe(finished)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """`CandidateGenerator.get_candidates`, batch size 1: the text with its drafts, and their log-probabilities.
+        """`CandidateGenerator.get_candidates` for batch size 1: the text with its drafts, and their log-probabilities.
 
-        An empty draft and point masses come without log-probabilities, as transformers' rules expect.
+        The latter are None for empty drafts and point masses, as transformers' rules expect.
         """
         length = input_ids.shape[1]
         ids = torch.cat([input_ids, input_ids.new_zeros(1, self.rule.limit)], dim=1)
@@ -104,7 +104,7 @@ class BaseDrafter(CandidateGenerator):
         return ids[:, : length + drafted], logits
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """`CandidateGenerator.update_candidate_strategy`: feeds `observe`; times are not known there."""
+        """`CandidateGenerator.update_candidate_strategy`: calls `observe`, without times."""
         drafted = scores.shape[1] - 1
         overlap = (float(num_matches),)
         self.observe(
@@ -113,7 +113,7 @@ class BaseDrafter(CandidateGenerator):
 
 
 class NoDrafter(BaseDrafter):
-    """Proposes nothing: plain decoding in this loop, the baseline of its own engine."""
+    """Propose nothing: plain decoding in the same loop, as a baseline."""
 
     def __init__(self) -> None:
         super().__init__(StopRule(0))
@@ -124,19 +124,19 @@ class NoDrafter(BaseDrafter):
 
 
 def write_drafts(ids: Tensor, lengths: Sequence[int], tokens: Tensor, counts: Sequence[int]) -> None:
-    """Write the first `counts` of the drafts `[B, γ]` behind the texts in `ids` `[B, N]`; a row without keeps its."""
+    """Write the first `counts` drafts of each row of `tokens` `[B, γ]` after its text in `ids` `[B, N]`."""
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         if count:
             ids[row, length : length + count] = tokens[row, :count]
 
 
 def no_drafts(ids: Tensor) -> DraftProposal:
-    """A proposal of no tokens for the rows of `ids`."""
+    """An empty proposal for the rows of `ids`."""
     return DraftProposal(ids.new_zeros(len(ids), 0), (0,) * len(ids))
 
 
 def last_tokens(ids: Tensor, lengths: Sequence[int], count: int) -> Tensor:
-    """`[B, count]`: the last `count` tokens of left-aligned texts of these lengths."""
+    """`[B, count]`: the last `count` tokens of left-aligned texts of the given lengths."""
     if min(lengths) == max(lengths):
         return ids[:, lengths[0] - count : lengths[0]]
     first = torch.tensor([n - count for n in lengths], device=ids.device).unsqueeze(1)

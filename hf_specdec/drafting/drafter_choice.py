@@ -1,4 +1,4 @@
-"""From a call's settings to its drafter."""
+"""Make the drafter that a call's settings ask for."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from hf_specdec.models.static_runner import static_cache, supports_recorded_row
 from hf_specdec.models.traits import context_length, vocabulary_size
 from hf_specdec.strategies import STRATEGY_TABLE, stop_rule
 
-# Draft steps on an accelerator between two copies to the host, each of which waits for all steps so far.
+# Draft steps on an accelerator between two copies to the host. Each copy waits for all steps before it.
 ACCELERATOR_STEPS_PER_SYNC = 4
 
 
 @dataclass(frozen=True)
 class DraftCall:
-    """What drafters are made from.
+    """The parts of a call that drafters are made from.
 
     Args:
-        model, draft: the target, and the draft model where there is one.
-        tokenizers: the target's and the draft's, as far as they were given.
+        model, draft: the target, and the draft model or None.
+        tokenizers: the target's and the draft's; None for those that were not passed.
         transcript: the rows' texts.
-        processors: the host's.
-        generation_config, model_kwargs: as `generate` prepared them for the target.
-        inputs_tensor: `[B / num_return_sequences, ...]`, the inputs that `generate` was given.
-        static_size: of static caches, where they are wanted.
+        processors: the caller's logits processors.
+        generation_config, model_kwargs: what `generate` prepared for the target.
+        inputs_tensor: `[B / num_return_sequences, ...]`, the inputs that were passed to `generate`.
+        static_size: the size of the static caches; None for dynamic ones.
     """
 
     model: PreTrainedModel
@@ -60,15 +60,15 @@ class DraftCall:
 
     @property
     def models(self) -> tuple[PreTrainedModel, ...]:
-        """The target, and the draft where there is one."""
+        """The target, and the draft if there is one."""
         return (self.model,) if self.draft is None else (self.model, self.draft)
 
 
 def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
-    """The drafter of a call; `config` is resolved.
+    """Make the drafter of a call from resolved settings.
 
     Raises:
-        ValueError: tokenizers differ, and the drafter or the strategy can't work across tokenizers.
+        ValueError: the models don't fit together, or the settings don't work with different tokenizers.
     """
     rule = stop_rule(config, _length_history(config, call))
     makers = {
@@ -82,14 +82,14 @@ def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
 
 
 def _length_history(config: SpeculationConfig, call: DraftCall) -> LengthHistory | None:
-    """What earlier calls of these models with these settings and as many rows have taught."""
+    """The history of earlier calls with the same models, settings and number of rows; None without "auto"."""
     if config.num_assistant_tokens != "auto":
         return None
     return length_history(call.model, _situation(config, call), copies=config.drafter == "lookup")
 
 
 def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
-    """What tells calls apart whose rounds have nothing to teach each other."""
+    """A key that calls share if the measurements of one are useful to the other."""
     draft = weakref.ref(call.draft) if config.drafts_by_model and call.draft is not None else None
     places = tuple((str(model.device), model.dtype) for model in call.models)
     sampled = call.generation_config.do_sample and call.generation_config.temperature
@@ -109,13 +109,13 @@ def _lookup(call: DraftCall, rule: StopRule, sizes: tuple[int, ...]) -> LookupDr
 
 def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:
     draft, input_ids = call.draft, call.transcript.sequences
-    assert draft is not None, "checked where the call was set up"
+    assert draft is not None, "checked by SpeculativeDecoding"
     if needs_translation(call.model, draft, *call.tokenizers):
         return _across_tokenizers(config, call, rule)
     kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor)
     size = call.static_size
     if size is None and kwargs.get("past_key_values") is not None and supports_recorded_row(draft, kwargs):
-        # The target's cache is of another kind, or on another device; the draft's passes are worth recording still.
+        # The target uses another kind of cache or another device, but recording the draft's passes still helps.
         size = CacheSize(call.transcript.ids.shape[1], grows=True)
     if size is not None:
         kwargs[cache_argument(draft)] = static_cache(draft, kwargs, size, "assistant_model")
@@ -132,11 +132,11 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     }
     if not is_on_other_device(draft.device, input_ids.device, call.processors):
         return ModelDrafter(runner, call.processors, rule, **settings)
-    # A lookahead that adapts to times would take what is drafted ahead for free.
+    # An adaptive lookahead would measure drafts made ahead as if they took no time.
     steady = config.drafter == "model" and config.num_assistant_tokens != "auto"
     ahead = steady and runner.rewinds_far and can_draft_ahead(draft.device, input_ids.device, len(input_ids))
-    pays = ahead_payoff(call.model, _situation(config, call)) if ahead else None
-    return OtherDeviceDrafter(runner, call.processors, rule, device=draft.device, pays=pays, **settings)
+    payoff = ahead_payoff(call.model, _situation(config, call)) if ahead else None
+    return OtherDeviceDrafter(runner, call.processors, rule, device=draft.device, payoff=payoff, **settings)
 
 
 def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:
@@ -144,18 +144,18 @@ def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRul
     assert call.draft is not None and tokenizer is not None and assistant_tokenizer is not None
     if config.drafter == "hybrid":
         raise ValueError(
-            "drafter='hybrid' with an assistant_tokenizer that differs: transformers' generators for two tokenizers "
-            "draft in every round, so choose drafter='lookup' or drafter='model'."
+            "drafter='hybrid' with a different assistant_tokenizer: transformers' generators for two tokenizers draft "
+            "in every round, so choose drafter='lookup' or drafter='model'."
         )
     if getattr(call.draft, "_is_stateful", False):
         raise ValueError(
-            f"assistant_model={type(call.draft).__name__} with an assistant_tokenizer that differs: transformers' "
+            f"assistant_model={type(call.draft).__name__} with a different assistant_tokenizer: transformers' "
             "generators for two tokenizers can't roll back recurrent states, so choose a draft with attention only."
         )
     if rule.reads_probabilities:
         raise ValueError(
-            f"generation_strategy={config.strategy!r}, entropy_threshold={config.entropy_threshold!r} with an "
-            "assistant_tokenizer that differs: BiLD's fallback and the entropy stop read the draft's distributions "
+            f"generation_strategy={config.strategy!r}, entropy_threshold={config.entropy_threshold!r} with a "
+            "different assistant_tokenizer: BiLD's fallback and the entropy stop read the draft's distributions "
             "token by token, so choose a draft with the target's tokenizer, or generation_strategy='speculative' "
             "without entropy_threshold."
         )
@@ -168,7 +168,7 @@ def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRul
         call.model_kwargs,
         call.inputs_tensor,
         vocabulary=vocabulary_size(call.model),
-        # transformers' generators draft in every round, by a length that stays.
+        # transformers' generators draft in every round and with a fixed length.
         lookahead=DEFAULT_ASSISTANT_TOKENS if config.num_assistant_tokens == "auto" else rule.limit,
         eos_tokens=call.transcript.eos_tokens,
     )

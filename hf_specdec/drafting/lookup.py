@@ -1,7 +1,7 @@
-"""Drafting by prompt lookup: what followed the last tokens when they stood in the text before (Saxena 2023).
+"""Prompt lookup (Saxena 2023): find the last tokens earlier in the text, and draft what followed them there.
 
-Copies cost no forward pass. They count as point masses, so that every verification rule takes them. The hybrid asks
-a draft model where nothing matches.
+Lookup needs no forward pass. The copied tokens are verified as point masses, which every verification rule accepts as
+input. The hybrid uses a draft model for rows where nothing matches.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from hf_specdec.host.processors import BildRollback, HostProcessors
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.statistics import Round
 
-# Longest first. A single token is a weak hint, but a copy costs nothing but a wider target pass; where a model
-# could draft instead, the hint has to be stronger.
+# n-gram lengths, longest first. A match of one token is weak evidence, but a copy only costs a wider target pass. The
+# hybrid requires longer matches, since its model can draft instead.
 LOOKUP_SIZES = (3, 2, 1)
 HYBRID_SIZES = (4, 3)
 
 
 class NgramIndex:
-    """Where each n-gram of a growing text was last followed by a token.
+    """The position after the latest occurrence of each n-gram in a growing text.
 
     Args:
-        sizes: n-gram lengths, the ones to try first in front.
+        sizes: the n-gram lengths to index.
+        tokens: the initial text.
     """
 
     def __init__(self, sizes: Sequence[int], tokens: Sequence[int] = ()) -> None:
@@ -40,18 +41,18 @@ class NgramIndex:
         known = len(self.text)
         self.text += tokens
         for size, followed in self._followed.items():
-            # An n-gram counts once a token follows it: those that end at `known - 1` and later are new.
+            # An n-gram is indexed once a token follows it, so those that end at `known - 1` or later are new.
             first = max(known - size, 0)
             grams = zip(*(self.text[first + offset :] for offset in range(size)), strict=False)
             followed.update(zip(grams, range(first + size, len(self.text)), strict=False))
 
     def find(self, last: tuple[int, ...]) -> int | None:
-        """The place in the text after the latest occurrence of an n-gram of one of the sizes."""
+        """The position after the latest occurrence of an n-gram, whose length must be one of `sizes`."""
         return self._followed[len(last)].get(last)
 
 
 class RowText:
-    """One row's text, looked up in itself and in the source that it was made from.
+    """One row's text, with lookup in the text and in the encoder's input.
 
     Args:
         sizes: n-gram lengths, longest first.
@@ -64,10 +65,10 @@ class RowText:
         self.source = NgramIndex(sizes, source)
 
     def continuation(self, count: int) -> list[int]:
-        """Up to `count` tokens that may come next; [] where nothing matches.
+        """Up to `count` tokens that may come next; [] if nothing matches.
 
-        The row's own latest match goes before the source's. A copy that reaches the end of the row's text goes
-        on with itself, as a repetition does.
+        For each n-gram length, the latest match in the row's text takes precedence over one in the source. A copy that
+        reaches the end of the row's text repeats itself.
         """
         text = self.own.text
         for size in self.sizes:
@@ -85,14 +86,16 @@ class RowText:
 
 
 class LookupDrafter(BaseDrafter):
-    """Drafts what followed a row's last tokens before, in its own text or in its encoder's input.
+    """Draft what followed a row's last tokens earlier in its text or in the encoder's input.
 
     Args:
-        rule: bounds the drafts; it is not asked for probabilities, since there are none.
+        rule: limits the number of drafts. It can't stop them by probabilities, since copies have none.
+        vocabulary: V, the size of the target's vocabulary. A copy ends before a token outside it, such as an image
+            placeholder.
+        processors: the caller's logits processors. A copy ends before a token that a `prefix_allowed_tokens_fn` among
+            them forbids.
         sources: `[B, S]`, the encoder's input ids; None for decoder-only models.
-        vocabulary: V; a copy ends before a token beyond it (placeholders of images, other vocabularies).
-        processors: the host's; a copy ends before a token that a `prefix_allowed_tokens_fn` among them forbids.
-        eos_tokens: nothing is drafted after one of these.
+        eos_tokens: a copy ends after one of these.
         sizes: n-gram lengths to match, longest first.
         max_length, rollback: see `BaseDrafter`.
     """
@@ -122,7 +125,7 @@ class LookupDrafter(BaseDrafter):
         return self.proposal(ids, lengths, self.find(ids, lengths, room))
 
     def proposal(self, ids: Tensor, lengths: Sequence[int], found: Sequence[Sequence[int]]) -> DraftProposal:
-        """What was found as point masses, written behind the texts in `ids` `[B, N]` if there are readers."""
+        """A proposal of the tokens that `find` returned; if any processors read the text, also written to `ids`."""
         longest = max(map(len, found))
         if longest == 0:
             return no_drafts(ids)
@@ -133,7 +136,7 @@ class LookupDrafter(BaseDrafter):
         return DraftProposal(tokens, counts)
 
     def find(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> list[list[int]]:
-        """Each row's copied tokens; [] where nothing matches or nothing may be drafted. Arguments as `propose`."""
+        """Each row's copied tokens; [] if nothing matches or the row has no room. Arguments as in `propose`."""
         if not self._rows:
             sources = self._sources or [[]] * len(ids)
             self._rows = [RowText(self.sizes, source) for source in sources]
@@ -154,7 +157,7 @@ class LookupDrafter(BaseDrafter):
         return found
 
     def _usable(self, tokens: Sequence[int]) -> int:
-        """How many tokens the target knows, up to the first end of sequence."""
+        """The number of tokens up to the first EOS, or before the first one outside the vocabulary."""
         for position, token in enumerate(tokens):
             if not 0 <= token < self.vocabulary:
                 return position
@@ -164,11 +167,11 @@ class LookupDrafter(BaseDrafter):
 
 
 class HybridDrafter(BaseDrafter):
-    """Looks up first; rows where nothing matches are drafted by a model. Each row decides by its own text.
+    """Look up first, and draft with a model for rows where nothing matches.
 
     Args:
-        lookup: asked first.
-        model: any drafter over the same stop rule; it is told of every round, drafting or not.
+        lookup: the lookup drafter.
+        model: any drafter with the same stop rule. It observes every round, even if it did not draft.
         max_length, rollback: see `BaseDrafter`.
     """
 
@@ -180,7 +183,7 @@ class HybridDrafter(BaseDrafter):
         self.model = model
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `Drafter.propose`; copies stand as one-hot distributions beside a model's."""
+        """See `Drafter.propose`. If other rows have a model's distributions, copies get one-hot ones."""
         found = self.lookup.find(ids, lengths, room)
         left = [0 if copied else space for copied, space in zip(found, room, strict=True)]
         modelled = self.model.propose(ids, lengths, left)
@@ -207,7 +210,7 @@ class HybridDrafter(BaseDrafter):
         self.model.retain(rows)
 
     def observe(self, finished: Round) -> None:
-        """See `Drafter.observe`; the rule is the model's, too."""
+        """See `Drafter.observe`. The model updates the stop rule, which both share."""
         self.model.observe(finished)
 
 

@@ -1,4 +1,4 @@
-"""Who drafts: candidate generators that work in our loop, batched, and in transformers' own at batch size 1."""
+"""Drafting with a model, batched; at batch size 1 also in transformers' assisted loop."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from hf_specdec.rules import sampling
 
 
 class ModelDrafter(BaseDrafter):
-    """Drafts with a small model, one forward pass a token, its cache kept from round to round.
+    """Draft with a small model: one forward pass per token, with a cache that is kept between rounds.
 
     Args:
-        runner: feeds the draft model.
-        processors: the host's; the draft's distributions go through them too.
+        runner: runs the draft model.
+        processors: the caller's logits processors, which also apply to the draft's distributions.
         rule: when drafting stops.
-        vocabulary: V, the target's.
-        draft_vocabulary: the draft's; target tokens beyond it are shown to the draft as its last token.
+        vocabulary: V, the size of the target's vocabulary.
+        draft_vocabulary: the size of the draft's vocabulary. The draft reads its last token in place of target tokens
+            beyond it.
         do_sample: draw drafts from the draft's processed distribution instead of taking its argmax.
-        keep_probs: hand out the distributions; without them drafts count as point masses.
-        eos_tokens: nothing is drafted after one of these.
+        keep_probs: return the distributions. Without them, drafts count as point masses.
+        eos_tokens: drafting stops after one of these.
         max_length, rollback: see `BaseDrafter`.
-        max_positions: the draft's context length, which drafts don't exceed; None if it has no limit.
-        steps_per_sync: draft steps between two copies to the host, where the stops are looked at; 1 with processors
-            that read the text.
+        max_positions: the draft's context length, which drafts must not exceed; None if it is unlimited.
+        steps_per_sync: draft steps between two copies to the host, after which stops take effect. Always 1 with
+            processors that read the text.
     """
 
     def __init__(
@@ -72,20 +73,20 @@ class ModelDrafter(BaseDrafter):
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`."""
-        # Tokens read of the text as it stands; a round without drafts does not touch the runner and its cache.
+        # Don't count drafts that were rejected as read. A round without drafts leaves the runner and its cache alone.
         self._read = [min(read, n - 1) for read, n in zip(self._read, lengths, strict=True)]
         limit = self._limit(lengths, room)
         if limit <= 0:
             return no_drafts(ids)
         tokens, starts, room = self._unread(ids, lengths, room)
         proposal = self._draft(ids, tokens, starts, room, limit)
-        # What a row read beyond its text counts only where it may become its text.
+        # Tokens read beyond a row's text are only counted if the text can still grow into them.
         rows = zip(self.runner.read, lengths, room, strict=True)
         self._read = [read if space > 0 else min(read, n) for read, n, space in rows]
         return proposal
 
     def _limit(self, lengths: Sequence[int], room: Sequence[int]) -> int:
-        """The most tokens to draft for any row; none below 1. Arguments as `propose`."""
+        """The most tokens to draft for any row; drafts nothing if below 1. Arguments as in `propose`."""
         limit = min(self.rule.limit, max(room))
         if self.max_positions is None:
             return limit
@@ -94,9 +95,9 @@ class ModelDrafter(BaseDrafter):
     def _draft(
         self, ids: Tensor, tokens: Tensor, lengths: Sequence[int], room: Sequence[int], limit: int
     ) -> DraftProposal:
-        """Draft up to `limit` ≥ 1 tokens after reading `tokens` `[B, k]`; other arguments as `propose`."""
+        """Draft up to `limit` ≥ 1 tokens after reading `tokens` `[B, k]`; other arguments as in `propose`."""
         drafted = [0] * len(lengths)
-        # Rows that have ended may be fed too. Their texts are final, so their drafts go to the end of the buffer.
+        # Rows that have ended may still be run. Their texts are final, so their drafts go to the end of the buffer.
         places = [n if space > 0 else ids.shape[1] - limit for n, space in zip(lengths, room, strict=True)]
         open_rows = [row for row, space in enumerate(room) if space > 0]
         choices: list[Tensor] = []
@@ -133,7 +134,7 @@ class ModelDrafter(BaseDrafter):
         )
 
     def _outcome(self, probs: Tensor, choice: Tensor) -> Tensor:
-        """`[3, B]`: the drafted tokens, and whether the rule stops a row before and after its token."""
+        """`[3, B]`: each row's drafted token, whether the rule stops before it, and whether the rule stops after it."""
         before, after = None, None
         if self.rule.reads_probabilities:
             before, after = self.rule.before_append(probs), self.rule.after_append(probs)
@@ -143,10 +144,10 @@ class ModelDrafter(BaseDrafter):
     def _after_step(
         self, outcome: list[list[int]], open_rows: list[int], drafted: list[int], room: Sequence[int]
     ) -> list[int]:
-        """Count a step's tokens in `drafted`; returns the rows that go on.
+        """Count a step's tokens in `drafted` and return the rows that continue.
 
         Raises:
-            ValueError: the draft's scores define no distribution.
+            ValueError: the draft's scores don't define a distribution.
         """
         tokens, before, after = outcome
         goes_on = []
@@ -155,7 +156,7 @@ class ModelDrafter(BaseDrafter):
                 continue
             if tokens[row] < 0:
                 raise ValueError(
-                    "assistant_model: the draft's scores hold NaN or infinity, or rule out every token: check its "
+                    "assistant_model: the draft's scores contain NaN or infinity, or exclude every token: check its "
                     "weights, its dtype and the logits processors, or decode with on_draft_error='continue'."
                 )
             drafted[row] += 1
@@ -166,13 +167,13 @@ class ModelDrafter(BaseDrafter):
     def _unread(
         self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]
     ) -> tuple[Tensor, Sequence[int], Sequence[int]]:
-        """What the draft has not read yet, `[B, k]`, as many tokens for every row; rejected drafts are forgotten.
+        """Roll back to the accepted text, and collect the tokens `[B, k]` that the draft has not read yet.
 
-        Where rounds passed without drafts, k can exceed a short row's text. Such a row reads on into its spare
-        space and sits this round out.
+        k is the same for all rows. After rounds without drafts it can exceed a short row's text. That row then reads
+        part of its spare space and is not drafted for in this round.
 
         Returns:
-            The tokens, and with them the lengths and the room of the rows.
+            The tokens, and the adjusted lengths and room of the rows.
         """
         if not self.runner.rewinds_far:
             self._catch_up(ids, lengths)
@@ -183,10 +184,10 @@ class ModelDrafter(BaseDrafter):
         return last_tokens(ids, lengths, unread), lengths, room
 
     def _catch_up(self, ids: Tensor, lengths: Sequence[int]) -> None:
-        """Bring all rows to where one token is unread, unless the same number is unread in each.
+        """Read tokens until the rows have the same number of unread ones.
 
-        For runners that can't have a row read again what it has read before. A row that is ahead reads on into its
-        spare space, and forgets it.
+        Needed for runners that can't read a token twice. A row that is ahead reads part of its spare space, which is
+        then rolled back.
         """
         while len(unread := {lengths[row] - self._read[row] for row in self._rows}) > 1:
             self.runner.rewind(self._read)
@@ -198,9 +199,9 @@ class ModelDrafter(BaseDrafter):
     def _choose(
         self, ids: Tensor, lengths: Sequence[int], logits: Tensor, open_rows: Sequence[int], uniforms: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The next token's distribution `[B, V]` (or its logits where nobody asks for more) and the token `[B]`.
+        """The next token's distribution `[B, V]` (its scores, if only the argmax is needed) and the token `[B]`.
 
-        It is drawn by `uniforms` `[B]`, or the most probable one where there are none.
+        The token is drawn with `uniforms` `[B]`, or is the most probable one if they are None.
         """
         needs_probs = self.do_sample or self.keep_probs or self.rule.reads_probabilities
         if not needs_probs and not self.processors:
@@ -219,7 +220,7 @@ class ModelDrafter(BaseDrafter):
 
 
 def align_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits `[..., V']` over the target's vocabulary: padding is cut, what is missing has probability 0."""
+    """Logits `[..., V']` over the target's vocabulary: padding is cut, and missing tokens get probability 0."""
     missing = vocabulary - logits.shape[-1]
     if missing == 0:
         return logits
@@ -229,7 +230,7 @@ def align_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
 
 
 def write_column(ids: Tensor, positions: Sequence[int], tokens: Tensor) -> None:
-    """Write one token `[B]` into each row at its own position."""
+    """Write one token `[B]` to each row at the row's position."""
     if min(positions) == max(positions):
         ids[:, positions[0]] = tokens
     else:

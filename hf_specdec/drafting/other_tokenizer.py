@@ -1,7 +1,7 @@
-"""Drafting with a model that has another tokenizer, through transformers' own candidate generators, batch size 1.
+"""Drafting with a model that has another tokenizer, using transformers' candidate generators. Batch size 1 only.
 
-Those call the draft's `generate` in every round, as they do in transformers' assisted generation. The translator
-is asked not to prune the draft's head, so that the draft model is never changed.
+The generators call the draft's `generate` in every round, as in transformers' assisted generation. The translator is
+created without pruning the draft's head, so the draft model is not modified.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ from hf_specdec.rules.statistics import Round
 
 
 class CrossTokenizerDrafter(CandidateGenerator):
-    """A `Drafter` over one of transformers' generators for different tokenizers.
+    """Adapt one of transformers' generators for different tokenizers to `Drafter`.
 
-    Greedy decoding re-encodes the draft's text (point masses); sampling draws among the tokens that both
-    vocabularies share (Timor et al. 2025, TLI), with their probabilities.
+    Greedy decoding re-encodes the draft's text and returns point masses. Sampling draws from the tokens that both
+    vocabularies share (Timor et al. 2025, TLI) and returns their probabilities.
+
+    Args:
+        generator: the generator of transformers.
+        lookahead: the number of draft tokens per round, in the draft's tokenization.
+        eos_tokens: drafts end after one of these.
     """
 
     def __init__(
@@ -43,7 +48,7 @@ class CrossTokenizerDrafter(CandidateGenerator):
         generator.generation_config.assistant_confidence_threshold = 0.0
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `drafting.Drafter.propose`; one row."""
+        """See `Drafter.propose`; takes a single row."""
         length, space = lengths[0], room[0]
         if space <= 0:
             return DraftProposal(ids.new_zeros(1, 0), (0,))
@@ -61,17 +66,17 @@ class CrossTokenizerDrafter(CandidateGenerator):
         return DraftProposal(tokens, (drafted,), probs, steps=self.generator.num_assistant_tokens)
 
     def retain(self, rows: Sequence[int]) -> None:
-        """There is one row."""
+        """See `Drafter.retain`; does nothing, since there is only one row."""
 
     def ahead(self) -> int:
-        """See `drafting.Drafter.ahead`: nothing."""
+        """See `Drafter.ahead`; drafts nothing."""
         return 0
 
     def observe(self, finished: Round) -> None:
-        """The lookahead is fixed."""
+        """See `Drafter.observe`; does nothing, since the lookahead is fixed."""
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """`CandidateGenerator.get_candidates`: transformers' own."""
+        """`CandidateGenerator.get_candidates`, unchanged."""
         return self.generator.get_candidates(input_ids, **kwargs)
 
 
@@ -88,14 +93,14 @@ def cross_tokenizer_drafter(
     lookahead: int,
     eos_tokens: frozenset[int],
 ) -> CrossTokenizerDrafter:
-    """The drafter for a target and a draft of different tokenizers.
+    """Make the drafter for a target and a draft with different tokenizers.
 
     Raises:
-        ValueError: more than one row; transformers' generators take one.
+        ValueError: there is more than one row, which transformers' generators don't support.
     """
     if len(input_ids) > 1:
         raise ValueError(
-            f"a batch of {len(input_ids)} rows with tokenizer and assistant_tokenizer that differ: transformers' "
+            f"a batch of {len(input_ids)} rows with different tokenizer and assistant_tokenizer: transformers' "
             "candidate generators take one row, so call generate once per row or use a draft with the same tokenizer."
         )
     kwargs: dict[str, Any] = {
@@ -119,7 +124,7 @@ def cross_tokenizer_drafter(
 def tokenizers_disagree(
     tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None
 ) -> bool:
-    """Whether both are given and map some token to different ids."""
+    """Whether both are given and have different vocabularies."""
     if tokenizer is None or assistant_tokenizer is None or tokenizer is assistant_tokenizer:
         return False
     return tokenizer.get_vocab() != assistant_tokenizer.get_vocab()
@@ -134,10 +139,10 @@ def needs_translation(
     tokenizer: PreTrainedTokenizerBase | None,
     assistant_tokenizer: PreTrainedTokenizerBase | None,
 ) -> bool:
-    """Whether drafts have to be carried from one vocabulary to the other.
+    """Whether drafts have to be translated from one vocabulary to the other.
 
     Raises:
-        ValueError: the vocabularies differ by more than padding and a tokenizer is missing.
+        ValueError: the vocabulary sizes differ by more than padding, and a tokenizer is missing.
     """
     if tokenizers_disagree(tokenizer, assistant_tokenizer):
         return True

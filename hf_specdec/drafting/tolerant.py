@@ -1,4 +1,4 @@
-"""Drafting that may fail: after an error the call goes on without drafts."""
+"""`on_draft_error="continue"`: after a drafting error, the call continues without drafts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hf_specdec.rules.statistics import Round
 
 
 class TolerantDrafter:
-    """A drafter that stops drafting for the rest of the call, with one warning, when the wrapped one fails.
+    """Wrap a drafter. If it fails, warn once and draft nothing for the rest of the call.
 
     Args:
-        drafter: the wrapped one.
+        drafter: the drafter to wrap.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -26,7 +26,7 @@ class TolerantDrafter:
         try:
             if self._drafter is not None:
                 return self._drafter.propose(ids, lengths, room)
-        except Exception as error:  # whatever a draft model raises; KeyboardInterrupt passes
+        except Exception as error:  # a draft model can raise anything; KeyboardInterrupt is not caught
             self._drop(error)
         return no_drafts(ids)
 
@@ -55,5 +55,6 @@ class TolerantDrafter:
     def _drop(self, error: Exception) -> None:
         self._drafter = None
         warnings.warn(
-            f"on_draft_error='continue': the draft failed, and this call goes on without it: {error!r}", stacklevel=2
+            f"on_draft_error='continue': the draft failed, so this call continues without drafts: {error!r}",
+            stacklevel=2,
         )
