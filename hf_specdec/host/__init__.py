@@ -1,1 +1,1 @@
-"""What the caller of `generate` sees: processors, streamers, criteria, scores and outputs; no models."""
+"""What the caller of `generate` passes and sees: logits processors, streamers, criteria, scores, outputs. No models."""

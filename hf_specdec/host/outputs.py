@@ -1,4 +1,4 @@
-"""The outputs of `generate` with `return_dict_in_generate=True`, plus the call's statistics."""
+"""The outputs of `generate(return_dict_in_generate=True)`, with the call's statistics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hf_specdec.rules.statistics import SpeculationStats
 
 
 class _Speculated:
-    """The statistics as `output.speculation` and `output["speculation"]`.
+    """Adds the statistics as `output.speculation` and `output["speculation"]`.
 
-    They are not among the items: code that iterates over these (Whisper's `generate`) expects tensors only.
+    Iteration leaves them out, because code that iterates over an output (Whisper's `generate`) expects tensors only.
     """
 
     speculation: SpeculationStats | None = None

@@ -1,4 +1,4 @@
-"""Score processing: the caller's logits processors, applied as plain `generate` applies them, and relaxations."""
+"""The caller's logits processors, applied as in plain `generate`, and relaxations of the target's scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
-# They read the scores only, row by row, so all positions can be processed at once.
+# These only read the scores, row by row, so all positions can be processed at once.
 SCORES_ONLY = (
     host.TemperatureLogitsWarper,
     host.TopKLogitsWarper,
@@ -24,7 +24,7 @@ SCORES_ONLY = (
     host.SuppressTokensLogitsProcessor,
 )
 
-# They keep state between calls or run a model of their own, so they can't process drafts that may be rejected.
+# These keep state between calls or run a model, so they can't process drafts that may be rejected.
 STATEFUL = (
     host.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     host.ClassifierFreeGuidanceLogitsProcessor,
@@ -32,30 +32,39 @@ STATEFUL = (
 )
 
 
-PIECE = 1 << 21  # the most scores that are processed at once
+CHUNK = 1 << 21  # the most scores that are processed at once
 
 
 class Relaxation(Protocol):
     """Changes the target's processed scores so that the lossless rules accept more drafts."""
 
     def relax(self, scores: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Relaxed scores `[B, γ+1, V]` of a round; `draft_tokens` `[B, γ]`, `lengths` `[B]`."""
+        """Relax the scores of a round.
+
+        Args:
+            scores: `[B, γ+1, V]`, the target's processed scores.
+            draft_tokens: `[B, γ]`.
+            lengths: `[B]`, the number of drafted tokens per row.
+
+        Returns:
+            `[B, γ+1, V]`.
+        """
 
 
 class HostProcessors:
     """The caller's processors, applied to several positions of rows with different lengths.
 
     Each call of a processor gets what plain `generate` would pass: all rows of the batch in order, at one prefix
-    length, padding included. Rows without a position of that length are passed with their own text, cut or padded
-    to it, and the result is dropped. `prefix_allowed_tokens_fn` is only called for rows that have the position,
-    since a constraint may not have an answer for text that was never generated.
+    length, including padding. Rows that have no position of that length are cut or padded to it, and their result
+    is discarded. `prefix_allowed_tokens_fn` is only called for rows that have the position, since a constraint may
+    not be defined for text that was never generated.
 
     Args:
-        processors: as `generate` built them, in order.
+        processors: the processors that `generate` built, in order.
         pad_token: pads rows that are shorter than the prefix.
 
     Attributes:
-        scores_only: whether all of them belong to transformers and read the scores only.
+        scores_only: whether all of them are transformers' own and only read the scores.
     """
 
     def __init__(self, processors: LogitsProcessorList, pad_token: int = 0) -> None:
@@ -68,18 +77,18 @@ class HostProcessors:
 
     @property
     def portable(self) -> bool:
-        """Whether they work on any device: they read the scores only and hold no tensors of their own."""
+        """Whether the processors work on any device: they only read the scores and hold no tensors."""
         return self.scores_only and not any(
             isinstance(held, Tensor) for p in self.processors for held in vars(p).values()
         )
 
     def __call__(self, ids: Tensor, starts: Sequence[int], counts: Sequence[int], scores: Tensor) -> Tensor:
-        """Process scores. `scores` itself is changed only if not `scores_only`.
+        """Process scores. Modifies `scores` in place unless `scores_only`.
 
         Args:
-            ids: `[B, N]` left-aligned texts, drafts included.
-            starts: each row's prefix length at position 0.
-            counts: how many positions of each row matter; 0 for rows that have ended. Unused if `scores_only`.
+            ids: `[B, N]`, left-aligned texts, including drafts.
+            starts: the prefix length of each row at position 0.
+            counts: the number of positions to process per row; 0 for rows that have ended. Unused if `scores_only`.
             scores: `[B, K, V]` float32.
 
         Returns:
@@ -95,11 +104,11 @@ class HostProcessors:
         return scores
 
     def process_flat(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Process scores `[N, V]` of any positions without changing them; requires `scores_only`."""
-        rows = max(PIECE // scores.shape[-1], 1)
+        """Process scores `[N, V]` of any positions, without modifying them. Requires `scores_only`."""
+        rows = max(CHUNK // scores.shape[-1], 1)
         if rows >= len(scores) or not self:
             return self._all(ids, scores)
-        # Top-p alone holds five times its input, so large inputs are processed in pieces.
+        # Top-p alone holds five times its input, so large inputs are processed in chunks.
         processed = torch.empty_like(scores)
         for start in range(0, len(scores), rows):
             processed[start : start + rows] = self._all(ids, scores[start : start + rows])
@@ -111,7 +120,7 @@ class HostProcessors:
         return scores
 
     def allowed(self, row: int, text: Tensor, tokens: Sequence[int]) -> int:
-        """How many of `tokens`, appended to a row's `text` `[n]`, any `prefix_allowed_tokens_fn` allows."""
+        """The number of leading `tokens` that every `prefix_allowed_tokens_fn` allows after a row's `text` `[n]`."""
         constraints = [p for p in self.processors if isinstance(p, host.PrefixConstrainedLogitsProcessor)]
         for position, token in enumerate(tokens if constraints else ()):
             prefix = torch.cat([text, text.new_tensor(tokens[:position])])
@@ -136,7 +145,7 @@ class HostProcessors:
             scores[rows, [positions[row] for row in rows]] = processed[rows]
 
     def _prefixes(self, ids: Tensor, spans: list[range], length: int, rows: list[int]) -> Tensor:
-        """`[B, length]`: the rows' texts, cut or padded to one length."""
+        """`[B, length]`: the rows' texts, cut or padded to `length`."""
         prefixes = ids[:, :length]
         if len(rows) == len(spans):
             return prefixes
@@ -149,7 +158,7 @@ class HostProcessors:
 def _constrain(
     processor: host.PrefixConstrainedLogitsProcessor, prefixes: Tensor, scores: Tensor, rows: list[int]
 ) -> Tensor:
-    """`PrefixConstrainedLogitsProcessor.__call__` for some rows of a batch, with their own batch indices."""
+    """`PrefixConstrainedLogitsProcessor.__call__` for some `rows` of a batch, called with their batch indices."""
     mask = torch.full_like(scores, -torch.inf)
     for row in rows:
         allowed = processor._prefix_allowed_tokens_fn(row, prefixes[row])
@@ -165,15 +174,16 @@ def _constrain(
 class BildRollback(LogitsProcessor):
     """BiLD's rollback (Kim et al. 2023, section 3.3) on the target's processed scores.
 
-    A drafted token x is kept if -ln p_target(x) is at most `threshold` nats, and in greedy decoding also if it is
-    the target's argmax. At such a position the scores become certain of x; elsewhere they are unchanged. A lossless
-    rule then accepts the kept tokens and replaces the first other one by the target's choice, in the same pass.
+    A drafted token x is kept if -ln p_target(x) is at most `threshold` nats; in greedy decoding also if it is the
+    target's argmax. Where a token is kept, the scores are changed to give it probability 1; elsewhere they are
+    unchanged. A lossless rule then accepts the kept tokens and replaces the first other one by the target's choice, in
+    the same pass.
 
-    In this package's loop, `relax` gets the whole round. As a `LogitsProcessor` it only gets prefixes, so the
-    round's proposal is set beforehand by `hold` (batch size 1).
+    In this package's loop, `relax` receives a whole round. As a `LogitsProcessor`, an instance only receives prefixes,
+    so `hold` has to set the round's proposal first (batch size 1).
 
     Args:
-        threshold: nats; 0 keeps the target's output.
+        threshold: nats; 0 is lossless.
         greedy: whether the target decodes greedily.
     """
 
@@ -201,7 +211,7 @@ class BildRollback(LogitsProcessor):
         self._start, self._tokens = start, list(tokens)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Relax the scores `[1, V]` after the prefix `[1, n]` if a token was drafted there."""
+        """Relax the scores `[1, V]` after the prefix `[1, n]`, if a token was drafted at that position."""
         position = input_ids.shape[1] - self._start
         if not 0 <= position < len(self._tokens):
             return scores
@@ -213,7 +223,7 @@ def check_stateless(processors: LogitsProcessorList, generation_config: Generati
     """Refuse processors that keep state between calls.
 
     Raises:
-        ValueError: names the processor, the argument that made it, its value, and the way out.
+        ValueError: names the processor and the argument that it comes from, and says what to do instead.
     """
     for processor in processors:
         if isinstance(processor, STATEFUL):
@@ -222,7 +232,7 @@ def check_stateless(processors: LogitsProcessorList, generation_config: Generati
             argument = "watermarking_config" if synthid else "guidance_scale"
             value = getattr(generation_config, argument, None)
             shown = value if value is None or argument == "guidance_scale" else value.to_dict()
-            # Without such a setting, the processor itself was passed.
+            # If the setting is unset, the processor itself was passed.
             given = f"logits_processor=[{name}]" if value is None else f"{argument}={shown}"
             raise ValueError(
                 f"{given}: {name} keeps state between calls, which can't be undone when a draft is rejected: leave it "

@@ -1,8 +1,7 @@
 """The caller's view: texts, streamer, stopping criteria and scores, one column at a time as in plain `generate`.
 
-Rows advance unevenly. A column is released once every unfinished row has a token there; only then do the criteria
-and the streamer see it, so they always see a whole batch. Ends that follow from a token or a length alone (EOS,
-maximum length) take effect at once, so no further drafts are made for the row.
+Rows advance unevenly. A column is shown to the criteria and the streamer once every unfinished row has a token there,
+so they always see a whole batch. EOS and the maximum length end a row at once, so that nothing more is drafted for it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,15 @@ class Transcript:
     """The growing texts of one call.
 
     Args:
-        input_ids: `[B, P]` prompts.
-        criteria: as `generate` built them; a `MaxLengthCriteria` among them bounds the length.
+        input_ids: `[B, P]`, the prompts.
+        criteria: the criteria that `generate` built, including a `MaxLengthCriteria`.
         pad_token: pads finished rows; None if `generate` has none.
-        streamer: gets one column `[B]` at a time.
+        streamer: receives one column `[B]` at a time.
         spare: extra columns after the maximum length, for drafts.
-        keep_scores, keep_logits: record processed scores, raw logits.
+        keep_scores, keep_logits: whether to record processed scores and raw logits.
+
+    Raises:
+        ValueError: the criteria set no maximum length.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Transcript:
         self.batch_size, self.prompt_length = input_ids.shape
         self.max_length = criteria.max_length
         if self.max_length is None:
-            raise ValueError("max_length=None: speculation needs a bound, so pass max_new_tokens or max_length.")
+            raise ValueError(
+                "max_length=None: speculation needs a maximum length, so pass max_new_tokens or max_length."
+            )
         self.eos_tokens = frozenset(t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.tolist())
         self._pads_ends = any(hasattr(c, "eos_token_id") for c in criteria)
         self._other_criteria = StoppingCriteriaList(
@@ -55,14 +59,14 @@ class Transcript:
         capacity = max(self.max_length, self.prompt_length + 1) + spare
         self.ids = input_ids.new_full((self.batch_size, capacity), self._pad_token)
         self.ids[:, : self.prompt_length] = input_ids
-        # A view: writing a few numbers through numpy takes a tenth of the time.
+        # A view, since writing a few numbers through numpy takes a tenth of the time.
         self._host_ids = self.ids.numpy() if self.ids.device.type == "cpu" else None
         self.lengths = [self.prompt_length] * self.batch_size
         self._shown = self.prompt_length
         self._first_end = capacity  # length at which the first row ended, if rows are padded from there
         self._done = [False] * self.batch_size
         self._at_eos = [False] * self.batch_size
-        # What is recorded for tokens that are not shown yet.
+        # Records for tokens that are not shown yet.
         self._rows: dict[str, list[deque[Tensor]]] = {
             kind: [deque() for _ in range(self.batch_size)]
             for kind, kept in (("scores", keep_scores), ("logits", keep_logits))
@@ -85,7 +89,7 @@ class Transcript:
 
     @property
     def common_length(self) -> int:
-        """The number of shown tokens, padding excluded, that all rows have."""
+        """The number of shown tokens that all rows have, excluding padding."""
         return min(*self.lengths, self._shown, self._first_end)
 
     @property
@@ -114,13 +118,13 @@ class Transcript:
         return "logits" in self._rows
 
     def append(self, new_tokens: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Add a round's tokens to the rows; tokens past a row's end are dropped.
+        """Add a round's tokens to the rows, and drop tokens past a row's end.
 
         Returns:
-            How many tokens were added to each row.
+            The number of tokens added to each row.
 
         Raises:
-            ValueError: a token is -1, which means that it couldn't be drawn; see `sampling.draw`.
+            ValueError: a token is -1, so it could not be drawn, see `sampling.draw`.
         """
         added = []
         for row, (tokens, room) in enumerate(zip(new_tokens, self.room, strict=True)):
@@ -132,8 +136,8 @@ class Transcript:
                     break
             if kept and kept[-1] < 0:
                 raise ValueError(
-                    f"do_sample=True: the model's scores for row {row} after {self.lengths[row]} tokens hold NaN or "
-                    "infinity, or rule out every token: check the weights, the dtype and the logits processors."
+                    f"do_sample=True: the model's scores for row {row} after {self.lengths[row]} tokens contain NaN or "
+                    "infinity, or exclude every token: check the weights, the dtype and the logits processors."
                 )
             start = self.lengths[row]
             if kept:
@@ -149,9 +153,9 @@ class Transcript:
             self.ids[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
 
     def record(self, kind: str, values: Tensor, counts: Sequence[int]) -> None:
-        """Record "scores" or "logits" `[B, K, V]` of the tokens just appended, `counts` per row."""
+        """Record "scores" or "logits" `[B, K, V]` for the last `counts` tokens appended to each row."""
         for row, count in enumerate(counts if kind in self._rows else ()):
-            # A copy: views would keep the whole round in memory.
+            # Copied, because views would keep the whole round in memory.
             self._rows[kind][row] += values[row, :count].to(torch.float32, copy=True).unbind()
 
     def show(self) -> None:
@@ -165,7 +169,7 @@ class Transcript:
             self._streamer.end()
 
     def _ended(self, row: int) -> bool:
-        """Whether a row is finished, so that plain `generate` would only pad it."""
+        """Whether a row is finished, so that plain `generate` would pad it."""
         return self._at_eos[row] or (self._done[row] and self._pads_ends)
 
     def _show_column(self, column: int) -> None:
@@ -199,6 +203,6 @@ class Transcript:
 
 
 def _next_column(rows: Sequence[deque[Tensor]]) -> Tensor:
-    """`[B, V]`: takes each row's next recorded scores; zeros for rows without."""
+    """`[B, V]`: remove and return each row's next recorded scores; zeros for rows without any."""
     nothing = torch.zeros_like(next(row[0] for row in rows if row))
     return torch.stack([row.popleft() if row else nothing for row in rows])

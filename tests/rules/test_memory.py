@@ -54,7 +54,7 @@ def test_three_copies_without_processors(rule: str, points: bool) -> None:
 def test_processors_work_in_pieces(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     warpers = [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)]
     at_once = peak(rule, warpers)
-    monkeypatch.setattr(host_processors, "PIECE", VOCABULARY)
+    monkeypatch.setattr(host_processors, "CHUNK", VOCABULARY)
     assert peak(rule, warpers) <= 3.3 < at_once
 
 
