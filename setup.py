@@ -22,8 +22,8 @@ setup(
         "hf_specdec": ["py.typed", "prepared/*.cpp", "embedded/*.json", "embedded/*.md", "embedded/models/**/*"],
     },
     scripts=["scripts/assisted_generation.py"],
-    # `compile=True` takes torch 2.13, the first whose `torch.compile` has `isolate_recompiles`. With an older one a
-    # warning says so, and decoding goes on uncompiled, with the same tokens.
+    # `compile=True` takes torch 2.13, whose stable C++ interface its kernels use. With an older one a warning says so,
+    # and decoding goes on uncompiled, with the same tokens.
     install_requires=["torch>=2.6", "transformers>=5.17,<6", "tqdm"],
     extras_require={
         "bench": [

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from hf_specdec.prepared.few_token_products import FewTokenProducts, load, share_heads
+from hf_specdec.prepared.few_token_products import FewTokenProducts, load, share_heads, supported
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of, value_of
 
 Step = Callable[..., Any]
@@ -90,7 +90,7 @@ def _trace(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gra
         # A result of its own, no view of an argument or of a weight.
         return [tensor.clone() for tensor in tensors]
 
-    if device.type != "cpu":
+    if device.type != "cpu" or not supported():
         return make_fx(flat)(*leaves), returned[-1]
     load()
     with FewTokenProducts():

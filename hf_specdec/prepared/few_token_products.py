@@ -23,6 +23,11 @@ MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what librarie
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+def supported() -> bool:
+    """Whether the kernels are written for this processor; elsewhere products are left to torch."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
 @cache
 def load() -> None:
     """Compile the kernels, or load them from inductor's cache, and register `torch.ops.hf_specdec`.

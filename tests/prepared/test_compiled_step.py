@@ -1,0 +1,84 @@
+"""Compiled steps: compiled once, run without the step, reading weights and arguments as they are at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from hf_specdec.prepared import compiled_step
+from hf_specdec.prepared.compiled_step import CompiledStep
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Segments run as they are, without inductor; one entry for each that is compiled."""
+    compiled: list[Any] = []
+
+    def compile(trace: Any, segment: Any, device: torch.device) -> Any:
+        compiled.append(segment.key)
+        function = GraphModule({}, segment.graph)
+        return lambda inputs: function(*inputs)
+
+    monkeypatch.setattr(compiled_step, "_compile", compile)
+    monkeypatch.setattr(compiled_step, "supported", lambda: False)
+    compiled_step._codes.clear()
+    yield compiled
+    compiled_step._codes.clear()
+
+
+class Step:
+    """Like a round's: weights and a buffer of its own, arguments and results in structures."""
+
+    def __init__(self) -> None:
+        self.weight, self.written, self.runs = torch.eye(3), torch.zeros(3), 0
+
+    def __call__(self, pair: tuple[Tensor, ...], third: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        self.runs += 1
+        (first,) = pair
+        self.written.copy_(first)
+        return (first @ self.weight + third,), first
+
+
+def test_every_call_reads_its_own_arguments_and_the_weights_as_they_are(segments: list[Any]) -> None:
+    step = Step()
+    run = CompiledStep(step, CPU)
+    for number in range(4):
+        first, third = torch.full((3,), float(number)), torch.arange(3.0) + number
+        (result,), same = run((first,), third)
+        assert torch.equal(result, first @ step.weight + third)
+        assert torch.equal(same, first) and torch.equal(step.written, first)
+        step.weight += 1
+    assert len(segments) == 1
+
+
+def test_later_calls_do_not_run_the_step(segments: list[Any]) -> None:
+    step = Step()
+    run = CompiledStep(step, CPU)
+    run((torch.ones(3),), torch.ones(3))
+    runs = step.runs
+    step.weight = torch.zeros(3, 3)  # whoever keeps the step has to see this; the compiled step doesn't
+    (result,), _ = run((torch.ones(3),), torch.ones(3))
+    assert torch.equal(result, torch.full((3,), 2.0)) and step.runs == runs
+
+
+def test_steps_of_equal_operations_share_their_code_but_not_their_weights(segments: list[Any]) -> None:
+    one, other = Step(), Step()
+    other.weight = 2 * torch.eye(3)
+    results = [CompiledStep(step, CPU)((torch.ones(3),), torch.zeros(3))[0][0] for step in (one, other)]
+    assert [float(result[0]) for result in results] == [1.0, 2.0]
+    assert len(segments) == 1
+
+
+def test_a_result_is_never_a_view_of_an_argument(segments: list[Any]) -> None:
+    given = torch.arange(4.0)
+    run = CompiledStep(lambda states: (states[1:], states + 1), CPU)
+    view, _ = run(given)
+    given.zero_()
+    assert torch.equal(view, torch.tensor([1.0, 2.0, 3.0]))
