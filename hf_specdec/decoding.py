@@ -130,7 +130,7 @@ class Decoder:
         # Copies between host and device come before the pass: after it they would wait for the accelerator.
         draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
         scores_only = self.processors.scores_only
-        counts = [] if scores_only else _judged(proposal, open_rows, transcript.eos_tokens)
+        counts = [] if scores_only else _processed_counts(proposal, open_rows, transcript.eos_tokens)
         logits = self.target.forward(tokens, lookahead + 1)
         recorded = {"logits": logits} if transcript.keeps_logits else {}
         # Custom processors may write to the scores in place, so they get a copy.
@@ -150,7 +150,7 @@ class Decoder:
         return verified, recorded
 
 
-def _judged(proposal: DraftProposal, open_rows: Sequence[int], eos_tokens: frozenset[int]) -> list[int]:
+def _processed_counts(proposal: DraftProposal, open_rows: Sequence[int], eos_tokens: frozenset[int]) -> list[int]:
     """The number of positions per row that are processed: none after a drafted EOS, as in plain `generate`."""
     counts = [0] * len(proposal.lengths)
     drafts = proposal.tokens.tolist()

@@ -46,7 +46,7 @@ from hf_specdec.strategies import STRATEGY_TABLE
 
 LONG_TEXT = 4096  # tokens; longer texts of models with sliding windows use caches that drop what left the window
 
-# How the arguments of models that read pictures or sound beside a text begin.
+# Prefixes of the arguments that pass images, video or audio to a model.
 MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features")
 
 _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
@@ -179,7 +179,7 @@ class SpeculativeDecoding:
         returns_dict = bool(generation_config.return_dict_in_generate)
         transcript = self._transcript(config, input_ids, stopping_criteria, generation_config)
         processors = HostProcessors(logits_processor, _pad_token(generation_config) or 0)
-        hidden = _hidden_tokens(input_ids, model_kwargs, generation_config)
+        cached = _cached_tokens(input_ids, model_kwargs, generation_config)
         static_size = _static_size(config, transcript, model, model_kwargs)
         call = DraftCall(
             model=model,
@@ -196,7 +196,7 @@ class SpeculativeDecoding:
             model_kwargs[cache_argument(model)] = static_cache(model, model_kwargs, static_size, "model")
         # Made before the target's runner, which marks the cache: making the drafter may raise.
         drafter = make_drafter(config, call)
-        target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], hidden)
+        target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], cached)
         do_sample = bool(generation_config.do_sample)
         make_rollback = STRATEGY_TABLE[config.strategy].rollback
         decoder = Decoder(
@@ -208,8 +208,8 @@ class SpeculativeDecoding:
             do_sample=do_sample,
             # Custom processors may need gradients, which inference mode rules out.
             mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
-            max_positions=None if (positions := context_length(model)) is None else positions - hidden,
-            drafts_in_first_round=_ends_unmasked(model, model_kwargs) and not _has_media(model_kwargs),
+            max_positions=None if (positions := context_length(model)) is None else positions - cached,
+            drafts_in_first_round=_last_token_visible(model, model_kwargs) and not _has_media(model_kwargs),
         )
         # A local name as well, since other threads may replace the attribute.
         stats = self.stats = _last[model] = SpeculationStats(config.strategy)
@@ -286,7 +286,7 @@ def _pad_token(generation_config: GenerationConfig) -> int | None:
     return None if pad is None else int(pad)
 
 
-def _ends_unmasked(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+def _last_token_visible(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether every row's last prompt token is visible."""
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     mask = model_kwargs.get(f"{prefix}attention_mask")
@@ -294,11 +294,11 @@ def _ends_unmasked(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool
 
 
 def _has_media(model_kwargs: dict[str, Any]) -> bool:
-    """Whether the first pass reads pictures or sound: a drafted placeholder there would count as one of theirs."""
+    """Whether the first pass reads images or audio, where a drafted placeholder would be taken for one of theirs."""
     return any(key.startswith(MEDIA) and value is not None for key, value in model_kwargs.items())
 
 
-def _hidden_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:
+def _cached_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:
     """The number of cached tokens before `input_ids`, derived from the mask as in `GenerationMixin._prefill`."""
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
     if cache is None or "encoder_outputs" in model_kwargs:

@@ -144,7 +144,7 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
         strategy = settings.pop("generation_strategy", None)
         call.pop("generation_strategy", None)
         custom = call.get("custom_generate")
-        if strategy is None and custom is None and not _drafts_for_another(self, call):
+        if strategy is None and custom is None and not _is_draft_call(self, call):
             _check_strategy_is_not_missing(self, call)
         if strategy is not None and custom is not None and "generation_strategy" in kwargs:
             raise ValueError(
@@ -192,7 +192,7 @@ def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabl
     When a draft model is called from within `generate`, only the arguments of that call count, since transformers'
     assisted generation passes the target's `generation_config` on to the draft.
     """
-    drafting = _drafts_for_another(model, call)
+    drafting = _is_draft_call(model, call)
     configs = () if drafting else (call.get("generation_config"), model.generation_config)
     defaults = {} if drafting else {key: value for enabled in in_force for key, value in enabled.defaults.items()}
     settings = {}
@@ -249,7 +249,7 @@ def _add_stop_strings(model: PreTrainedModel, call: dict[str, Any], tokenizer: A
     call.update(stop_strings=None, stopping_criteria=criteria)
 
 
-def _drafts_for_another(model: PreTrainedModel, call: dict[str, Any]) -> bool:
+def _is_draft_call(model: PreTrainedModel, call: dict[str, Any]) -> bool:
     """Whether `generate` makes this call to draft, rather than the caller's streamer or criterion."""
     running = _running.get()
     return bool(running) and (

@@ -46,7 +46,7 @@ class AheadDraft:
     limit: int
     drafts: DraftProposal
 
-    def came_true(self, ids: Tensor, lengths: Sequence[int]) -> bool:
+    def matches(self, ids: Tensor, lengths: Sequence[int]) -> bool:
         """Whether the text in `ids` `[1, N]` continued as assumed."""
         end = self.start + len(self.assumed)
         return lengths[0] == end and ids[0, self.start : end].tolist() == self.assumed
@@ -84,7 +84,7 @@ class OtherDeviceDrafter(ModelDrafter):
         made, self._ahead, self._last = self._ahead, None, None
         limit = self._limit(lengths, room)
         # If the rule now allows more tokens than could be drafted ahead, draft anew.
-        if made is None or not 0 < limit <= made.limit or not made.came_true(ids, lengths):
+        if made is None or not 0 < limit <= made.limit or not made.matches(ids, lengths):
             return super().propose(ids, lengths, room)
         return self._on_target_device(made.first(limit), ids, lengths, room)
 
