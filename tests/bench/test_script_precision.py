@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.models.precision import quantized_layers, resolution
 from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.storage.results import SUFFIX, load
 
 # Every value of every argument, and of each two at least one combination; which pairs of precisions decode alike
 # is tested without the script.
@@ -57,11 +57,12 @@ def measured(script: ModuleType, words: list[str], folder: Path) -> dict[str, An
     """The JSON of a short benchmark with these arguments."""
     short = ["--prompt_lengths", "20", "--max_new_tokens", "12", "--repeats", "1", "--gamma", "3"]
     assert script.main([*words, *short, "--assisted_generation", "--output_dir", str(folder)]) == 0
-    return json.loads((folder / "benchmark-speculative-greedy.json").read_text())
+    (found,) = folder.glob(f"*{SUFFIX}")
+    return load(found)
 
 
 def outputs(result: dict[str, Any], method: str) -> list[list[int]]:
-    return [run["tokens"] for run in result["runs"] if run["method"] == method]
+    return [call.tokens[0] for call in result["calls"] if call.method == method]
 
 
 # T5 takes more time, and the loop that differs is the same for all of them.

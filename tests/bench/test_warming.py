@@ -30,6 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         state.made += next(state.prepared, 0)
         return plain_call()
 
+    monkeypatch.setattr(warming, "MOST_WARM_UPS", 12)
     monkeypatch.setattr(warming, "timed_call", called)
     monkeypatch.setattr(warming, "prepared_so_far", lambda pair: (state.made,))
     monkeypatch.setattr(warming, "time", SimpleNamespace(perf_counter=lambda: state.now))

@@ -18,7 +18,7 @@ from hf_specdec import embedded
 from hf_specdec.bench.reports import readme
 from hf_specdec.bench.storage import results
 from hf_specdec.config import FIELDS, SpeculationConfig
-from hf_specdec.plugin import ARGUMENTS
+from hf_specdec.plugin import ARGUMENTS, KNOWN
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,7 +122,7 @@ def test_settings_exist() -> None:
             call = ast.parse(f"f({code})", mode="eval").body
             assert isinstance(call, ast.Call)
             given = {str(argument.arg): argument.value for argument in call.keywords}
-            assert set(given) <= {*ARGUMENTS, *vars(GenerationConfig())}, f"{name}: {code}"
+            assert set(given) <= {*ARGUMENTS, *KNOWN, *vars(GenerationConfig())}, f"{name}: {code}"
             values = {key: ast.literal_eval(value) for key, value in given.items() if key in fields}
             SpeculationConfig(**values)
             found += 1
