@@ -34,8 +34,8 @@ class Decoder:
         mode: the context manager for a round, see `traits.pass_mode`.
         max_positions: the target's context length, which drafts must not exceed; None if it is unlimited.
         drafts_in_first_round: whether to draft right after the prompt. Must be False if a row's last prompt token is
-            masked: eager attention spreads such a query evenly over all keys, including those of drafts. Nor may the
-            prompt hold pictures: a drafted placeholder would count as part of one.
+            masked, since eager attention spreads such a query evenly over all keys, including those of drafts; and if
+            the prompt has images or audio, since a drafted placeholder would be taken for one of theirs.
     """
 
     target: Runner
