@@ -36,6 +36,7 @@ constexpr int kVectorBytes = 32;
 constexpr int64_t kTokens = 3;
 #endif
 constexpr int64_t kColumns = 1024;   // of a tile; what it reads of the input stays in the first-level cache
+constexpr int64_t kAhead = 1024;     // columns from what is read to what is fetched from memory
 constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
 
 struct BFloat16 { uint16_t bits; };
@@ -116,20 +117,21 @@ template <class A> inline Four<A> sums_of(Four<A> a, Four<A> b, Four<A> c, Four<
   return __builtin_shuffle(ab, cd, Index{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Index{2, 3, 6, 7});
 }
 
-// Adds the products of R rows of `w` and T rows of `x`, over `width` columns, to sums[t][r].
+// Adds the products of R rows of `w` and T rows of `x`, over `width` columns, to sums[t][r]. Rows have `k`
+// columns, `left` of them from `w` on.
 template <class T, class A, int R, int N>
-void tile(const T* w, const A* x, int64_t k, int64_t width, Four<A>* sums) {
+void tile(const T* w, const A* x, int64_t k, int64_t left, int64_t width, Four<A>* sums) {
   Vector<A> acc[R][N];
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < N; ++t) acc[r][t] = Vector<A>{};
-  // Rows are too short for the processor to foresee what is read next: of short ones the next tile's.
+  // The processor does not foresee the jumps between rows: what is read next is the rest of the row, then the next
+  // tile's. Long rows of one token's pass it foresees by itself.
   const bool foresee = k <= kColumns || N > 1 || sizeof(T) < sizeof(float);
-  const int64_t ahead = k <= kColumns ? 4 * k : 512;
   int64_t i = 0;
   for (; i + kLanes<A> <= width; i += kLanes<A>) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      if (foresee) __builtin_prefetch(w + r * k + i + ahead, 0, 2);
+      if (foresee) __builtin_prefetch(w + r * k + i + kAhead + (i + kAhead < left ? 0 : 3 * k), 0, 2);
       Vector<A> weights = load<T, A>(w + r * k + i);
 #pragma GCC unroll 8
       for (int t = 0; t < N; ++t) acc[r][t] += weights * load<A, A>(x + t * k + i);
@@ -148,13 +150,13 @@ void tile(const T* w, const A* x, int64_t k, int64_t width, Four<A>* sums) {
 }
 
 template <class T, class A, int N>
-void tile_of(int rows, const T* w, const A* x, int64_t k, int64_t width, Four<A>* sums) {
-  if (rows == 4) return tile<T, A, 4, N>(w, x, k, width, sums);
+void tile_of(int rows, const T* w, const A* x, int64_t k, int64_t left, int64_t width, Four<A>* sums) {
+  if (rows == 4) return tile<T, A, 4, N>(w, x, k, left, width, sums);
   // The last rows of a matrix, if their number is no multiple of four: one after another.
   for (int r = 0; r < rows; ++r)
     for (int t = 0; t < N; ++t) {
       Four<A> one = {};
-      tile<T, A, 1, 1>(w + r * k, x + t * k, k, width, &one);
+      tile<T, A, 1, 1>(w + r * k, x + t * k, k, left, width, &one);
       sums[t][r] += one[0];
     }
 }
@@ -170,12 +172,12 @@ void products(int rows, const T* w, const A* x, int64_t tokens, int64_t k, Four<
       const int64_t size = (tokens - t + groups - group - 1) / (groups - group);
       const A* tokens_from = x + t * k + at;
       switch (size) {
-        case 1: tile_of<T, A, 1>(rows, w + at, tokens_from, k, width, sums + t); break;
-        case 2: tile_of<T, A, 2>(rows, w + at, tokens_from, k, width, sums + t); break;
-        case 3: tile_of<T, A, 3>(rows, w + at, tokens_from, k, width, sums + t); break;
-        case 4: tile_of<T, A, 4>(rows, w + at, tokens_from, k, width, sums + t); break;
-        case 5: tile_of<T, A, 5>(rows, w + at, tokens_from, k, width, sums + t); break;
-        case 6: tile_of<T, A, 6>(rows, w + at, tokens_from, k, width, sums + t); break;
+        case 1: tile_of<T, A, 1>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 2: tile_of<T, A, 2>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 3: tile_of<T, A, 3>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 4: tile_of<T, A, 4>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 5: tile_of<T, A, 5>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 6: tile_of<T, A, 6>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
       }
       t += size;
     }
