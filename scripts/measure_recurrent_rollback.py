@@ -1,4 +1,4 @@
-"""How long taking back rejected drafts lasts in a hybrid model, by three ways; writes results/recurrent_rollback.json.
+"""How long taking back rejected drafts lasts in a hybrid model, by three ways; writes results/sizes-cpu/recurrent-rollback.json.
 
 The model has random weights in the shape of Qwen3.5-0.8B, with 32,000 tokens instead of 248,320. The ways:
 
