@@ -1,4 +1,4 @@
-"""How long taking back rejected drafts lasts in a hybrid model, by three ways; writes results/sizes-cpu/recurrent-rollback.json.
+"""Times three ways to take back rejected drafts in a hybrid model; writes results/sizes-cpu/recurrent-rollback.json.
 
 The model has random weights in the shape of Qwen3.5-0.8B, with 32,000 tokens instead of 248,320. The ways:
 
@@ -23,7 +23,7 @@ from hf_specdec.models.recurrent_runner import RecurrentRunner
 
 DRAFTS, REJECTED, PROMPT, REPEATS = 4, 2, 128, 7
 ACCEPTANCE = 0.8
-RESULT = Path(__file__).resolve().parents[1] / "results" / "recurrent_rollback.json"
+RESULT = Path(__file__).resolve().parents[1] / "results" / "sizes-cpu" / "recurrent-rollback.json"
 CONFIG = Qwen3_5TextConfig(
     vocab_size=32_000,
     hidden_size=1024,
