@@ -25,7 +25,7 @@ def pictures(result: Result) -> dict[str, Figure]:
     found = _DRAWN.get(result["task"], lambda _: {})(result)
     if note := title_note(result):
         for figure in found.values():
-            figure.suptitle(f"{figure.get_suptitle()} ({note})")
+            figure.suptitle(f"{figure.get_suptitle()}\n({note})")
     return found
 
 
