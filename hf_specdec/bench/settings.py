@@ -1,4 +1,4 @@
-"""What a run of the script was asked to do, and the one exception that its user is meant to read."""
+"""The arguments of a run of the script, and the one exception that its user is meant to read."""
 
 from __future__ import annotations
 
