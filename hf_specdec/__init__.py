@@ -6,7 +6,7 @@ from hf_specdec.config import SpeculationConfig
 from hf_specdec.generation import SpeculativeDecoding, last_speculation
 from hf_specdec.plugin import disable, enable
 from hf_specdec.prepared.engine_store import release
-from hf_specdec.rules.statistics import Round, SpeculationStats
+from hf_specdec.rules.round_statistics import Round, SpeculationStats
 
 if TYPE_CHECKING:
     from hf_specdec.models.better_transformer import to_better_transformer

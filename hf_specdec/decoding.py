@@ -15,8 +15,8 @@ from hf_specdec.host.processors import HostProcessors, Relaxation
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.models.runner_choice import Runner
 from hf_specdec.rules import sampling
+from hf_specdec.rules.round_statistics import Round, SpeculationStats, reached_overlap
 from hf_specdec.rules.shared_decisions import shared, with_shared_times
-from hf_specdec.rules.statistics import Round, SpeculationStats, reached_overlap
 from hf_specdec.rules.verification import Rule, Verification
 
 

@@ -39,8 +39,8 @@ from hf_specdec.models.traits import context_length, pass_mode, tensor_parallel_
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.engine import prepared_capacity
 from hf_specdec.prepared.prepared_decoder import with_prepared_rounds
+from hf_specdec.rules.round_statistics import SpeculationStats
 from hf_specdec.rules.shared_decisions import among
-from hf_specdec.rules.statistics import SpeculationStats
 from hf_specdec.rules.verification import SAMPLING_RULES, greedy
 from hf_specdec.strategies import STRATEGY_TABLE
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from statistics import fmean, median
 
 from hf_specdec.models.per_target import PerTarget
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 STRETCH = 8  # consecutive rounds that are compared with as many neighbouring ones
 COMPARISONS = 5  # the latest comparisons, whose median decides

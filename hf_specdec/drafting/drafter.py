@@ -12,7 +12,7 @@ from transformers.generation import CandidateGenerator
 
 from hf_specdec.host.processors import BildRollback
 from hf_specdec.lengths.stop_rules import StopRule
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_specdec.drafting.drafter import BaseDrafter, Drafter, DraftProposal, no_drafts, write_drafts
 from hf_specdec.host.processors import BildRollback, HostProcessors
 from hf_specdec.lengths.stop_rules import StopRule
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 # n-gram lengths, longest first. A match of one token is weak evidence, but a copy only costs a wider target pass. The
 # hybrid requires longer matches, since its model can draft instead.

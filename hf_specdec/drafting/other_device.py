@@ -17,7 +17,7 @@ from hf_specdec.drafting.ahead_payoff import AheadPayoff
 from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.host.processors import HostProcessors
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 
 def is_on_other_device(draft: torch.device, target: torch.device, processors: HostProcessors) -> bool:

@@ -21,7 +21,7 @@ from transformers.generation.candidate_generator import (
 
 from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.models.traits import vocabulary_size
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 
 class CrossTokenizerDrafter(CandidateGenerator):

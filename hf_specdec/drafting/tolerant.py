@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hf_specdec.drafting.drafter import Drafter, DraftProposal, no_drafts
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 
 class TolerantDrafter:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from hf_specdec.rules.statistics import SpeculationStats
+from hf_specdec.rules.round_statistics import SpeculationStats
 
 
 class _Speculated:

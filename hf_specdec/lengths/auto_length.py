@@ -13,7 +13,7 @@ from hf_specdec.config import MAX_ASSISTANT_TOKENS
 from hf_specdec.lengths.estimates import PRIOR_ACCEPTANCE, PassTimes, PositionRates
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.per_target import PerTarget
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 # Lengths of prepared rounds. They are few because each takes seconds to minutes to compile, or memory for its graph.
 PREPARED_LENGTHS = (0, 1, 2, 4, 8, MAX_ASSISTANT_TOKENS)

@@ -7,7 +7,7 @@ from collections import deque
 from statistics import median_low
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 # Values assumed before the first measurements.
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.75, 2.0  # the weight counts rows

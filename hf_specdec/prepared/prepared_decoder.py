@@ -32,7 +32,7 @@ from hf_specdec.prepared.engine_key import parts_of, plan_key
 from hf_specdec.prepared.engine_store import STORE
 from hf_specdec.prepared.lap_timer import LapTimer
 from hf_specdec.prepared.round_steps import Plan
-from hf_specdec.rules.statistics import Round, reached_overlap
+from hf_specdec.rules.round_statistics import Round, reached_overlap
 
 # They depend on the scores and a few numbers only. `SuppressTokens` holds a list of tokens instead.
 PROCESSORS = tuple(kind for kind in SCORES_ONLY if kind is not host.SuppressTokensLogitsProcessor)

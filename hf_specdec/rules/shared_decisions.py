@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 _group: ContextVar[Any] = ContextVar("hf_specdec_group", default=None)
 TIMES = ("draft_seconds", "verify_seconds", "seconds", "catch_up_seconds")

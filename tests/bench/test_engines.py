@@ -19,7 +19,7 @@ from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.reports.rendering import render
 from hf_specdec.bench.running import warming
 from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
-from hf_specdec.bench.running.contestants import of_engines
+from hf_specdec.bench.running.methods_by_task import of_engines
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.running.transformers_methods import SCHEDULES
 from hf_specdec.bench.settings import Settings

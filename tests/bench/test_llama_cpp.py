@@ -18,10 +18,10 @@ pytest.importorskip("gguf", reason="gguf is not installed: pip install 'hf_specd
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models import gguf_export
 from hf_specdec.bench.models.loading import load_pair
-from hf_specdec.bench.running.contestants import of_engines
 from hf_specdec.bench.running.llama_cpp import Rows, decode, decode_with_draft
 from hf_specdec.bench.running.llama_cpp_methods import llama_cpp_methods, llama_cpp_refusal
 from hf_specdec.bench.running.methods import plain
+from hf_specdec.bench.running.methods_by_task import of_engines
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import Settings
 

@@ -15,8 +15,8 @@ from hf_specdec.bench.figures.rounds import acceptance_rate
 from hf_specdec.bench.inputs.prompts import benchmark_prompts, decode_prompts
 from hf_specdec.bench.models.known_pairs import KNOWN_PAIRS, default_draft, full_name
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
-from hf_specdec.bench.running.contestants import of_benchmark
 from hf_specdec.bench.running.methods import chosen_keywords, fixed_lookahead, lookahead, ours, plain
+from hf_specdec.bench.running.methods_by_task import of_benchmark
 from hf_specdec.bench.running.timed_call import TimingStreamer, timed_call
 from hf_specdec.bench.running.transformers_methods import (
     SCHEDULES,

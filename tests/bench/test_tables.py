@@ -13,9 +13,9 @@ import pytest
 
 from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.reports import rendering
+from hf_specdec.bench.reports.equal_outputs import differences, equal_outputs
 from hf_specdec.bench.reports.heading import heading, remarks
 from hf_specdec.bench.reports.markdown import approximate, difference, number, ratio, table
-from hf_specdec.bench.reports.outputs import differences, equal_outputs
 from hf_specdec.bench.reports.tables import ablation, benchmark, engines, methods
 from hf_specdec.bench.running.timed_call import Call
 from hf_specdec.bench.storage.results import SUFFIX, load

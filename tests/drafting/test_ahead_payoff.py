@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from hf_specdec.drafting.ahead_payoff import LONGEST_WAIT, STRETCH, AheadPayoff
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 
 def finished(seconds: float, drafted: int = 4, width: int | None = None) -> Round:

@@ -19,7 +19,7 @@ from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.host.processors import BildRollback, HostProcessors
 from hf_specdec.lengths.stop_rules import Fallback, StopRule
 from hf_specdec.models.runner_choice import runner_for
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 NEW_TOKENS = 20
 

@@ -10,7 +10,7 @@ from hf_specdec.drafting import drafter_choice
 from hf_specdec.drafting.ahead_payoff import AheadPayoff
 from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.other_device import OtherDeviceDrafter
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 
 class Always(AheadPayoff):

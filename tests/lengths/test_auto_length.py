@@ -19,7 +19,7 @@ from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength, LengthH
 from hf_specdec.lengths.estimates import PassTimes, PositionRates
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.prepared import cuda_graphs
-from hf_specdec.rules.statistics import Round
+from hf_specdec.rules.round_statistics import Round
 
 PROMPT = 200
 

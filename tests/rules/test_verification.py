@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_specdec.rules.round_statistics import reached_overlap
 from hf_specdec.rules.sampling import draw
-from hf_specdec.rules.statistics import reached_overlap
 from hf_specdec.rules.verification import Verification, block_verification, greedy, speculative_sampling
 
 P = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)

@@ -9,8 +9,8 @@ from typing import Any
 from hf_specdec.bench.inputs.prompts import Prompt, benchmark_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.running.contestants import of_benchmark
 from hf_specdec.bench.running.methods import Method
+from hf_specdec.bench.running.methods_by_task import of_benchmark
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_refusal
 from hf_specdec.bench.settings import Settings

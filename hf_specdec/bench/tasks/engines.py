@@ -8,8 +8,8 @@ from hf_specdec.bench.figures import bandwidth
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.running.contestants import of_engines
 from hf_specdec.bench.running.llama_cpp_methods import check_llama_cpp, llama_cpp_refusal
+from hf_specdec.bench.running.methods_by_task import of_engines
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_refusal
 from hf_specdec.bench.settings import Settings

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from hf_specdec.bench.inputs.prompts import Prompt, benchmark_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.running.contestants import of_growth
 from hf_specdec.bench.running.methods import Method
+from hf_specdec.bench.running.methods_by_task import of_growth
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import results

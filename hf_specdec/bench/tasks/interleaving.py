@@ -11,8 +11,8 @@ from tqdm import tqdm
 from hf_specdec.bench.inputs.prompts import Prompt
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
-from hf_specdec.bench.running.contestants import engines_of
 from hf_specdec.bench.running.methods import Method
+from hf_specdec.bench.running.methods_by_task import engines_of
 from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage.run_session import RunSession, passes_key

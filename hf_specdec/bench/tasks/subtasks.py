@@ -8,7 +8,7 @@ from hf_specdec.bench.figures.quality import scores
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.reports.tables import subtasks as subtasks_tables
-from hf_specdec.bench.running.contestants import of_subtasks
+from hf_specdec.bench.running.methods_by_task import of_subtasks
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_refusal
 from hf_specdec.bench.settings import Settings

@@ -13,8 +13,8 @@ from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.known_pairs import full_name, known_drafts
 from hf_specdec.bench.models.loading import LoadedPair, load_pairs
 from hf_specdec.bench.reports.tables import sweep as sweep_tables
-from hf_specdec.bench.running.contestants import STOP_ENTROPY, STOP_LOOKAHEAD
 from hf_specdec.bench.running.methods import KEYWORDS, Method, fixed_lookahead, ours, plain, plain_on_engine
+from hf_specdec.bench.running.methods_by_task import STOP_ENTROPY, STOP_LOOKAHEAD
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted, assisted_refusal
 from hf_specdec.bench.settings import BenchError, Settings

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_specdec.bench.figures import rounds, speed
+from hf_specdec.bench.reports.equal_outputs import equal_outputs
 from hf_specdec.bench.reports.heading import heading, remarks
 from hf_specdec.bench.reports.markdown import capital, number, percent, ratio, table
-from hf_specdec.bench.reports.outputs import equal_outputs
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]

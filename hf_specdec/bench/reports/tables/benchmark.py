@@ -7,9 +7,9 @@ from statistics import mean
 from typing import Any
 
 from hf_specdec.bench.figures import rounds, speed
+from hf_specdec.bench.reports.equal_outputs import differences, equal_outputs
 from hf_specdec.bench.reports.heading import heading, remarks
 from hf_specdec.bench.reports.markdown import capital, number, percent, ratio, table
-from hf_specdec.bench.reports.outputs import differences, equal_outputs
 from hf_specdec.bench.reports.tables import methods
 
 Result = Mapping[str, Any]

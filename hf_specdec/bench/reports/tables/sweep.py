@@ -8,9 +8,9 @@ from typing import Any
 from hf_specdec.bench.figures import passes, rounds, speed
 from hf_specdec.bench.figures.tradeoff import labels
 from hf_specdec.bench.reports.best_settings import methods_of, recommendations, won_subtasks
+from hf_specdec.bench.reports.equal_outputs import equal_outputs
 from hf_specdec.bench.reports.heading import heading, remarks
 from hf_specdec.bench.reports.markdown import number, ratio, table
-from hf_specdec.bench.reports.outputs import equal_outputs
 from hf_specdec.bench.reports.tables import methods
 
 Result = Mapping[str, Any]
