@@ -19,7 +19,14 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["hf_specdec", "hf_specdec.*"]),
     package_data={
-        "hf_specdec": ["py.typed", "prepared/*.cpp", "embedded/*.json", "embedded/*.md", "embedded/models/**/*"],
+        "hf_specdec": [
+            "py.typed",
+            "prepared/*.cpp",
+            "hub/README.md",
+            "embedded/*.json",
+            "embedded/*.md",
+            "embedded/models/**/*",
+        ],
     },
     scripts=["scripts/assisted_generation.py"],
     # `compile=True` takes torch 2.13, whose stable C++ interface its kernels use. With an older one a warning says so,
