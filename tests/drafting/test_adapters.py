@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from helpers.families import pair, prompts
 
 import hf_specdec
 from hf_specdec.models.traits import without_adapter_wrapper
+from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.engine_store import kept_engines
 
-peft = pytest.importorskip("peft")
 SETTINGS = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
 
 
@@ -47,6 +49,30 @@ def test_adapters_of_target_and_draft_can_be_switched_between_calls() -> None:
                 plain = target.generate(**prompts(2), **SETTINGS, generation_strategy=None)
                 answers.append(plain)
                 assert torch.equal(target.generate(**prompts(2), **SETTINGS), plain)
+    assert not torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_one_of_several_adapters_is_chosen_for_each_call(prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rounds are prepared for later calls, here those for CUDA graphs, uncaptured."""
+    if prepared:
+        monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+    target, wrapped = (adapted(model, seed) for seed, model in enumerate(pair("llama")))
+    for model in (target, wrapped):
+        torch.manual_seed(7)
+        model.add_adapter("other", model.peft_config["default"])
+        model.to(torch.float64)
+    call = {**prompts(1), **SETTINGS, "cache_implementation": "static"}
+    answers = []
+    with hf_specdec.enable(target, assistant_model=wrapped, generation_strategy="speculative"):
+        for name in ("default", "other") * 2:
+            target.set_adapter(name)
+            plain = target.generate(**call, generation_strategy=None)
+            for of_draft in ("default", "other"):
+                wrapped.set_adapter(of_draft)
+                assert torch.equal(target.generate(**call), plain)
+            answers.append(plain)
+    assert bool(kept_engines(target.get_base_model(), compile=False)) == prepared
     assert not torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
 
 
