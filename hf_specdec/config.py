@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-STRATEGIES = ("speculative", "bild")
+# The settings that belong to each strategy alone.
+STRATEGY_SETTINGS: dict[str, tuple[str, ...]] = {
+    "speculative": (),
+    "bild": ("fallback_threshold", "rollback_threshold"),
+    "lenient": ("lenience",),
+    "typical": ("posterior_threshold",),
+    "ensemble": ("assistant_ensemble_weight",),
+}
+STRATEGIES = tuple(STRATEGY_SETTINGS)
 DRAFTERS = ("model", "lookup", "hybrid", "none")
 VERIFICATIONS = ("token", "block")
 DRAFT_ERRORS = ("raise", "continue")
@@ -23,8 +31,9 @@ class SpeculationConfig:
     """One call's settings.
 
     Args:
-        strategy: `"speculative"` is lossless (Leviathan et al. 2023, algorithm 1). `"bild"` trades quality for
-            speed with two thresholds (Kim et al. 2023).
+        strategy: `"speculative"` is lossless (Leviathan et al. 2023, algorithm 1). The others trade quality for speed:
+            `"bild"` (Kim et al. 2023), `"lenient"` (Leviathan et al. 2023, appendix A.5), `"typical"` (Cai et al. 2024,
+            Medusa) and `"ensemble"` (transformers' `assistant_ensemble_weight`).
         num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` uses 4, 7 for
             targets of the T5 family, and 10 for `drafter="lookup"`. `"auto"` chooses the length of each round, from
             0 to 16, based on the acceptance and the times measured so far, including earlier calls of the same
@@ -35,6 +44,13 @@ class SpeculationConfig:
             is below it, the token is not drafted and the target takes over. 0 never falls back.
         rollback_threshold: BiLD only, nats, at least 0. A drafted token is rolled back if its distance -ln p_target
             is greater. 0 makes BiLD lossless.
+        lenience: lenient only, l in [0, 1]. In sampling a drafted token is kept with probability min(1, p / (l q)); in
+            greedy decoding if p > l · max p. 1 is lossless; 0 keeps all that the target does not rule out.
+        posterior_threshold: typical only, ε, at least 0. A drafted token is kept if p > min(ε, √ε exp(-H)), with the
+            entropy H of the target's distribution in nats. `float("inf")` is lossless; 0 keeps all that the target
+            does not rule out.
+        assistant_ensemble_weight: ensemble only, w in [0, 1]. Drafts are verified against w · target + (1 - w) · draft.
+            1 is lossless; 0 accepts every draft. Requires `drafter="model"`, since copies have no probabilities.
         drafter: `"model"` drafts with the assistant model. `"lookup"` needs no model: it finds the last tokens earlier
             in the text (or in the encoder's input) and copies what followed them. `"hybrid"` looks up first and uses
             the model where nothing matches. `"none"` decodes without drafts in the same loop, as a baseline. Copies
@@ -62,6 +78,9 @@ class SpeculationConfig:
     num_assistant_tokens: int | Literal["auto"] | None = None
     fallback_threshold: float = 0.6
     rollback_threshold: float = 3.0
+    lenience: float = 0.5
+    posterior_threshold: float = 0.09
+    assistant_ensemble_weight: float = 0.5
     drafter: str = "model"
     verification: str = "token"
     entropy_threshold: float | None = None
@@ -99,11 +118,35 @@ class SpeculationConfig:
                 f"rollback_threshold={self.rollback_threshold!r} is out of range: it is a distance in nats, so pass "
                 "a number of at least 0 (0 is lossless; float('inf') never rolls back)."
             )
+        self._check_relaxations()
         entropy = self.entropy_threshold
         if entropy is not None and not (_is_number(entropy) and 0.0 <= entropy <= 1.0):
             raise ValueError(
                 f"entropy_threshold={entropy!r} is out of range: it is compared with a lower bound on a "
                 "probability, so pass a number from 0 to 1 (1 stops unless the draft is certain), or None to disable."
+            )
+
+    def _check_relaxations(self) -> None:
+        if not (_is_number(self.lenience) and 0.0 <= self.lenience <= 1.0):
+            raise ValueError(
+                f"lenience={self.lenience!r} is out of range: the draft's probability is multiplied by it, so pass a "
+                "number from 0 (accept what the target does not rule out) to 1 (lossless)."
+            )
+        if not (_is_number(self.posterior_threshold) and self.posterior_threshold >= 0.0):
+            raise ValueError(
+                f"posterior_threshold={self.posterior_threshold!r} is out of range: it bounds a probability, so pass a "
+                "number of at least 0 (0 accepts all that the target does not rule out; float('inf') is lossless)."
+            )
+        weight = self.assistant_ensemble_weight
+        if not (_is_number(weight) and 0.0 <= weight <= 1.0):
+            raise ValueError(
+                f"assistant_ensemble_weight={weight!r} is out of range: it is the target's share in a mixture, so pass "
+                "a number from 0 (accept every draft) to 1 (lossless)."
+            )
+        if self.strategy == "ensemble" and self.drafter in ("lookup", "hybrid"):
+            raise ValueError(
+                f"drafter={self.drafter!r} with generation_strategy='ensemble': copies have no probabilities to mix "
+                "with the target's, so choose drafter='model', or another strategy."
             )
 
     @property

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
 from hf_specdec.drafting.drafter import Drafter, DraftProposal, last_tokens
-from hf_specdec.host.processors import HostProcessors, Relaxation
+from hf_specdec.host.processors import HostProcessors
+from hf_specdec.host.relaxations import Relaxation
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.models.runner_choice import Runner
 from hf_specdec.rules import sampling
@@ -141,7 +142,7 @@ class Decoder:
         if transcript.records:
             recorded["scores"] = scores
         if self.relaxation is not None and lookahead:
-            scores = self.relaxation.relax(scores, proposal.tokens, draft_lengths)
+            scores = self.relaxation.relax(scores, proposal.tokens, draft_lengths, proposal.probs)
         uniforms = None
         if self.do_sample:
             scores = sampling.probabilities(scores)

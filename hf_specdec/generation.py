@@ -69,7 +69,7 @@ class SpeculativeDecoding:
 
     Args:
         assistant_model: the draft, on any device and in any dtype; None for drafters that need no model.
-        strategy: `"speculative"` or `"bild"`.
+        strategy: `"speculative"`, `"bild"`, `"lenient"`, `"typical"` or `"ensemble"`.
         streamer, tokenizer, assistant_tokenizer: the arguments of `generate`.
         settings: `num_assistant_tokens`, `fallback_threshold`, … (see `SpeculationConfig`). Settings in the call of
             `generate` override them. Settings in a `generation_config` are ignored here, because a lookahead that the
@@ -114,6 +114,9 @@ class SpeculativeDecoding:
         num_assistant_tokens: int | Literal["auto"] | None = None,
         fallback_threshold: float | None = None,
         rollback_threshold: float | None = None,
+        lenience: float | None = None,
+        posterior_threshold: float | None = None,
+        assistant_ensemble_weight: float | None = None,
         drafter: str | None = None,
         verification: str | None = None,
         entropy_threshold: float | None = None,
@@ -130,6 +133,9 @@ class SpeculativeDecoding:
             "num_assistant_tokens": num_assistant_tokens,
             "fallback_threshold": fallback_threshold,
             "rollback_threshold": rollback_threshold,
+            "lenience": lenience,
+            "posterior_threshold": posterior_threshold,
+            "assistant_ensemble_weight": assistant_ensemble_weight,
             "drafter": drafter,
             "verification": verification,
             "entropy_threshold": entropy_threshold,
@@ -198,13 +204,13 @@ class SpeculativeDecoding:
         drafter = make_drafter(config, call)
         target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], cached)
         do_sample = bool(generation_config.do_sample)
-        make_rollback = STRATEGY_TABLE[config.strategy].rollback
+        strategy = STRATEGY_TABLE[config.strategy]
         decoder = Decoder(
             target=target,
             drafter=drafter,
             processors=processors,
-            relaxation=make_rollback(config, not do_sample) if make_rollback else None,
-            rule=SAMPLING_RULES[config.verification] if do_sample else greedy,
+            relaxation=strategy.relaxation(config, not do_sample),
+            rule=strategy.sampling_rule(config, SAMPLING_RULES[config.verification]) if do_sample else greedy,
             do_sample=do_sample,
             # Custom processors may need gradients, which inference mode rules out.
             mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,

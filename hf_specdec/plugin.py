@@ -234,7 +234,8 @@ def _check_strategy_is_not_missing(model: PreTrainedModel, call: dict[str, Any])
     given = {name: call[name] for name in FIELDS if name in call}
     for name in _unused(model, {**given, "generation_config": call.get("generation_config")}) if given else ():
         raise ValueError(
-            f"{name}={call[name]!r} without a generation_strategy: add generation_strategy='speculative' or 'bild', "
+            f"{name}={call[name]!r} without a generation_strategy: add generation_strategy='speculative' or "
+            "'bild', "
             f"or leave {name} out."
         )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from hf_specdec.config import SpeculationConfig
-from hf_specdec.host.processors import BildRollback
+from hf_specdec.host.relaxations import BildRollback, Ensemble, LenientArgmax, Relaxation, TypicalAcceptance
 from hf_specdec.lengths.auto_length import AutoLength, LengthHistory
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
+from hf_specdec.rules.verification import Lenient, Rule
 
 
 @dataclass(frozen=True)
@@ -17,14 +19,20 @@ class Strategy:
 
     Args:
         stops: builds the rules that can end a draft before its full length, from resolved settings.
-        rollback: builds the relaxation of the target's scores, from the settings and whether decoding is greedy. None
-            is lossless.
-        drafts_are_points: verify drafts as point masses, even if they were sampled.
+        relaxation: builds the relaxation of the target's scores, from the settings and whether decoding is greedy.
+        sampling_rule: the verification rule in sampling, from the settings and the lossless rule that they choose.
+        draft_probs: when the draft's distributions are verified with: never (drafts are point masses, even if they
+            were sampled), in sampling, or always.
     """
 
-    stops: Callable[[SpeculationConfig], tuple[StopRule, ...]]
-    rollback: Callable[[SpeculationConfig, bool], BildRollback] | None
-    drafts_are_points: bool
+    stops: Callable[[SpeculationConfig], tuple[StopRule, ...]] = lambda config: ()
+    relaxation: Callable[[SpeculationConfig, bool], Relaxation | None] = lambda config, greedy: None
+    sampling_rule: Callable[[SpeculationConfig, Rule], Rule] = lambda config, rule: rule
+    draft_probs: Literal["never", "sampling", "always"] = "sampling"
+
+    def keeps_draft_probs(self, do_sample: bool) -> bool:
+        """Whether a call's drafts are verified with their distributions."""
+        return self.draft_probs == "always" or (do_sample and self.draft_probs == "sampling")
 
 
 def stop_rule(config: SpeculationConfig, known: LengthHistory | None = None) -> StopRule:
@@ -43,14 +51,22 @@ def stop_rule(config: SpeculationConfig, known: LengthHistory | None = None) -> 
 
 
 STRATEGY_TABLE: dict[str, Strategy] = {
-    "speculative": Strategy(
-        stops=lambda config: (),
-        rollback=None,
-        drafts_are_points=False,
-    ),
+    "speculative": Strategy(),
     "bild": Strategy(
         stops=lambda config: (Fallback(config.longest_draft, config.fallback_threshold),),
-        rollback=lambda config, greedy: BildRollback(config.rollback_threshold, greedy=greedy),
-        drafts_are_points=True,
+        relaxation=lambda config, greedy: BildRollback(config.rollback_threshold, greedy=greedy),
+        draft_probs="never",
+    ),
+    "lenient": Strategy(
+        relaxation=lambda config, greedy: LenientArgmax(config.lenience) if greedy else None,
+        sampling_rule=lambda config, rule: Lenient(rule, config.lenience),
+    ),
+    "typical": Strategy(
+        relaxation=lambda config, greedy: TypicalAcceptance(config.posterior_threshold),
+        draft_probs="never",
+    ),
+    "ensemble": Strategy(
+        relaxation=lambda config, greedy: Ensemble(config.assistant_ensemble_weight),
+        draft_probs="always",
     ),
 }

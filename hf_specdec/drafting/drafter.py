@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import CandidateGenerator
 
-from hf_specdec.host.processors import BildRollback
+from hf_specdec.host.relaxations import CertainWhereKept
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 
@@ -65,10 +65,10 @@ class BaseDrafter(CandidateGenerator):
     Args:
         rule: when drafting stops.
         max_length: the maximum length of a row, used by `get_candidates`.
-        rollback: the processor that `get_candidates` passes the proposal to, in transformers' loop.
+        rollback: the relaxation that `get_candidates` passes the proposal to, in transformers' loop.
     """
 
-    def __init__(self, rule: StopRule, *, max_length: int = 0, rollback: BildRollback | None = None) -> None:
+    def __init__(self, rule: StopRule, *, max_length: int = 0, rollback: CertainWhereKept | None = None) -> None:
         self.rule = rule
         self.max_length = max_length
         self.rollback = rollback

@@ -125,7 +125,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         "vocabulary": vocabulary_size(call.model),
         "draft_vocabulary": vocabulary_size(draft),
         "do_sample": do_sample,
-        "keep_probs": do_sample and not STRATEGY_TABLE[config.strategy].drafts_are_points,
+        "keep_probs": STRATEGY_TABLE[config.strategy].keeps_draft_probs(do_sample),
         "eos_tokens": call.transcript.eos_tokens,
         "max_positions": context_length(draft),
         "steps_per_sync": 1 if draft.device.type == "cpu" else ACCELERATOR_STEPS_PER_SYNC,
@@ -152,12 +152,12 @@ def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRul
             f"assistant_model={type(call.draft).__name__} with a different assistant_tokenizer: transformers' "
             "generators for two tokenizers can't roll back recurrent states, so choose a draft with attention only."
         )
-    if rule.reads_probabilities:
+    if rule.reads_probabilities or STRATEGY_TABLE[config.strategy].draft_probs == "always":
         raise ValueError(
             f"generation_strategy={config.strategy!r}, entropy_threshold={config.entropy_threshold!r} with a "
-            "different assistant_tokenizer: BiLD's fallback and the entropy stop read the draft's distributions "
-            "token by token, so choose a draft with the target's tokenizer, or generation_strategy='speculative' "
-            "without entropy_threshold."
+            "different assistant_tokenizer: BiLD's fallback, the ensemble and the entropy stop read the draft's "
+            "distributions token by token, so choose a draft with the target's tokenizer, or "
+            "generation_strategy='speculative' without entropy_threshold."
         )
     return cross_tokenizer_drafter(
         call.draft,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_specdec.drafting.drafter import BaseDrafter, Drafter, DraftProposal, no_drafts, write_drafts
-from hf_specdec.host.processors import BildRollback, HostProcessors
+from hf_specdec.host.processors import HostProcessors
+from hf_specdec.host.relaxations import CertainWhereKept
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 
@@ -110,7 +111,7 @@ class LookupDrafter(BaseDrafter):
         eos_tokens: frozenset[int] = frozenset(),
         sizes: Sequence[int] = LOOKUP_SIZES,
         max_length: int = 0,
-        rollback: BildRollback | None = None,
+        rollback: CertainWhereKept | None = None,
     ) -> None:
         super().__init__(rule, max_length=max_length, rollback=rollback)
         self.vocabulary = vocabulary
@@ -176,7 +177,7 @@ class HybridDrafter(BaseDrafter):
     """
 
     def __init__(
-        self, lookup: LookupDrafter, model: Drafter, *, max_length: int = 0, rollback: BildRollback | None = None
+        self, lookup: LookupDrafter, model: Drafter, *, max_length: int = 0, rollback: CertainWhereKept | None = None
     ) -> None:
         super().__init__(lookup.rule, max_length=max_length, rollback=rollback)
         self.lookup = lookup

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_specdec.drafting.drafter import BaseDrafter, DraftProposal, last_tokens, no_drafts
-from hf_specdec.host.processors import BildRollback, HostProcessors
+from hf_specdec.host.processors import HostProcessors
+from hf_specdec.host.relaxations import CertainWhereKept
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.runner_choice import Runner
 from hf_specdec.rules import sampling
@@ -47,7 +48,7 @@ class ModelDrafter(BaseDrafter):
         max_length: int = 0,
         max_positions: int | None = None,
         steps_per_sync: int = 1,
-        rollback: BildRollback | None = None,
+        rollback: CertainWhereKept | None = None,
     ) -> None:
         super().__init__(rule, max_length=max_length, rollback=rollback)
         self.runner = runner

@@ -1,9 +1,8 @@
-"""The caller's logits processors, applied as in plain `generate`, and relaxations of the target's scores."""
+"""The caller's logits processors, applied as in plain `generate`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,22 +32,6 @@ STATEFUL = (
 
 
 CHUNK = 1 << 21  # the most scores that are processed at once
-
-
-class Relaxation(Protocol):
-    """Changes the target's processed scores so that the lossless rules accept more drafts."""
-
-    def relax(self, scores: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Relax the scores of a round.
-
-        Args:
-            scores: `[B, γ+1, V]`, the target's processed scores.
-            draft_tokens: `[B, γ]`.
-            lengths: `[B]`, the number of drafted tokens per row.
-
-        Returns:
-            `[B, γ+1, V]`.
-        """
 
 
 class HostProcessors:
@@ -169,54 +152,6 @@ def _constrain(
             )
         mask[row, allowed] = 0
     return scores + mask
-
-
-class BildRollback(LogitsProcessor):
-    """BiLD's rollback (Kim et al. 2023, section 3.3) on the target's processed scores.
-
-    A drafted token x is kept if -ln p_target(x) is at most `threshold` nats; in greedy decoding also if it is the
-    target's argmax. Where a token is kept, the scores are changed to give it probability 1; elsewhere they are
-    unchanged. A lossless rule then accepts the kept tokens and replaces the first other one by the target's choice, in
-    the same pass.
-
-    In this package's loop, `relax` receives a whole round. As a `LogitsProcessor`, an instance only receives prefixes,
-    so `hold` has to set the round's proposal first (batch size 1).
-
-    Args:
-        threshold: nats; 0 is lossless.
-        greedy: whether the target decodes greedily.
-    """
-
-    def __init__(self, threshold: float, *, greedy: bool) -> None:
-        self.threshold = threshold
-        self.greedy = greedy
-        self._start = 0
-        self._tokens: list[int] = []
-
-    def relax(self, scores: Tensor, draft_tokens: Tensor, lengths: Tensor) -> Tensor:
-        """See `Relaxation.relax`."""
-        lookahead = draft_tokens.shape[1]
-        drafted, tokens = scores[:, :lookahead], draft_tokens.unsqueeze(2)
-        token_scores = drafted.gather(2, tokens)
-        kept = drafted.logsumexp(dim=2, keepdim=True) - token_scores <= self.threshold
-        if self.greedy:
-            kept |= drafted.argmax(dim=2, keepdim=True) == tokens
-        kept &= (torch.arange(lookahead, device=lengths.device) < lengths.unsqueeze(1)).unsqueeze(2)
-        relaxed = scores.clone()
-        relaxed[:, :lookahead].masked_fill_(kept, -torch.inf).scatter_(2, tokens, token_scores.masked_fill(kept, 0.0))
-        return relaxed
-
-    def hold(self, start: int, tokens: Sequence[int]) -> None:
-        """Set the proposal: `tokens` drafted after a prefix of `start` tokens."""
-        self._start, self._tokens = start, list(tokens)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Relax the scores `[1, V]` after the prefix `[1, n]`, if a token was drafted at that position."""
-        position = input_ids.shape[1] - self._start
-        if not 0 <= position < len(self._tokens):
-            return scores
-        token = torch.tensor([[self._tokens[position]]], device=scores.device)
-        return self.relax(scores.unsqueeze(1), token, token.new_ones(1)).squeeze(1)
 
 
 def check_stateless(processors: LogitsProcessorList, generation_config: GenerationConfig) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from hf_specdec.host.processors import BildRollback
 from hf_specdec.lengths.stop_rules import FirstOf, StopRule
 from hf_specdec.prepared.round_steps import Plan
 
@@ -19,8 +18,7 @@ def parts_of(rule: StopRule) -> tuple[StopRule, ...]:
 def plan_key(plan: Plan) -> Hashable:
     """A key that two plans share exactly if their steps compute the same."""
     numbers = [(type(p), _exact(vars(p))) for p in (*parts_of(plan.stop), *plan.processors)]
-    rollback = plan.relaxation
-    relaxed = (rollback.threshold, rollback.greedy) if isinstance(rollback, BildRollback) else None
+    relaxed = None if plan.relaxation is None else (type(plan.relaxation), _exact(vars(plan.relaxation)))
     sizes = (plan.lookahead, plan.vocabulary, plan.draft_vocabulary, plan.eos_tokens)
     return (sizes, plan.do_sample, plan.keep_probs, plan.rule, relaxed, tuple(numbers))
 

@@ -19,7 +19,8 @@ from transformers.generation import logits_process as host
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafting.drafter import BaseDrafter, NoDrafter, last_tokens
 from hf_specdec.drafting.model_drafter import ModelDrafter
-from hf_specdec.host.processors import SCORES_ONLY, BildRollback
+from hf_specdec.host.processors import SCORES_ONLY
+from hf_specdec.host.relaxations import BildRollback, Ensemble, LenientArgmax, TypicalAcceptance
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
@@ -39,6 +40,9 @@ PROCESSORS = tuple(kind for kind in SCORES_ONLY if kind is not host.SuppressToke
 
 # They need nothing but the round's own draft probabilities, or a limit that is known before the round.
 KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop)
+
+# They compute with tensors alone, from the round's scores and drafts.
+KNOWN_RELAXATIONS = (type(None), BildRollback, LenientArgmax, TypicalAcceptance, Ensemble)
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or target.cache.grows
         or transcript.records
         or not all(type(processor) in PROCESSORS for processor in processors)
-        or not (decoder.relaxation is None or type(decoder.relaxation) is BildRollback)
+        or type(decoder.relaxation) not in KNOWN_RELAXATIONS
         or not _runs_the_same_each_time(target, transcript)
         or not _within(context_length(target.model), transcript)
     ):

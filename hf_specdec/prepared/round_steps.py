@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, TopKLogitsWarper
 
 from hf_specdec.drafting.model_drafter import align_vocabulary
-from hf_specdec.host.processors import Relaxation
+from hf_specdec.host.relaxations import Relaxation
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.static_cache import RowsCache
@@ -185,7 +185,7 @@ def verify_step(
     logits = side.read(read, slots, read.shape[1])
     scores = _process(plan.processors, read, logits.flatten(0, 1)).view_as(logits)
     if plan.relaxation is not None and plan.lookahead:
-        scores = plan.relaxation.relax(scores, drafts, lengths)
+        scores = plan.relaxation.relax(scores, drafts, lengths, draft_probs)
     if plan.do_sample:
         scores = sampling.probabilities(scores)
     verified = plan.rule(scores, drafts, lengths, draft_probs, uniforms[0] if uniforms else None)

@@ -1,4 +1,5 @@
-"""Lossless acceptance rules: pure functions from both models' distributions to the accepted tokens.
+"""Acceptance rules: pure functions from both models' distributions to the accepted tokens. All but `Lenient` are
+lossless.
 
 All rules share one signature. Forward passes, caches, ends of sequences and strategies lie outside; relaxations
 such as BiLD's change the target's scores before a rule sees them.
@@ -129,6 +130,36 @@ def block_verification(
     n_accepted = (accepted * ends).amax(dim=1) if lookahead else torch.zeros_like(lengths)
     weights = _residual(target_probs, draft_tokens, lengths, draft_probs, n_accepted, passes)
     return Verification(n_accepted, draw(weights, uniforms[:, -1]), overlap)
+
+
+@dataclass(frozen=True)
+class Lenient:
+    """Lenience in sampling (Leviathan et al. 2023, appendix A.5): keep drafts with probability min(1, p / (l q)).
+
+    Called as the rule that it wraps, on smaller uniform numbers: u l q < p instead of u q < p. A rejected token is
+    replaced as before, so no token is drawn with more than 1 / l times its probability. Around block verification, the
+    probability that a block passes is divided by l. The overlap stays that of the wrapped rule.
+
+    Args:
+        rule: a rule of `SAMPLING_RULES`.
+        lenience: l in [0, 1]; 1 is lossless, 0 keeps every token that the target does not rule out.
+    """
+
+    rule: Rule
+    lenience: float
+
+    def __call__(
+        self,
+        target_probs: Tensor,
+        draft_tokens: Tensor,
+        lengths: Tensor,
+        draft_probs: Tensor | None,
+        uniforms: Tensor | None,
+    ) -> Verification:
+        """Arguments as `speculative_sampling`."""
+        assert uniforms is not None
+        judging = torch.cat([uniforms[:, :-1] * self.lenience, uniforms[:, -1:]], dim=1)
+        return self.rule(target_probs, draft_tokens, lengths, draft_probs, judging)
 
 
 SAMPLING_RULES: dict[str, Rule] = {"token": speculative_sampling, "block": block_verification}

@@ -16,7 +16,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.drafting.draft_inputs import draft_inputs
 from hf_specdec.drafting.model_drafter import ModelDrafter
-from hf_specdec.host.processors import BildRollback, HostProcessors
+from hf_specdec.host.processors import HostProcessors
+from hf_specdec.host.relaxations import BildRollback
 from hf_specdec.lengths.stop_rules import Fallback, StopRule
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.rules.round_statistics import Round

@@ -6,6 +6,7 @@ passed once passes again. The negative controls fail it by many orders of magnit
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,11 @@ LOSSLESS = {
     "auto, lookup, block": {"num_assistant_tokens": "auto", "drafter": "lookup", "verification": "block"},
     "entropy": {"entropy_threshold": 0.5},
     "entropy, block": {"entropy_threshold": 0.5, "verification": "block"},
+    "lenient": {"strategy": "lenient", "lenience": 1.0},
+    "lenient, block": {"strategy": "lenient", "lenience": 1.0, "verification": "block"},
+    "typical": {"strategy": "typical", "posterior_threshold": math.inf},
+    "ensemble": {"strategy": "ensemble", "assistant_ensemble_weight": 1.0},
+    "ensemble, block": {"strategy": "ensemble", "assistant_ensemble_weight": 1.0, "verification": "block"},
     "block, hybrid": {"verification": "block", "drafter": "hybrid"},
 }
 PROCESSORS = [
@@ -122,10 +128,19 @@ def test_control_drafts_taken_for_point_masses_of_a_rule_for_distributions_fail(
     assert max(odds(toy_pair, decoding)) < FALSE_FAILURE
 
 
-def test_control_bild_with_a_positive_threshold_fails(toy_pair) -> None:
-    decoding = SpeculativeDecoding(
-        toy_pair[1], "bild", num_assistant_tokens=2, rollback_threshold=2.0, fallback_threshold=0.0
-    )
+@pytest.mark.parametrize(
+    "lossy",
+    [
+        {"strategy": "bild", "rollback_threshold": 2.0, "fallback_threshold": 0.0},
+        {"strategy": "lenient", "lenience": 0.5},
+        {"strategy": "lenient", "lenience": 0.5, "verification": "block"},
+        {"strategy": "typical", "posterior_threshold": 0.09},
+        {"strategy": "ensemble", "assistant_ensemble_weight": 0.5},
+    ],
+    ids=str,
+)
+def test_control_away_from_the_limit_fails(toy_pair, lossy: dict) -> None:
+    decoding = SpeculativeDecoding(toy_pair[1], num_assistant_tokens=2, **lossy)
     assert max(odds(toy_pair, decoding)) < FALSE_FAILURE
 
 

@@ -67,6 +67,12 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("entropy_threshold", "low", "from 0 to 1"),
     ("num_assistant_tokens", "many", "'auto'"),
     ("rollback_threshold", math.nan, "number"),
+    ("lenience", 1.5, "to 1"),
+    ("lenience", "much", "number"),
+    ("posterior_threshold", -0.1, "at least 0"),
+    ("posterior_threshold", math.nan, "number"),
+    ("assistant_ensemble_weight", -0.5, "from 0"),
+    ("assistant_ensemble_weight", True, "number"),
 ]
 
 
@@ -90,16 +96,24 @@ def test_values_out_of_range(pair, name: str, value: Any, way_out: str) -> None:
     [
         {"fallback_threshold": 0, "rollback_threshold": 0},
         {"fallback_threshold": 1.0, "rollback_threshold": math.inf, "num_assistant_tokens": 1},
+        {"strategy": "lenient", "lenience": 0},
+        {"strategy": "typical", "posterior_threshold": 0},
+        {"strategy": "ensemble", "assistant_ensemble_weight": 0},
     ],
 )
 def test_the_limits_themselves_are_values(pair, settings: dict[str, Any]) -> None:
     """Control: 0 is never "unset"."""
-    config = SpeculationConfig("bild", **settings)
+    config = SpeculationConfig(**{"strategy": "bild", **settings})
     assert {name: getattr(config, name) for name in settings} == settings
-    output = pair[0].generate(
-        **prompts(1), max_new_tokens=4, assistant_model=pair[1], generation_strategy="bild", **settings
-    )
+    call = {"generation_strategy": settings.get("strategy", "bild"), **settings}
+    call.pop("strategy", None)
+    output = pair[0].generate(**prompts(1), max_new_tokens=4, assistant_model=pair[1], **call)
     assert output.shape[1] <= 13
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "hybrid"])
+def test_an_ensemble_with_copies(pair, drafter: str) -> None:
+    refused(*pair, f"drafter={drafter!r}", "drafter='model'", generation_strategy="ensemble", drafter=drafter)
 
 
 @pytest.mark.parametrize("name", ["rollback_treshold", "gamma"])
@@ -277,7 +291,9 @@ def test_tokenizers_that_disagree_without_both_given(pair) -> None:
     """Of equal size: one row can be translated, several can't, and BiLD can't at all."""
     tokenizers = {"tokenizer": word_tokenizer(), "assistant_tokenizer": word_tokenizer(order=-1)}
     refused(*pair, "batch of 2 rows", "assistant_tokenizer", "once per row", **tokenizers, **prompts(2))
-    refused(*pair, "generation_strategy='bild'", "assistant_tokenizer", generation_strategy="bild", **tokenizers)
+    for strategy in ("bild", "ensemble"):
+        words = f"generation_strategy={strategy!r}", "assistant_tokenizer"
+        refused(*pair, *words, generation_strategy=strategy, **tokenizers)
 
 
 def test_no_draft_encoder_inputs() -> None:

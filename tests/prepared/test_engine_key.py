@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from transformers import EtaLogitsWarper, TemperatureLogitsWarper, TopPLogitsWarper
 
+from hf_specdec.host.relaxations import BildRollback, Ensemble, LenientArgmax, TypicalAcceptance
 from hf_specdec.lengths.stop_rules import EntropyStop, StopRule
 from hf_specdec.prepared.engine_key import plan_key
 from hf_specdec.prepared.round_steps import Plan
-from hf_specdec.rules.verification import SAMPLING_RULES
+from hf_specdec.rules.verification import SAMPLING_RULES, Lenient
 
 
 def _key(*processors, stop: StopRule | None = None):
@@ -29,6 +32,22 @@ def test_processors_of_other_numbers_get_other_steps(one, other) -> None:
     assert _key(one) != _key(other)
     assert _key(one) == _key(type(one)(**_arguments(one)))
     assert {_key(one): 1}
+
+
+def test_relaxations_and_lenience_count() -> None:
+    base = Plan(4, 7, 7, True, True, StopRule(0), (), None, SAMPLING_RULES["token"], (2,))
+    relaxations = (
+        None,
+        BildRollback(1.0, greedy=True),
+        BildRollback(1.0, greedy=False),
+        BildRollback(2.0, greedy=True),
+    )
+    relaxations += (LenientArgmax(0.5), TypicalAcceptance(0.5), TypicalAcceptance(0.4), Ensemble(0.5))
+    rules = (*SAMPLING_RULES.values(), *(Lenient(rule, n) for rule in SAMPLING_RULES.values() for n in (0.5, 0.4)))
+    plans = [replace(base, relaxation=one) for one in relaxations] + [replace(base, rule=rule) for rule in rules[1:]]
+    assert len({plan_key(plan) for plan in plans}) == len(plans)
+    for made in (lambda: replace(base, relaxation=Ensemble(0.5)), lambda: replace(base, rule=Lenient(rules[0], 0.5))):
+        assert plan_key(made()) == plan_key(made())
 
 
 def _arguments(processor) -> dict:

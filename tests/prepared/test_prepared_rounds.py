@@ -6,6 +6,7 @@ Where nothing is compiled, `captures` says yes on a CPU, so that what a CUDA gra
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator
 from itertools import cycle
@@ -79,6 +80,9 @@ def test_greedy_tokens_are_those_of_plain_generate(family: str, fast_rounds) -> 
         {"verification": "block"},
         {"entropy_threshold": 0.6},
         {"strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.4},
+        {"strategy": "lenient", "lenience": 1.0},
+        {"strategy": "typical", "posterior_threshold": math.inf},
+        {"strategy": "ensemble", "assistant_ensemble_weight": 1.0},
     ],
     ids=str,
 )
@@ -131,7 +135,8 @@ def test_statistics_are_those_of_the_general_rounds(fast_rounds) -> None:
     settings = {**prompts(4), **GREEDY, "assistant_model": draft, "return_dict_in_generate": True}
     # A threshold between the extremes: some of this pair's drafts stop at once, some never.
     stopped = {"generation_strategy": "speculative", "entropy_threshold": 0.2}
-    for strategy in ({"generation_strategy": "speculative"}, {"generation_strategy": "bild"}, stopped):
+    relaxed = ({"generation_strategy": name} for name in ("bild", "lenient", "typical", "ensemble"))
+    for strategy in ({"generation_strategy": "speculative"}, *relaxed, stopped):
         general, fast = (
             target.generate(**settings, **strategy, cache_implementation=kind).speculation.rounds
             for kind in ("dynamic", "static")

@@ -14,7 +14,8 @@ from transformers.generation import MaxLengthCriteria
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.host import processors as host_processors
-from hf_specdec.host.processors import BildRollback, HostProcessors
+from hf_specdec.host.processors import HostProcessors
+from hf_specdec.host.relaxations import BildRollback
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.rules.verification import SAMPLING_RULES
 
