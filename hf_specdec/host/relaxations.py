@@ -141,7 +141,7 @@ class Ensemble:
     """Ensemble verification: judge drafts by w · target + (1 - w) · draft.
 
     Keeps the contract of transformers' `assistant_ensemble_weight`, which follows DIVERSE (arXiv 2604.07622): drafted
-    positions are judged by the mixture, and the token after a whole draft stays the target's. Here w may be 0 or 1, too.
+    positions are judged by the mixture, and the token after a whole draft stays the target's. w may be 0 or 1 here.
 
     Args:
         weight: w, the target's share in [0, 1]; 1 is lossless, 0 accepts every draft.
