@@ -56,7 +56,6 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
-            "torchao",
             "uvicorn",
         ],
     },
