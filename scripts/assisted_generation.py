@@ -25,11 +25,12 @@ _TASKS = {
     "ablation": (64, 7),
     "engines": (128, 7),
     "growth": (16, 1),
+    "rollback": (32, 3),
     "report": (1, 1),
 }
-_JOURNALED = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines")
-_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines", "growth")
-_PROMPT_LENGTHS = {"engines": [256], "growth": [40, 90, 150]}
+_JOURNALED = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines", "rollback")
+_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines", "growth", "rollback")
+_PROMPT_LENGTHS = {"engines": [256], "growth": [40, 90, 150], "rollback": [64]}
 _CONTINUE = "; what was measured is kept, and the same command continues it"
 _ENGINES = ("eager", "static", "compiled")
 _LLAMA_CPP = ("llama.cpp-f32", "llama.cpp-bf16", "llama.cpp-q8_0")
@@ -78,7 +79,7 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         type=_at_least(1),
         nargs="+",
         metavar="N",
-        help="prompt lengths in tokens; default: benchmark 256 512, engines 256, growth 40 90 150",
+        help="prompt lengths in tokens; default: benchmark 256 512, engines 256, growth 40 90 150, rollback 64",
     )
     sizes = "texts decoded at once (1); engines takes several (1 4 8)"
     add("--batch_size", "--batch_sizes", dest="batch_sizes", nargs="+", type=_at_least(1), metavar="N", help=sizes)
@@ -113,7 +114,8 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     model_help = (
         "target: hub name, folder, short name of a known pair, embedded model (%(default)s), or a pair with random "
         "weights, synthetic:SHAPE[:alpha=A][:draft=WIDTHxLAYERS | :c=C], with SHAPE smollm-135m, qwen2-0.5b, "
-        "tinyllama-1.1b, llama-2-7b, qwen2-7b or opt-6.7b, A the acceptance and C the draft's cost (0.8, 0.05)"
+        "tinyllama-1.1b, llama-2-7b, qwen2-7b, opt-6.7b or falcon-h1-0.5b, A the acceptance and C the "
+        "draft's cost (0.8, 0.05)"
     )
     add("--model_name", "--target_model_name", default="target", metavar="NAME", help=model_help)
     add(

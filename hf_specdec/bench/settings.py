@@ -78,7 +78,7 @@ class Settings:
     @property
     def endless(self) -> bool:
         """Whether texts go on to `max_new_tokens`, EOS or not, so that all methods decode as many tokens."""
-        return self.task in ("engines", "growth")
+        return self.task in ("engines", "growth", "rollback")
 
     @property
     def sweeps_bild(self) -> bool:

@@ -98,15 +98,18 @@ def check_recurrence(model: PreTrainedModel, argument: str) -> None:
     Raises:
         ValueError: names the argument, its value and the way out.
     """
-    if not getattr(model, "_is_stateful", False):
-        return
-    by_layer = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if recurrent_layers(by_layer) and prepare(model):
+    if not getattr(model, "_is_stateful", False) or (has_recurrent_layers(model) and prepare(model)):
         return
     raise ValueError(
         f"{argument}={type(model).__name__} keeps a recurrent state that can't be rolled back after a rejected draft: "
         "choose another model (docs/families.md lists those that work), or decode without speculation."
     )
+
+
+def has_recurrent_layers(model: PreTrainedModel) -> bool:
+    """Whether the model's cache holds states of recurrent layers."""
+    stateful = bool(getattr(model, "_is_stateful", False))
+    return stateful and bool(recurrent_layers(DynamicCache(config=model.config.get_text_config(decoder=True))))
 
 
 def cached_length(cache: Cache) -> int:

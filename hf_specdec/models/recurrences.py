@@ -135,21 +135,22 @@ class Recorder:
             head = 0
         outputs, states = [], []
         if head:
-            output, state = many(**_cut(kind, given, 0, head))
+            output, state = many(**cut(kind, given, 0, head))
             outputs.append(output)
             states.append(state)
         for at in range(head, width):
             assert state is not None, "`last` leaves a first pass at least one token"
-            output, state = kind.step(single, _cut(kind, given, at, 1), state)
+            output, state = kind.step(single, cut(kind, given, at, 1), state)
             outputs.append(output)
             states.append(state)
         self.states.append(states)
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=kind.output)), state
 
 
-def _cut(kind: Recurrence, given: Arguments, start: int, length: int) -> Arguments:
-    cut = {key: given[key].narrow(axis, start, length) for key, axis in kind.axes.items() if given[key] is not None}
-    return {**given, **cut}
+def cut(kind: Recurrence, given: Arguments, start: int, length: int) -> Arguments:
+    """The arguments of a recurrence for `length` of its tokens."""
+    part = {key: given[key].narrow(axis, start, length) for key, axis in kind.axes.items() if given[key] is not None}
+    return {**given, **part}
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("hf_specdec_recorder", default=None)

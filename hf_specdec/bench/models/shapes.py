@@ -44,6 +44,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6,
         _ROPE: {"rope_type": "default", "rope_theta": 1e6},
     },
+    "falcon-h1-0.5b": {
+        "model_type": "falcon_h1", "vocab_size": 32_784, "hidden_size": 1024, "intermediate_size": 2048,
+        "num_hidden_layers": 36, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+        "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 128,
+        "max_position_embeddings": 16_384,
+    },
     "opt-6.7b": {
         "model_type": "opt", "vocab_size": 50_272, "hidden_size": 4096, "ffn_dim": 16_384,
         "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
@@ -54,6 +60,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "model_type": "qwen2", "intermediate_size": 128, "initializer_range": 0.1, "num_key_value_heads": 2, **_TINY,
     },
     "tiny-opt": {"model_type": "opt", "ffn_dim": 128, "init_std": 0.1, **_TINY},
+    "tiny-falcon-h1": {
+        "model_type": "falcon_h1", "intermediate_size": 128, "initializer_range": 0.1, "num_key_value_heads": 2,
+        "head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
+        "mamba_chunk_size": 16, **_TINY,
+    },
 }  # fmt: skip
 
 # What writes to the residual stream in each layer.
@@ -61,20 +72,30 @@ OUTPUT_PROJECTIONS = {
     "llama": ("self_attn.o_proj", "mlp.down_proj"),
     "qwen2": ("self_attn.o_proj", "mlp.down_proj"),
     "opt": ("self_attn.out_proj", "fc2"),
+    "falcon_h1": ("self_attn.o_proj", "mamba.out_proj", "feed_forward.down_proj"),
 }
 
 
 def draft_shape(target: str, width: int, layers: int) -> dict[str, Any]:
     """A draft of the target's architecture, vocabulary and context: heads of 64 (or 32), an inner width of 4 × `width`.
 
-    At `width` 768 and 2 layers that is LLaMA-68M.
+    At `width` 768 and 2 layers that is LLaMA-68M. The draft of a target with recurrent layers is a LLaMA.
     """
     heads = width // (32 if width % 64 else 64)
-    inner = "ffn_dim" if SHAPES[target]["model_type"] == "opt" else "intermediate_size"
-    shape = {**SHAPES[target], "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    base = SHAPES[target]
+    if is_hybrid(base):
+        shared = ("vocab_size", "max_position_embeddings", "initializer_range", "num_key_value_heads")
+        base = {"model_type": "llama", **{key: base[key] for key in shared if key in base}}
+    inner = "ffn_dim" if base["model_type"] == "opt" else "intermediate_size"
+    shape = {**base, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     if "num_key_value_heads" in shape:
         shape["num_key_value_heads"] = heads
     return {**shape, inner: 4 * width}
+
+
+def is_hybrid(shape: Mapping[str, Any]) -> bool:
+    """Whether it has recurrent layers beside attention."""
+    return "mamba_d_ssm" in shape
 
 
 def width_for_cost(target: str, cost: float, layers: int = 2) -> int:
@@ -90,6 +111,10 @@ def relative_cost(target: str, width: int, layers: int = 2) -> float:
 def _read_weights(shape: Mapping[str, Any]) -> int:
     """Weights of the matrices that a step reads: the layers' and the head's."""
     width, heads = shape["hidden_size"], shape["num_attention_heads"]
-    attention = 2 * width * width * (1 + shape.get("num_key_value_heads", heads) / heads)
+    attention = 2 * width * heads * shape.get("head_dim", width // heads)
+    attention *= 1 + shape.get("num_key_value_heads", heads) / heads
+    if is_hybrid(shape):
+        states = 2 * shape["mamba_d_state"] + shape["mamba_n_heads"]
+        attention += width * (3 * shape["mamba_d_ssm"] + states)
     inner = 2 * width * shape["ffn_dim"] if "ffn_dim" in shape else 3 * width * shape["intermediate_size"]
     return int(shape["num_hidden_layers"] * (attention + inner) + width * shape["vocab_size"])

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdec.bench.models.shapes import OUTPUT_PROJECTIONS, SHAPES, draft_shape, relative_cost, width_for_cost
+from hf_specdec.bench.models.shapes import (
+    OUTPUT_PROJECTIONS,
+    SHAPES,
+    draft_shape,
+    is_hybrid,
+    relative_cost,
+    width_for_cost,
+)
 from hf_specdec.bench.settings import BenchError
 
 PREFIX = "synthetic:"
@@ -132,10 +139,11 @@ def build(
             draft_dtype,
         )
     cost = relative_cost(spec.shape, spec.width, spec.layers)
+    kind = "has attention only, is" if is_hybrid(shape) else "is"
     sentence = (
-        f"Synthetic pair: random weights in the shape of {spec.shape}; its draft is {spec.width} wide, {spec.layers} "
-        f"layers deep and reads {100 * cost:.3g}% of the target's bytes a step; acceptance is imposed by the output "
-        f"heads, α = {spec.alpha:g}"
+        f"Synthetic pair: random weights in the shape of {spec.shape}; its draft {kind} {spec.width} wide, "
+        f"{spec.layers} layers deep and reads {100 * cost:.3g}% of the target's bytes a step; acceptance is imposed by "
+        f"the output heads, α = {spec.alpha:g}"
     )
     return target, draft, sentence
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_specdec.bench.reports.tables import ablation, benchmark, engines, growth, subtasks, sweep
+from hf_specdec.bench.reports.tables import ablation, benchmark, engines, growth, rollback, subtasks, sweep
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "benchmark": benchmark.render,
@@ -16,6 +16,7 @@ _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "ablation": ablation.render,
     "engines": engines.render,
     "growth": growth.render,
+    "rollback": rollback.render,
 }
 
 TASKS = tuple(_RENDERERS)

@@ -155,6 +155,7 @@ _CLAIMS: Mapping[str, Callable[[Result], Iterator[Claim]]] = {
     "sweep": _of_sweep,
     "ablation": _of_ablation,
     "growth": _of_growth,
+    "rollback": _of_benchmark,
 }
 
 

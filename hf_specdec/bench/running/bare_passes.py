@@ -16,7 +16,9 @@ from hf_specdec.bench.inputs.prompts import Prompt, context_length
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.methods import GENERATE, Method
 from hf_specdec.bench.running.timed_call import synchronize
+from hf_specdec.models.cache_rollback import cache_argument, has_recurrent_layers, new_cache
 from hf_specdec.models.recorded_passes import recordable, recordings_of
+from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.traits import pass_mode
@@ -84,8 +86,8 @@ class BarePasses:
         for width in self.widths:
             if "draft" in steps:
                 drafting = partial(steps["draft"], 1)
-                times["draft"]["1"] += [_timed(self.pair, drafting)[1] for _ in range(min(width - 1, _STEPS))]
-            times["target"][str(width)] = [_timed(self.pair, partial(steps["target"], width))[1]]
+                times["draft"]["1"] += [timed(self.pair, drafting)[1] for _ in range(min(width - 1, _STEPS))]
+            times["target"][str(width)] = [timed(self.pair, partial(steps["target"], width))[1]]
         return times
 
 
@@ -139,6 +141,8 @@ def our_step(
     Args:
         always: from a static cache wherever the model takes one, as under `cache_implementation="static"`.
     """
+    if has_recurrent_layers(model):
+        return _recurrent_step(pair, model, rows, behind, widest)
     serves = supports_rows_cache if always or len(rows) > 1 else supports_recorded_row
     if not serves(model, {}):
         return generate_step(pair, model, rows, behind, widest)
@@ -151,6 +155,23 @@ def our_step(
     def step(width: int) -> None:
         runner.forward(text[:, filled : filled + width], width)
         runner.rewind([filled] * len(rows))
+
+    return step
+
+
+def _recurrent_step(
+    pair: LoadedPair, model: PreTrainedModel, rows: Sequence[Sequence[int]], behind: int, widest: int
+) -> Step:
+    """As `our_step`, for models with recurrent layers."""
+    text = _text(model, rows, behind + widest)
+    prompt = _bounded(pair, text, widest)
+    filled, cache = prompt.shape[1], new_cache(model, "model", cross_attention=False)
+    runner = RecurrentRunner(model, {cache_argument(model): cache, "use_cache": True}, prompt, filled + widest)
+    runner.forward(prompt, 1)
+
+    def step(width: int) -> None:
+        runner.rewind([filled] * len(rows))
+        runner.forward(text[:, filled : filled + width], width)
 
     return step
 
@@ -176,17 +197,17 @@ def _prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
             drafting, *longer = engine.lengths(lookahead)
             with torch.no_grad():
                 for _ in range(_PREPARED_SAMPLES):
-                    drafts, seconds = _timed(pair, engine.steps[drafting].run_draft)
+                    drafts, seconds = timed(pair, engine.steps[drafting].run_draft)
                     if longer:
                         drafts = steps.run_draft()  # blanks, as wide as these steps judge
                     elif lookahead:
                         times["draft"].setdefault(str(lookahead), []).append(seconds / lookahead)
-                    _, seconds = _timed(pair, partial(steps.run_verify, drafts))
+                    _, seconds = timed(pair, partial(steps.run_verify, drafts))
                     times["target"].setdefault(str(lookahead + 1), []).append(seconds)
     return times if times["target"] else None
 
 
-def _timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:
+def timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:
     """What a step returns, and the seconds that it took."""
     synchronize(pair)
     start = time.perf_counter()

@@ -92,6 +92,12 @@ def of_growth(settings: Settings, pair: LoadedPair) -> list[Method]:
     return [method for method in found if method.facts.get("role") == "fixed"]
 
 
+def of_rollback(settings: Settings, pair: LoadedPair) -> list[Method]:
+    """Plain generate(), plain on our loop, and drafts of a fixed length."""
+    tokens = fixed_lookahead(settings, pair)
+    return [plain(), plain_on_engine({}), ours("speculative", {"num_assistant_tokens": tokens}, pair)]
+
+
 def engine_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Of keywords of generate() those that choose the engine."""
     return {name: keywords[name] for name in ("compile", "cache_implementation") if keywords.get(name)}

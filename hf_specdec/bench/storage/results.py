@@ -79,7 +79,7 @@ def stem(settings: Settings) -> str:
         parts += [full_name(name) for name in drafts]
     if settings.task in ("benchmark", "decode"):
         parts.append(settings.generation_strategy if settings.assisted_generation else "plain")
-    elif settings.task not in ("engines", "growth"):
+    elif settings.task not in ("engines", "growth", "rollback"):
         parts.append(settings.dataset)
     if settings.split is not None:
         parts.append(settings.split)

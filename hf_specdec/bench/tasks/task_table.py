@@ -12,6 +12,7 @@ from hf_specdec.bench.tasks.decode import run_decode
 from hf_specdec.bench.tasks.engines import run_engines
 from hf_specdec.bench.tasks.growth import run_growth
 from hf_specdec.bench.tasks.report import run_report
+from hf_specdec.bench.tasks.rollback import run_rollback
 from hf_specdec.bench.tasks.subtasks import run_subtasks
 from hf_specdec.bench.tasks.sweep import run_sweep
 
@@ -21,6 +22,7 @@ _ALONE = {
     "engines": run_engines,
     "growth": run_growth,
     "report": run_report,
+    "rollback": run_rollback,
 }
 _SHARED = {"subtasks": run_subtasks, "sweep": run_sweep, "ablation": run_ablation}
 
