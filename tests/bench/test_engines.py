@@ -182,7 +182,7 @@ def test_bytes_that_a_step_reads(pair: LoadedPair) -> None:
     assert not config.tie_word_embeddings
     assert bandwidth.weight_bytes(target) == 8 * total
     assert bandwidth.cache_bytes(target, 10) == 8 * 10 * 2 * config.num_hidden_layers * config.hidden_size
-    assert bandwidth.copy_rate(torch.device("cpu"), 2**16) > 0
+    assert bandwidth.read_rate(torch.device("cpu"), 2**16) > 0
 
 
 def test_prepared_steps_are_timed_for_their_own_batch_size(

@@ -240,7 +240,7 @@ def test_efficiency_takes_bare_passes_on_the_engine_of_the_rounds() -> None:
     assert passes.efficiency(result, [plain_call(tokens=1)]) is None
 
 
-def test_cost_ratios_and_what_they_allow() -> None:
+def test_cost_ratios_and_what_they_predict() -> None:
     calls = [drafted_call([(4, 4), (4, 1)], seconds=2.0), plain_call(method="none eager", step=0.5, tokens=11)]
     methods = [
         method("none eager", "none", engine="eager", same_engine="none eager"),
@@ -253,14 +253,30 @@ def test_cost_ratios_and_what_they_allow() -> None:
     by_formula = (1 - alpha**5) / ((1 - alpha) * (4 * c + v))
     assert passes.predicted_speedup(alpha, c, v, 4) == pytest.approx(by_formula)
     assert passes.predicted_speedup(1.0, c, v, 4) == pytest.approx(5 / 2.4)
-    assert passes.allowed(result, methods[1]) == pytest.approx(by_formula)
-    # Measured: 2 tokens in 1 s, over 10 in 5 s.
-    assert passes.share_of_allowed(result, methods[1]) == pytest.approx(1.0 / by_formula)
+    assert passes.predicted(result, methods[1]) == pytest.approx(by_formula)
     # The formula knows neither drafts that end early nor drafts that cost nothing.
     unsteady: list[dict[str, Any]] = [{"lookahead": "auto"}, {"kind": "bild"}, {"kind": "lookup"}]
     unsteady += [{"keywords": {"entropy_threshold": 0.5}}, {"keywords": {"drafter": "lookup"}}]
-    assert all(passes.allowed(result, methods[1] | change) is None for change in unsteady)
+    assert all(passes.predicted(result, methods[1] | change) is None for change in unsteady)
     assert passes.costs(result, "eager", 1, "another") == {} and passes.costs(result, "compiled") == {}
+
+
+def test_a_share_of_the_allowed_speedup_is_lost_between_passes_and_by_waiting() -> None:
+    methods = [
+        method("none eager", "none", engine="eager", same_engine="none eager"),
+        method("speculative", engine="eager", lookahead=4, same_engine="none eager"),
+    ]
+    # After the first round 2 tokens in a round of 3 s, whose bare passes take 2.4 s. Plain: 1.5 s a token.
+    calls = [drafted_call([(4, 4), (4, 1)], seconds=1.0 + 3.0), plain_call(method="none eager", step=1.5, tokens=11)]
+    listed = [passes_of("eager", 100, 0.2, {1: 1.0, 5: 1.6})]
+    result = result_of(calls, methods, passes=listed)
+    assert passes.share_of_allowed(result, methods[1]) == pytest.approx(2.4 / 3.0)
+    assert passes.allowed(result, methods[1]) == pytest.approx(1.5 / (2.4 / 2))
+    # A slow baseline makes drafting pay more; the share stays.
+    slow = result_of([calls[0], plain_call(method="none eager", step=3.0, tokens=11)], methods, passes=listed)
+    assert passes.share_of_allowed(slow, methods[1]) == pytest.approx(2.4 / 3.0)
+    assert passes.allowed(slow, methods[1]) == pytest.approx(3.0 / (2.4 / 2))
+    assert passes.share_of_allowed(result | {"passes": []}, methods[1]) is None
 
 
 def test_widths_between_measured_ones_are_interpolated() -> None:

@@ -183,8 +183,8 @@ def test_methods_take_turns(settings: Settings, pair: LoadedPair) -> None:
     asked = replace(settings, prompt_lengths=(40,))
     prompts, methods = benchmark_prompts(pair, (40,), 4, 7), of_benchmark(settings, pair)
     turns = list(in_turn(methods, batches_of(prompts, asked, 4), repeats=2))
-    assert [(repeat, batch[0].index) for repeat, batch, _ in turns] == [(r, i) for r in (0, 1) for i in range(4)]
-    for _, _, turn in turns:
+    assert [(repeat, batch[0].index) for _, repeat, batch, _ in turns] == [(r, i) for r in (0, 1) for i in range(4)]
+    for *_, turn in turns:
         assert {method.name for method in turn} == {"plain", "none eager", "assisted", "speculative"}
     assert set(Counter(turn[0].name for *_, turn in turns).values()) == {2}
 

@@ -176,7 +176,7 @@ def test_measured_and_predicted_speedups_over_the_lookahead(results: dict[str, R
     assert points(axes, horizontal=False) == close(as_drawn(item) for item in expected if item)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "3", "auto"]
     dotted = next(line for line in axes.lines if line.get_linestyle() == ":" and len(line.get_xdata()))
-    predicted = [passes.allowed(result, m) for m in rows if isinstance(m["lookahead"], int)]
+    predicted = [passes.predicted(result, m) for m in rows if isinstance(m["lookahead"], int)]
     assert list(dotted.get_ydata()) == pytest.approx(predicted)
 
 

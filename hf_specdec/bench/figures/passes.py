@@ -1,4 +1,4 @@
-"""What bare passes allow: c and v, predicted and allowed speedups, and the share η of decoding that they need."""
+"""What bare passes tell: c and v, the predicted speedup, and the share η of decoding that bare passes need."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def predicted_speedup(alpha: float, c: float, v: float, lookahead: int) -> float
     return tokens / (lookahead * c + v)
 
 
-def allowed(result: Result, method: MethodDict, batch: int = 1, prompts: Iterable[int] | None = None) -> float | None:
-    """The speedup over plain decoding on the same engine that measured α, c and v allow.
+def predicted(result: Result, method: MethodDict, batch: int = 1, prompts: Iterable[int] | None = None) -> float | None:
+    """The speedup over plain decoding on the same engine that measured α, c and v predict.
 
     As if no row ever waited for another. None without α or bare passes of draft and target, and where drafts have no
     fixed length or take no draft steps, which the formula takes for granted.
@@ -137,12 +137,23 @@ def _drafts_steadily(method: MethodDict) -> bool:
 
 
 def share_of_allowed(result: Result, method: MethodDict, batch: int = 1) -> float | None:
-    """Measured over allowed speedup, both over plain decoding on the method's engine."""
-    base, limit = speed.baseline(result, method, "engine", batch), allowed(result, method, batch)
-    if base is None or limit is None:
+    """Measured speed over the speed that the same rounds would have at no more cost than their bare passes.
+
+    And if no row waited for another: η times the share of row-rounds in which the row had not ended. It takes the
+    tokens per round as they were, so acceptance that differs from position to position can't take it above 1.
+    """
+    calls = speed.calls_of(result, method["name"], batch=batch)
+    eta, idle = efficiency(result, calls), rounds.waiting(calls)
+    return None if eta is None or idle is None else eta * (1 - idle)
+
+
+def allowed(result: Result, method: MethodDict, batch: int = 1) -> float | None:
+    """The speedup over plain decoding on the method's engine at a share of 1; None where either isn't known."""
+    base, share = speed.baseline(result, method, "engine", batch), share_of_allowed(result, method, batch)
+    if base is None or not share:
         return None
     measured = speed.speedup(result, method["name"], base["name"], batch=batch)
-    return None if measured is None else measured.value / limit
+    return None if measured is None else measured.value / share
 
 
 def _medians(samples: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""The task `decode`: prompts answered one by one, their text streamed to stdout, and a table after."""
+"""The task `decode`: prompts answered one by one, their texts streamed to stdout, and then measured as in benchmark."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from transformers import TextStreamer
 from hf_specdec.bench.inputs.prompts import Prompt, decode_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.running.methods import Method, chosen_keywords, ours, plain
+from hf_specdec.bench.running.methods import Method
+from hf_specdec.bench.running.methods_by_task import of_benchmark
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import timed_call
-from hf_specdec.bench.running.warming import warm_up
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import results
 from hf_specdec.bench.storage.run_session import RunSession, finish
+from hf_specdec.bench.tasks.interleaving import measure
 
 
 def run_decode(settings: Settings) -> None:
-    """Decodes with the chosen strategy, or plainly; prints a table and writes files as `benchmark` does.
+    """Shows the answers of the chosen strategy, or of plain decoding; then compares it with its baselines.
 
-    Raises `BenchError` for what the user can put right.
+    Prints a table and writes files as `benchmark` does. Raises `BenchError` for what the user can put right.
     """
     for number, text in enumerate(settings.prompts, start=1):
         if not text.strip():
@@ -32,50 +33,32 @@ def run_decode(settings: Settings) -> None:
     prompts, notes = decode_prompts(pair, settings.prompts, settings.max_new_tokens)
     for note in notes:
         print(note, file=sys.stderr)
-    keywords = chosen_keywords(settings, pair)
-    method = ours(settings.generation_strategy, keywords, pair) if settings.assisted_generation else plain()
-    result = results.new(settings, pair, [method], prompts)
+    methods = of_benchmark(settings, pair)
+    result = results.new(settings, pair, methods, prompts)
     result["notes"] += notes
     session = RunSession(settings, Processes())
-    batches = [prompts[at : at + settings.batch_size] for at in range(0, len(prompts), settings.batch_size)]
-    work = [(repeat, batch) for repeat in range(settings.repeats) for batch in batches]
-    if not all(session.has_call(method.name, _indexes(batch), repeat) for repeat, batch in work):
-        session.keep_cold(warm_up(pair, method, batches[0], settings))
-    for position, (repeat, batch) in enumerate(work):
-        _decode(session, pair, method, batch, settings, repeat, position)
+    size = settings.batch_size
+    batches = [tuple(prompts[at : at + size]) for at in range(0, len(prompts), size)]
+    for batch in batches:
+        _show(pair, methods[-1], batch, settings)
+    measure(settings, pair, methods, [batches], session)
     session.conclude(result)
     finish(result, settings)
     sys.stdout.write("\n" + rendering.render(result))
 
 
-def _decode(
-    session: RunSession,
-    pair: LoadedPair,
-    method: Method,
-    batch: Sequence[Prompt],
-    settings: Settings,
-    repeat: int,
-    position: int,
-) -> None:
-    """One batch, from the journal or now; its texts are shown in the first repeat, a single one as it comes."""
-    known = session.has_call(method.name, _indexes(batch), repeat)
-    streams = repeat == 0 and len(batch) == 1 and not known
-    if streams:
+def _show(pair: LoadedPair, method: Method, batch: Sequence[Prompt], settings: Settings) -> None:
+    """The answers to one batch; that to a single prompt as it is written."""
+    if len(batch) == 1:
         print(_heading(batch[0]))
-    shower = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
-    if not known:
-        call = timed_call(pair, method, batch, settings, repeat=repeat, position=position, inner=shower)
-        session.keep_call(call)
-    if repeat == 0 and not streams:
-        call = session.call(method.name, _indexes(batch), repeat)
-        for prompt, tokens in zip(batch, call.tokens, strict=True):
-            print(_heading(prompt))
-            print(pair.tokenizer.decode(tokens, skip_special_tokens=True))
+        streamer = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        timed_call(pair, method, batch, settings, inner=streamer)
+        return
+    call = timed_call(pair, method, batch, settings)
+    for prompt, tokens in zip(batch, call.tokens, strict=True):
+        print(_heading(prompt))
+        print(pair.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def _heading(prompt: Prompt) -> str:
     return f"--- {prompt.index + 1}: {prompt.label}, {len(prompt.token_ids)} tokens"
-
-
-def _indexes(batch: Sequence[Prompt]) -> tuple[int, ...]:
-    return tuple(prompt.index for prompt in batch)

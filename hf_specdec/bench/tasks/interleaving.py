@@ -42,20 +42,24 @@ def measure(
     groups: Sequence[Sequence[Batch]],
     session: RunSession,
 ) -> None:
-    """Everything that the journal does not hold yet, each record written before the next is measured."""
+    """Everything that the journal does not hold yet, each record written before the next is measured.
+
+    Args:
+        groups: of batches that a method needs to be warmed for only once.
+    """
     bare = BarePasses(pair, settings.max_new_tokens, widths_for(methods))
-    warm: set[tuple[str, int, int]] = set()
+    warm: set[tuple[str, int]] = set()
     work = list(in_turn(methods, groups, settings.repeats))
     bar = tqdm(total=sum(len(turn) for *_, turn in work), desc=settings.task, unit="run", file=sys.stderr)
     position = 0
     with bar, keeping_engines(len(methods)):
-        for repeat, batch, turn in work:
+        for group, repeat, batch, turn in work:
             indexes = tuple(prompt.index for prompt in batch)
             size, length = len(batch), len(batch[0].token_ids)
             for method in turn:
                 if not session.has_call(method.name, indexes, repeat):
-                    if (method.name, size, length) not in warm:
-                        warm.add((method.name, size, length))
+                    if (method.name, group) not in warm:
+                        warm.add((method.name, group))
                         session.keep_cold(warm_up(pair, method, batch, settings))
                     session.keep_call(warm_call(pair, method, batch, settings, repeat=repeat, position=position))
                 position += 1
@@ -73,15 +77,15 @@ def measure(
 
 def in_turn(
     methods: Sequence[Method], groups: Sequence[Sequence[Batch]], repeats: int
-) -> Iterator[tuple[int, Batch, list[Method]]]:
-    """(repeat, batch, its methods): they take turns on each batch, and the one that begins changes.
+) -> Iterator[tuple[int, int, Batch, list[Method]]]:
+    """(group, repeat, batch, its methods): they take turns on each batch, and the one that begins changes.
 
     So drift of the machine hits all alike, and none always follows the same other. All repeats of one length and
     batch size come before the next: only they are compared, and what an engine has compiled for them need not be
     kept for long.
     """
-    for same in groups:
+    for group, same in enumerate(groups):
         for repeat, (number, batch) in product(range(repeats), enumerate(same)):
             here = [method for method in methods if method.takes(len(batch))]
             shift = (repeat + number) % len(here)
-            yield repeat, batch, [*here[shift:], *here[:shift]]
+            yield group, repeat, batch, [*here[shift:], *here[:shift]]

@@ -43,7 +43,7 @@ def speedup_over_lookahead(result: Result) -> Figure:
         label = f"{short_name(draft)} ({parameters(mine[0]['draft_parameters'])})"
         _measured(axes, result, [(m["lookahead"] + shift, m) for m in fixed], colour, label, "-")
         _measured(axes, result, [(auto_at + shift, m) for m in mine if m["lookahead"] == "auto"], colour, None, "")
-        predicted = [(m["lookahead"], value) for m in fixed if (value := passes.allowed(result, m)) is not None]
+        predicted = [(m["lookahead"], value) for m in fixed if (value := passes.predicted(result, m)) is not None]
         axes.plot([x for x, _ in predicted], [y for _, y in predicted], ":", color=colour)
     axes.plot([], [], ":", color="0.4", label="predicted from α, c and v")
     axes.axhline(1, color="black", linewidth=1)

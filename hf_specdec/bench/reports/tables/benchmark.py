@@ -51,20 +51,6 @@ def render(result: Result) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def terminal(result: Result) -> str:
-    """The tables that fit a terminal, the speedups last."""
-    parts = [
-        f"{capital(method['title'])}\n\n{example_table(result, method['name'])}"
-        for method in result["methods"]
-        if method["kind"] == "plain" or method["name"] == chosen_method(result)["name"]
-    ]
-    lines = remarks(result)
-    if len(result["methods"]) > 1:
-        parts.append(methods.speed_table(result))
-        lines = [*lines, *conclusions(result)]
-    return "\n\n".join([*parts, *lines]) + "\n"
-
-
 def example_table(result: Result, method: str) -> str:
     """One row an example and one for all of them; the last columns only for methods that draft."""
     calls = speed.calls_of(result, method)
@@ -77,7 +63,9 @@ def example_table(result: Result, method: str) -> str:
 
 
 def by_length(result: Result) -> dict[str, list[int] | None]:
-    """The prompts of each length, and all."""
+    """The prompts of each length, and all; all alone for `decode`, whose prompts have any length."""
+    if result["task"] == "decode":
+        return {"all": None}
     groups: dict[str, list[int] | None] = {}
     for prompt in result["prompts"]:
         same = groups.setdefault(str(prompt["tokens"]), [])

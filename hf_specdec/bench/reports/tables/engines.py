@@ -16,9 +16,9 @@ MethodDict = Mapping[str, Any]
 DRAFTING = ("speculative", "bild")
 
 ALLOWED = (
-    "Allowed: the speedup over plain decoding on the same engine that α, c and v give at this batch size, "
-    "(1 - α^(γ+1)) / ((1 - α)(γc + v)), as if no row waited for another. Share: measured / allowed. Waiting: share of "
-    "row-rounds in which a row had ended while others of its batch went on."
+    "Allowed: the speedup over plain decoding on the same engine that the same rounds would have if they took only "
+    "their bare passes and no row waited for another. Share: measured / allowed, which is η times (1 - waiting). "
+    "Waiting: share of row-rounds in which a row had ended while others of its batch went on."
 )
 
 
@@ -35,7 +35,7 @@ def render(result: Result) -> str:
     parts.append(f"## Rounds\n\n{methods.ROUNDS}")
     for batch in batch_sizes(result):
         parts.append(methods.round_table(result, {str(batch): None}, "Batch size", batch))
-    parts.append(f"## What acceptance and bare passes allow\n\n{ALLOWED}\n\n{allowed_table(result)}")
+    parts.append(f"## What bare passes allow\n\n{ALLOWED}\n\n{allowed_table(result)}")
     parts.append(f"## Cold cost\n\n{methods.COLD}")
     parts += [f"Batch size {batch}:\n\n{methods.cold_table(result, batch)}" for batch in batch_sizes(result)]
     parts.append("## Remarks\n\n" + "\n".join(f"- {line}" for line in conclusions(result)))
@@ -58,8 +58,7 @@ def allowed_table(result: Result) -> str:
     rows = []
     for batch in batch_sizes(result):
         for method in methods.shown_methods(result, batch=batch):
-            limit = passes.allowed(result, method, batch)
-            if limit is None or method.get("role") != "fixed":
+            if method.get("role") != "fixed" or not passes.costs(result, method["engine"], batch, method["draft"]):
                 continue
             calls = speed.calls_of(result, method["name"], batch=batch)
             costs = next(iter(passes.costs(result, method["engine"], batch, method["draft"]).values()))
@@ -70,7 +69,7 @@ def allowed_table(result: Result) -> str:
                     number(rounds.alpha(calls), 3),
                     *(number(value, 3) for value in costs.ratios(method["lookahead"])),
                     percent(rounds.waiting(calls)),
-                    number(limit, 2),
+                    number(passes.allowed(result, method, batch), 2),
                     ratio(methods.over(result, method, "engine", batch=batch)),
                     number(passes.share_of_allowed(result, method, batch), 2),
                 ]
@@ -101,14 +100,15 @@ def _where_it_pays(result: Result, engine: str) -> str | None:
 
 
 def _bandwidth_lines(result: Result) -> list[str]:
-    """What share of the memory's bandwidth plain decoding reaches; none on a CPU, whose caches hold small models."""
+    """What share of the memory's bandwidth plain decoding reaches; none for a model that a CPU's caches may hold."""
     memory = result["memory"]
-    if result["models"]["target"]["device"].startswith("cpu") or 1 not in batch_sizes(result):
+    on_cpu = result["models"]["target"]["device"].startswith("cpu")
+    if (on_cpu and memory["weight_bytes"] < bandwidth.BUFFER["cpu"]) or 1 not in batch_sizes(result):
         return []
     read = memory["weight_bytes"] + (memory["cache_bytes"] or 0)
     lines = [
         f"A step at batch size 1 reads {read / 1e9:.2f} GB (weights, and the cache of {memory['context']} tokens); the "
-        f"device copies {memory['copy_bytes_per_second'] / 1e9:.0f} GB/s, reading and writing counted."
+        f"device reads {memory['read_bytes_per_second'] / 1e9:.1f} GB/s at best."
     ]
     for method in (m for m in result["methods"] if m["kind"] in ("plain", "none")):
         rate = speed.decode_rate(speed.calls_of(result, method["name"], batch=1))

@@ -115,7 +115,7 @@ def round_table(result: Result, groups: Mapping[str, Prompts], group: str, batch
                     number(rounds.tokens_per_round(calls), 2),
                     number(rounds.alpha(calls), 3),
                     number(passes.efficiency(result, calls), 2),
-                    number(passes.allowed(result, method, batch or 1, prompts), 2),
+                    number(passes.predicted(result, method, batch or 1, prompts), 2),
                     "–" if measured is None else f"{measured.value:.2f}",
                     *_times(calls),
                 ]

@@ -60,7 +60,7 @@ def draft_table(result: Result) -> str:
                 number(rounds.acceptance_rate(calls), 3),
                 number(speed_ratio(result, method), 3),
                 *(ratio(methods.over(result, method, which)) for which in speed.BASELINES),
-                number(passes.allowed(result, method), 2),
+                number(passes.predicted(result, method), 2),
                 *_round_figures(result, method),
             ]
         )
