@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,11 +110,41 @@ def rouge_l(prediction: str, reference: str) -> float:
     return 2 * row[-1] / (len(left) + len(right))
 
 
+def facts(prediction: str, reference: str) -> float:
+    """Share of a reference's statements that stand word for word in the answer (as `bench.figures.quality.facts`).
+
+    Statements are what stands between punctuation marks and "and".
+    """
+    said = " ".join(prediction.split())
+    wanted = [" ".join(part.split()) for part in re.split(r"[.,;:!?](?:\s+|$)|\s+and\s+", reference) if part.strip()]
+    hits = [re.search(rf"(?<!\w){re.escape(fact)}(?!\w)", said) is not None for fact in wanted]
+    return sum(hits) / len(hits) if hits else float(not said)
+
+
+def exact_match(prediction: str, reference: str) -> float:
+    """1 for an answer that equals its reference, blanks around it left out."""
+    return float(prediction.strip() == reference)
+
+
+# By a subtask's metric. Answers that can be worded in several ways are judged by their statements as well.
+_MEASURES: dict[str, dict[str, Callable[[str, str], float]]] = {
+    "rougeL": {"rougeL": rouge_l, "facts": facts},
+    "exact_match": {"exact_match": exact_match},
+}
+
+
+def scores(example: Example, answers: Sequence[Answer]) -> dict[str, float]:
+    """Means over the turns, between 0 and 1: the subtask's metric first, then `facts` where answers are free."""
+    pairs = [(answer.text, reference) for answer, reference in zip(answers, example.references, strict=True)]
+    return {
+        name: sum(measure(*pair) for pair in pairs) / len(pairs)
+        for name, measure in _MEASURES[METRIC[example.subtask]].items()
+    }
+
+
 def score(example: Example, answers: Sequence[Answer]) -> float:
     """Mean over the turns of the subtask's metric, between 0 and 1."""
-    metric = rouge_l if METRIC[example.subtask] == "rougeL" else lambda a, b: float(a.strip() == b)
-    pairs = zip(answers, example.references, strict=True)
-    return sum(metric(answer.text, reference) for answer, reference in pairs) / len(answers)
+    return scores(example, answers)[METRIC[example.subtask]]
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
-from hf_specdec.embedded import METRIC, SUBTASKS, Example, examples, model_path, names
+from hf_specdec.embedded import SUBTASKS, Example, examples, model_path, names
 from hf_specdec.embedded.architectures import is_encoder_decoder, parameter_counts
-from hf_specdec.embedded.evaluate import LOOKAHEAD, Agreement, Answer, agreements, answer_examples, score
+from hf_specdec.embedded.evaluate import LOOKAHEAD, Agreement, Answer, agreements, answer_examples, scores
 
 REPORT_JSON = Path(__file__).with_name("report.json")
 REPORT_MD = Path(__file__).with_name("REPORT.md")
@@ -38,11 +38,15 @@ def held_out(n: int) -> list[Example]:
     return [example for subtask in SUBTASKS for example in examples(subtask, "heldout", n)]
 
 
-def _mean_scores(chosen: Sequence[Example], answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    found: dict[str, list[float]] = {subtask: [] for subtask in SUBTASKS}
+def _mean_scores(chosen: Sequence[Example], answers: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float]]:
+    """Subtask -> measure -> mean over the examples."""
+    found: dict[str, list[dict[str, float]]] = {subtask: [] for subtask in SUBTASKS}
     for example, dialogue in zip(chosen, answers, strict=True):
-        found[example.subtask].append(score(example, dialogue))
-    return {subtask: sum(values) / len(values) for subtask, values in found.items()}
+        found[example.subtask].append(scores(example, dialogue))
+    return {
+        subtask: {name: sum(values[name] for values in several) / len(several) for name in several[0]}
+        for subtask, several in found.items()
+    }
 
 
 def _agreement(
@@ -93,7 +97,6 @@ def measure() -> dict[str, Any]:
     """Everything that the report shows."""
     return {
         "lookahead": LOOKAHEAD,
-        "metric": METRIC,
         "models": {name: _model_facts(name) for name in names()},
         "pairs": {target: measure_pair(target, EXAMPLES) for target in PAIRS},
         "few_shot": {target: measure_pair(target, FEW_SHOT_EXAMPLES, FEW_SHOT_LENGTH) for target in PAIRS},
@@ -116,15 +119,18 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)] + [""]
 
 
-def _score_rows(report: dict[str, Any], pair: dict[str, Any], target: str) -> list[list[str]]:
+_TITLES = {"exact_match": "exact match", "rougeL": "ROUGE-L", "facts": "facts"}
+
+
+def _score_rows(pair: dict[str, Any], target: str) -> list[list[str]]:
     rows = []
     for subtask in SUBTASKS:
-        scores = {name: 100 * by_subtask[subtask] for name, by_subtask in pair["scores"].items()}
-        cells = [f"{scores[target]:.1f}"]
-        for name in PAIRS[target]:
-            cells.append(f"{scores[name]:.1f} ({scores[target] - scores[name]:+.1f})")
-        metric = {"exact_match": "exact match", "rougeL": "ROUGE-L"}[report["metric"][subtask]]
-        rows.append([subtask, metric, *cells])
+        for measure, lead in pair["scores"][target][subtask].items():
+            cells = [f"{100 * lead:.1f}"]
+            for name in PAIRS[target]:
+                other = pair["scores"][name][subtask][measure]
+                cells.append(f"{100 * other:.1f} ({100 * (lead - other):+.1f})")
+            rows.append([subtask, _TITLES[measure], *cells])
     return rows
 
 
@@ -147,9 +153,10 @@ def _pair_lines(report: dict[str, Any], pair: dict[str, Any], target: str) -> li
     prompts = f"prompts filled up to {length} tokens with solved examples" if length else "prompts of one example"
     return [
         f"{pair['examples_per_subtask']} held-out examples per subtask, {prompts}, answers of "
-        f"{pair['mean_answer_tokens']:.1f} tokens on average. Scores from 0 to 100; in brackets the target's lead.",
+        f"{pair['mean_answer_tokens']:.1f} tokens on average. Scores from 0 to 100; in brackets the target's lead. "
+        "*Facts*: the share of the reference's statements that stand word for word in the answer.",
         "",
-        *_table(["Subtask", "Metric", target, *drafts], _score_rows(report, pair, target)),
+        *_table(["Subtask", "Metric", target, *drafts], _score_rows(pair, target)),
         f"Greedy decoding with lookahead {report['lookahead']}: acceptance rate (accepted / drafted tokens) / α (share "
         "of the checked positions at which the target agrees) / tokens per round:",
         "",
