@@ -124,6 +124,8 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="draft model; default: the one known for the target",
     )
+    pickled = "also read weights from pytorch_model.bin, where a model has no safetensors"
+    add("--allow_pickle", action="store_true", help=pickled)
     several = "sweep: drafts to compare; default: --assistant_model, or all drafts of an embedded target"
     add("--draft_models", nargs="+", default=[], metavar="NAME", help=several)
     better = "use SDPA attention (hf_specdec.to_better_transformer); ablation always measures with and without"

@@ -63,6 +63,7 @@ class Settings:
     draft_precision: str | None = None
     device_map: str | None = None
     offload_folder: Path | None = None
+    allow_pickle: bool = False
     output_dir: Path = Path("results")
 
     @property

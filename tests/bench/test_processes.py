@@ -13,6 +13,7 @@ from helpers.tiny_pair import save_pair
 
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.storage.journal import Journal
 from hf_specdec.bench.storage.results import load
 from hf_specdec.bench.tasks import task_table
 from hf_specdec.bench.tasks.subtasks import run_subtasks
@@ -57,6 +58,31 @@ def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
     assert "in each of 2 parallel processes" in (tmp_path / "two" / table).read_text()
     assert "in each of" not in (tmp_path / "one" / table).read_text()
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [name, table]
+
+
+@pytest.mark.parametrize("finishes", [1, 2])
+def test_a_run_finished_by_another_number_of_processes_says_so(
+    saved_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finishes: int
+) -> None:
+    target, draft = saved_pair
+    settings = Settings(
+        task="subtasks", model_name=str(target), assistant_model=str(draft), assisted_generation=True, limit=1,
+        max_new_tokens=3, output_dir=tmp_path,
+    )  # fmt: skip
+    append = Journal.append
+
+    def appended(self: Journal, record: dict[str, Any]) -> None:
+        append(self, record)
+        if len(self.records) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Journal, "append", appended)
+        run_subtasks(settings, Processes(0, 2))
+    run_subtasks(settings, Processes(0, finishes))
+    (path,) = tmp_path.glob("*.json.gz")
+    said = [note for note in load(path)["notes"] if "Begun with 2 parallel processes and finished with 1" in note]
+    assert len(said) == (finishes != 2)
 
 
 def test_shares_are_disjoint_and_complete() -> None:

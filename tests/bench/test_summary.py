@@ -139,6 +139,19 @@ def test_files_that_are_no_results_are_named(tmp_path: Path, text: str | None) -
         report.run_report(Settings(task="report", output_dir=tmp_path))
 
 
+def test_damaged_results_among_others_are_named_after_the_others_are_rendered(
+    results: dict[str, Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "c"):
+        (tmp_path / f"{name}{SUFFIX}").write_bytes(to_bytes(results["growth"])[:-20])
+    (tmp_path / f"b{SUFFIX}").write_bytes(to_bytes(results["benchmark"]))
+    (tmp_path / f"d{SUFFIX}").write_bytes(to_bytes(results["engines"]))
+    with pytest.raises(BenchError, match=r"c\.json\.gz' is damaged"):
+        report.run_report(Settings(task="report", output_dir=tmp_path))
+    assert "a.json.gz' is damaged" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.glob("*.md")} == {"b.md", "d.md"}
+
+
 def test_a_result_without_its_keys_is_named(results: dict[str, Result], tmp_path: Path) -> None:
     result = {key: value for key, value in results["growth"].items() if key != "samples"}
     (tmp_path / f"x{SUFFIX}").write_bytes(to_bytes(result))

@@ -35,6 +35,10 @@ class TextMetric(evaluate.Metric):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"keep_in_memory": True, **settings})
 
+    def _build_data_dir(self) -> str:
+        """The cache that nothing is written to; `evaluate` would make a folder for each metric there."""
+        return self._data_dir_root
+
     def _info(self) -> evaluate.MetricInfo:
         text = datasets.Value("string")
         several = datasets.Features({"predictions": text, "references": datasets.Sequence(text)})

@@ -127,7 +127,8 @@ def _spec_bench(path: Path) -> Iterator[Raw]:
             raise _malformed(path, number, "its reference is no list with an entry for each turn")
         # One a turn; where a single turn has several right answers they stand in a list of their own.
         per_turn = [_texts(references[k]) if k < len(references) else () for k in range(len(turns))]
-        yield "multi-turn" if category in _MT_BENCH else category, tuple(turns), tuple(per_turn)
+        # In one line, since it names rows of tables.
+        yield "multi-turn" if category in _MT_BENCH else " ".join(category.split()), tuple(turns), tuple(per_turn)
 
 
 def _columns(settings: Settings) -> Iterator[Raw]:

@@ -84,7 +84,7 @@ def load_pair(settings: Settings) -> LoadedPair:
             )
     tokenizer = _read("--model_name", target_name, AutoTokenizer)
     start = time.perf_counter()
-    target = _load_model("--model_name", target_name, config, device, kwargs)
+    target = _load_model("--model_name", target_name, config, device, kwargs | _formats(settings))
     check_loaded(target, settings.precision, settings.device_map)
     loading = {target_name: time.perf_counter() - start}
     pair = LoadedPair(target_name, target, tokenizer, loading_seconds=loading)
@@ -120,7 +120,7 @@ def better_transformer(pair: LoadedPair) -> None:
 def _with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.device) -> LoadedPair:
     kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
     start = time.perf_counter()
-    draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs)
+    draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs | _formats(settings))
     check_loaded(draft, settings.draft_precision, argument="--draft_precision")
     loading = {**pair.loading_seconds, name: time.perf_counter() - start}
     draft_tokenizer = _read("--assistant_model", name, AutoTokenizer)
@@ -146,6 +146,11 @@ def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torc
     if settings.better_transformer:
         better_transformer(pair)
     return pair
+
+
+def _formats(settings: Settings) -> dict[str, Any]:
+    """Weights are read from safetensors, which hold nothing but numbers; from pickles only on request."""
+    return {} if settings.allow_pickle else {"use_safetensors": True}
 
 
 def _draft_dtype(settings: Settings) -> str:
@@ -181,7 +186,8 @@ def _read(argument: str, name: str, source: Any) -> Any:
     """A configuration or tokenizer; `source` is the Auto class that reads it."""
     location = embedded.model_path(name) if name in embedded.names() else name
     try:
-        return source.from_pretrained(location)
+        # None would ask on the terminal whether to run code that comes with the model.
+        return source.from_pretrained(location, trust_remote_code=False)
     # Libraries raise many kinds here (missing files, unknown architectures, damaged JSON); all mean one
     # thing.
     except Exception as error:
@@ -192,8 +198,13 @@ def _load_model(argument: str, name: str, config: Any, device: torch.device, kwa
     location = embedded.model_path(name) if name in embedded.names() else name
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        model = auto.from_pretrained(location, **kwargs)
+        model = auto.from_pretrained(location, trust_remote_code=False, **kwargs)
     except Exception as error:
+        if kwargs.get("use_safetensors") and "safetensors" in str(error):
+            raise BenchError(
+                f"{argument}: {name!r} has no weights that can be read as safetensors ({_first_line(error)}); give a "
+                "model that has, or --allow_pickle if you trust where its weights come from"
+            ) from error
         raise _unreachable(argument, name, error) from error
     # What accelerate has spread over devices must stay where it is.
     return model.eval() if "device_map" in kwargs else model.to(device).eval()

@@ -15,6 +15,7 @@ _FIGURE = re.compile(r"[*+-]*\d|–|$")
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table; columns of figures are aligned right, others left, and always the first."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     align = [
         "right" if place and all(_FIGURE.match(row[place]) for row in rows) else "left" for place in range(len(header))
     ]

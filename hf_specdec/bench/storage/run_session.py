@@ -57,7 +57,8 @@ class RunSession:
         # None writes before all have read.
         shared.wait()
         self._environment = environment.describe()
-        self.journal.begin(environment=self._environment)
+        self._processes = shared.count
+        self.journal.begin(environment=self._environment, processes=shared.count)
         self.records: dict[Key, Record] = {key_of(record): record for record in self.journal.records}
 
     def keep(self, kind: str, record: Record) -> None:
@@ -110,6 +111,12 @@ class RunSession:
                     f"Measured in several starts that differ in {name} ({before[name]}, then {now[name]}): "
                     "times can't be compared safely."
                 )
+        begun = self.journal.header["processes"]
+        if begun != self._processes:
+            result["notes"].append(
+                f"Begun with {begun} parallel processes and finished with {self._processes}: each had another share of "
+                "the processor, so times can't be compared safely."
+            )
         result["environment"] = {**before, "load_average_at_end": environment.load_average()}
 
 

@@ -33,20 +33,36 @@ def run_report(settings: Settings) -> None:
     it takes from results.
 
     Raises:
-        BenchError: there is nothing to render, or a file can't be read, rendered or written.
+        BenchError: there is nothing to render, or a file can't be read, rendered or written. The other results are
+            rendered nevertheless.
     """
     folder = settings.output_dir
     paths = sorted(folder.rglob(f"*{results.SUFFIX}"))
     if not paths:
         raise BenchError(f"--output_dir: {str(folder)!r} holds no JSON of an earlier task; give a folder that does")
-    loaded = {path.with_name(path.name.removesuffix(results.SUFFIX)): results.load(path) for path in paths}
-    for stem, result in loaded.items():
-        _render(stem, result)
+    loaded: dict[Path, Result] = {}
+    failed: list[BenchError] = []
+    for path in paths:
+        stem = path.with_name(path.name.removesuffix(results.SUFFIX))
+        try:
+            result = results.load(path)
+            _render(stem, result)
+        except BenchError as error:
+            failed.append(error)
+        else:
+            loaded[stem] = result
     _join(folder, [result for result in loaded.values() if result["task"] == "subtasks"])
     for path in (folder / "README.md", folder.resolve().parent / "README.md"):
-        _fill(path, loaded)
+        try:
+            _fill(path, loaded)
+        except BenchError as error:
+            failed.append(error)
     for line in differences([(stem, result) for stem, result in loaded.items()]):
         print(line, file=sys.stderr)
+    for earlier in failed[:-1]:
+        print(f"error: {earlier}", file=sys.stderr)
+    if failed:
+        raise failed[-1]
 
 
 def differences(loaded: Sequence[tuple[Path, Result]]) -> list[str]:

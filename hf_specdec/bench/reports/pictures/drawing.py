@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -29,6 +30,9 @@ BY_KIND = {
 }
 BY_ENGINE = {"generate": GREY, "eager": SKY, "static": ORANGE, "compiled": BLUE}
 LINES = (BLUE, VERMILION, ORANGE, SKY, PURPLE, GREEN, GREY, BLACK)
+
+# Names come from data sets, where a dollar sign begins no formula.
+matplotlib.rcParams["text.parse_math"] = False
 
 WIDTH = 8.0  # inches; GitHub shows a page about 840 pixels wide
 _DPI = 105
