@@ -35,7 +35,7 @@ from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import StaticRunner, static_cache, supports_recorded_row, supports_rows_cache
-from hf_specdec.models.traits import context_length, pass_mode, tensor_parallel_group, without_adapter_wrapper
+from hf_specdec.models.traits import context_length, media_of, pass_mode, tensor_parallel_group, without_adapter_wrapper
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.engine import prepared_capacity
 from hf_specdec.prepared.prepared_decoder import with_prepared_rounds
@@ -45,9 +45,6 @@ from hf_specdec.rules.verification import SAMPLING_RULES, greedy
 from hf_specdec.strategies import STRATEGY_TABLE
 
 LONG_TEXT = 4096  # tokens; longer texts of models with sliding windows use caches that drop what left the window
-
-# Prefixes of the arguments that pass images, video or audio to a model.
-MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features")
 
 _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
 
@@ -64,13 +61,16 @@ class SpeculativeDecoding:
     """Speculative decoding without patching: `model.generate(**inputs, custom_generate=SpeculativeDecoding(draft))`.
 
     `generate` does not pass all of its arguments on to a custom loop. Pass these to this object instead: `streamer`
-    (also to `generate` if it should receive the prompt), `tokenizer` and `assistant_tokenizer`. For `stop_strings`,
-    add a `StopStringCriteria` to `stopping_criteria`. With `hf_specdec.enable`, all of them are ordinary arguments.
+    (also to `generate` if it should receive the prompt), `tokenizer`, `assistant_tokenizer` and `media`. For
+    `stop_strings`, add a `StopStringCriteria` to `stopping_criteria`. With `hf_specdec.enable`, all of them are
+    ordinary arguments.
 
     Args:
         assistant_model: the draft, on any device and in any dtype; None for drafters that need no model.
         strategy: `"speculative"`, `"bild"`, `"lenient"`, `"typical"` or `"ensemble"`.
         streamer, tokenizer, assistant_tokenizer: the arguments of `generate`.
+        media: the arguments of `generate` that hold pictures or video, which it encodes by the target. A draft of the
+            same kind encodes them itself.
         settings: `num_assistant_tokens`, `fallback_threshold`, … (see `SpeculationConfig`). Settings in the call of
             `generate` override them. Settings in a `generation_config` are ignored here, because a lookahead that the
             user set can't be told from the default that `generate` fills in.
@@ -92,6 +92,7 @@ class SpeculativeDecoding:
         streamer: Any = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+        media: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         check_fields(settings)
@@ -101,6 +102,7 @@ class SpeculativeDecoding:
         self.streamer = streamer
         self.tokenizer = tokenizer
         self.assistant_tokenizer = assistant_tokenizer
+        self.media = media or {}
         self.stats: SpeculationStats | None = None
 
     def __call__(
@@ -196,6 +198,7 @@ class SpeculativeDecoding:
             generation_config=generation_config,
             model_kwargs=dict(model_kwargs),
             inputs_tensor=inputs_tensor,
+            media=self.media,
             static_size=static_size,
         )
         if static_size is not None:
@@ -215,7 +218,7 @@ class SpeculativeDecoding:
             # Custom processors may need gradients, which inference mode rules out.
             mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
             max_positions=None if (positions := context_length(model)) is None else positions - cached,
-            drafts_in_first_round=_last_token_visible(model, model_kwargs) and not _has_media(model_kwargs),
+            drafts_in_first_round=_last_token_visible(model, model_kwargs) and not media_of(model_kwargs),
         )
         # A local name as well, since other threads may replace the attribute.
         stats = self.stats = _last[model] = SpeculationStats(config.strategy)
@@ -297,11 +300,6 @@ def _last_token_visible(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     mask = model_kwargs.get(f"{prefix}attention_mask")
     return mask is None or bool(mask[:, -1].all())
-
-
-def _has_media(model_kwargs: dict[str, Any]) -> bool:
-    """Whether the first pass reads images or audio, where a drafted placeholder would be taken for one of theirs."""
-    return any(key.startswith(MEDIA) and value is not None for key, value in model_kwargs.items())
 
 
 def _cached_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:

@@ -27,6 +27,7 @@ from transformers import (
 from hf_specdec.checks import check_cache_implementation, check_is_model, check_synced_gpus
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
+from hf_specdec.models.traits import media_of
 from hf_specdec.prepared.engine_store import release
 
 ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
@@ -175,6 +176,7 @@ def _speculative_call(
         streamer=call.get("streamer"),
         tokenizer=tokenizer,
         assistant_tokenizer=call.pop("assistant_tokenizer", None),
+        media=media_of(call),
         **settings,
     )
     for name in _unused(model, call):

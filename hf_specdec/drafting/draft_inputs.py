@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +25,11 @@ NOT_SHARED = (
 
 
 def draft_inputs(
-    draft: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor: Tensor | None
+    draft: PreTrainedModel,
+    model_kwargs: dict[str, Any],
+    input_ids: Tensor,
+    inputs_tensor: Tensor | None,
+    media: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The draft's `model_kwargs`, its own empty cache included.
 
@@ -35,11 +41,14 @@ def draft_inputs(
         model_kwargs: what `generate` prepared for the target.
         input_ids: `[B, P]`, the prompts (of the decoder).
         inputs_tensor: `[B / num_return_sequences, ...]`, the encoder's inputs.
+        media: pictures and video before the target encoded them and `num_return_sequences` expanded them.
 
     Raises:
         ValueError: the draft's cache can't be rolled back, or the draft's encoder has no inputs.
     """
-    accepted = inspect.signature(draft.forward).parameters
+    accepted = {*inspect.signature(draft.forward).parameters}
+    if "kwargs" in accepted:
+        accepted.add("use_cache")  # LLaVA's text model takes it from there
     shared = {key: value for key, value in model_kwargs.items() if key in accepted and key not in NOT_SHARED}
     kwargs = {key: _to_draft(value, draft) for key, value in shared.items()}
     encoded = "encoder_outputs" in model_kwargs
@@ -53,6 +62,10 @@ def draft_inputs(
         masks = ["attention_mask", "decoder_attention_mask"] if own_encoder else []
     else:
         masks = ["attention_mask"]
+    if kwargs.get("mm_encoder_outputs"):
+        kwargs["mm_encoder_outputs"] = _encoded_media(
+            draft, kwargs["mm_encoder_outputs"], input_ids, inputs_tensor, media
+        )
     for key in masks:
         if model_kwargs.get(key) is not None:
             kwargs[key] = model_kwargs[key].to(draft.device)
@@ -98,10 +111,48 @@ def _encode(
     )
 
 
+def _encoded_media(
+    draft: PreTrainedModel,
+    by_target: Mapping[str, Any],
+    input_ids: Tensor,
+    inputs_tensor: Tensor | None,
+    media: Mapping[str, Any],
+) -> Any:
+    """Pictures as the draft encodes them; as the target did where nothing else is known and their widths agree."""
+    if not media or "mm_encoder_outputs" in media:
+        width = draft.config.get_text_config(decoder=True).hidden_size
+        found = next(
+            (t.shape[-1] for t in _tensors(getattr(next(iter(by_target.values())), "pooler_output", None))), width
+        )
+        if found != width:
+            raise ValueError(
+                f"assistant_model={type(draft).__name__} can't read pictures that the target has encoded, {found} wide "
+                f"instead of {width}: pass the pictures, and call generate under hf_specdec.enable(...) or with "
+                "SpeculativeDecoding(draft, media={'pixel_values': ...})."
+            )
+        return by_target
+    copies = 1 if inputs_tensor is None else len(input_ids) // len(inputs_tensor)
+    own = draft._prepare_multimodal_encoder_kwargs_for_generation({key: _to_draft(media[key], draft) for key in media})
+    prompts = input_ids[::copies].to(draft.device)
+    return draft._expand_inputs_for_generation(copies, input_ids=prompts, **own)[1]["mm_encoder_outputs"]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a tensor, or in a list of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        yield from (item for item in value if isinstance(item, Tensor))
+
+
 def _to_draft(value: Any, draft: PreTrainedModel) -> Any:
     """Move tensors to the draft's device, and floating-point ones to its dtype."""
     if isinstance(value, ModelOutput):
         return type(value)(**{key: _to_draft(field, draft) for key, field in value.items()})
+    if isinstance(value, Mapping):
+        return {key: _to_draft(item, draft) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_draft(item, draft) for item in value)
     if isinstance(value, Tensor):
         return value.to(draft.device, draft.dtype if torch.is_floating_point(value) else value.dtype)
     return value

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +45,7 @@ class DraftCall:
         processors: the caller's logits processors.
         generation_config, model_kwargs: what `generate` prepared for the target.
         inputs_tensor: `[B / num_return_sequences, ...]`, the inputs that were passed to `generate`.
+        media: pictures and video as they were passed to `generate`, as far as they are known.
         static_size: the size of the static caches; None for dynamic ones.
     """
 
@@ -56,6 +57,7 @@ class DraftCall:
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any]
     inputs_tensor: Tensor | None
+    media: Mapping[str, Any] = field(default_factory=dict)
     static_size: CacheSize | None = None
 
     @property
@@ -112,7 +114,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     assert draft is not None, "checked by SpeculativeDecoding"
     if needs_translation(call.model, draft, *call.tokenizers):
         return _across_tokenizers(config, call, rule)
-    kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor)
+    kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor, call.media)
     size = call.static_size
     if size is None and kwargs.get("past_key_values") is not None and supports_recorded_row(draft, kwargs):
         # The target uses another kind of cache or another device, but recording the draft's passes still helps.

@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
-from hf_specdec.models.traits import pass_mode
+from hf_specdec.models.traits import media_of, pass_mode
 
 # What later passes of a text model may need besides masks, positions and tokens.
 LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
@@ -59,6 +59,7 @@ class DynamicRunner:
             self._recording = cache_rollback.start_recording(self.cache)
             read = max(min(cache_rollback.cached_length(self.cache) - hidden, prompt_length - 1), 0)
         self.read = [read] * batch_size
+        self._prompt = prompt_length - read  # tokens of it that are still to be read
         self._width = read + hidden
         self._history = input_ids[:, :0]
         self._keeps_logits = "logits_to_keep" in parameters
@@ -96,6 +97,10 @@ class DynamicRunner:
             Logits `[B, count, V]` of the last `count` appended positions, in the model's dtype.
         """
         tokens = tokens.to(self._history.device)
+        if self._prompt < tokens.shape[1] and self.passes == 0 and media_of(self.kwargs):
+            # A placeholder behind the prompt would be taken for one of its pictures'.
+            self.forward(tokens[:, : self._prompt], 1)
+            tokens = tokens[:, self._prompt :]
         appended = tokens.shape[1]
         lags = [self._width - self.hidden - n for n in self.read]
         first_slot = self._width

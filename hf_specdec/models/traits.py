@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[tor
     """
     plain = all(type(weight) is torch.nn.Parameter for model in models for weight in model.parameters())
     return torch.inference_mode if plain else torch.no_grad
+
+
+# Prefixes of the arguments that pass pictures, video or sound to a model, encoded or not.
+MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "mm_encoder_outputs")
+
+
+def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a model's arguments, those that hold pictures, video or sound; `generate` makes an empty one for texts."""
+    found = {key: value for key, value in model_kwargs.items() if key.startswith(MEDIA) and value is not None}
+    return {key: value for key, value in found.items() if not (isinstance(value, Mapping) and not value)}
 
 
 def context_length(model: PreTrainedModel) -> int | None:

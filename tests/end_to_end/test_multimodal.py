@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.recurrent_families import noisy
 from torch import Tensor
 from transformers import (
@@ -17,12 +20,16 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LogitsProcessor,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
 )
 
 import hf_specdec
+from hf_specdec import SpeculativeDecoding
 
 PICTURE, START, END = 40, 42, 43
 TEXT: dict[str, Any] = {
@@ -55,33 +62,47 @@ def _inputs(batch_size: int, **more: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
 
 
-def _llava(batch_size: int) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def _llava(batch_size: int, text: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     vision = CLIPVisionConfig(**VISION, image_size=8, patch_size=4, projection_dim=16)
-    config = LlavaConfig(text_config=LlamaConfig(**TEXT), vision_config=vision, image_token_id=PICTURE)
+    config = LlavaConfig(text_config=LlamaConfig(**text), vision_config=vision, image_token_id=PICTURE)
     pictures = torch.randn(batch_size, 3, 8, 8, dtype=torch.float64)
     return LlavaForConditionalGeneration(config), _inputs(batch_size, pixel_values=pictures)
 
 
-def _qwen2_vl(batch_size: int) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "in_channels": 3}
-    config = Qwen2VLConfig(
-        text_config={**TEXT, "rope_parameters": rope},
-        vision_config=vision,
-        image_token_id=PICTURE,
-        video_token_id=41,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-    )
+def _qwen_inputs(batch_size: int) -> dict[str, Tensor]:
     inputs = _inputs(batch_size, image_grid_thw=torch.tensor([[1, 4, 4]] * batch_size))
     inputs["pixel_values"] = torch.randn(16 * batch_size, 96, dtype=torch.float64)
-    inputs["mm_token_type_ids"] = (inputs["input_ids"] == PICTURE).long()
-    return Qwen2VLForConditionalGeneration(config), inputs
+    return inputs | {"mm_token_type_ids": (inputs["input_ids"] == PICTURE).long()}
 
 
-def _gemma3(batch_size: int) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def _qwen_config(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    tokens = {"image_token_id": PICTURE, "video_token_id": 41, "vision_start_token_id": START}
+    vision = {"num_heads": 2, "patch_size": 4, "in_channels": 3, **vision}
+    return {
+        "text_config": {**text, "rope_parameters": rope},
+        "vision_config": vision,
+        "vision_end_token_id": END,
+        **tokens,
+    }
+
+
+def _qwen2_vl(batch_size: int, text: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": text["hidden_size"]}
+    config = Qwen2VLConfig(**_qwen_config(text, vision))
+    return Qwen2VLForConditionalGeneration(config), _qwen_inputs(batch_size)
+
+
+def _qwen2_5_vl(batch_size: int, text: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    vision = {"depth": 2, "hidden_size": 16, "out_hidden_size": text["hidden_size"], "intermediate_size": 16}
+    vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    config = Qwen2_5_VLConfig(**_qwen_config(text, vision))
+    return Qwen2_5_VLForConditionalGeneration(config), _qwen_inputs(batch_size)
+
+
+def _gemma3(batch_size: int, text: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     config = Gemma3Config(
-        text_config={**TEXT, "head_dim": 16, "sliding_window": 8},
+        text_config={**text, "head_dim": 16, "sliding_window": 8},
         vision_config={**VISION, "image_size": 8, "patch_size": 2, "model_type": "siglip_vision_model"},
         mm_tokens_per_image=4,
         image_token_index=PICTURE,
@@ -94,29 +115,125 @@ def _gemma3(batch_size: int) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     return Gemma3ForConditionalGeneration(config), inputs
 
 
-TARGETS: dict[str, Callable[[int], tuple[PreTrainedModel, dict[str, Tensor]]]] = {
+def _idefics(family: str, batch_size: int, text: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    config = getattr(transformers, f"{family}Config")(
+        text_config={**text, "model_type": "llama"},
+        vision_config={**VISION, "image_size": 8, "patch_size": 2},
+        image_token_id=PICTURE,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    inputs = _inputs(batch_size, pixel_values=torch.randn(batch_size, 1, 3, 8, 8, dtype=torch.float64))
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config), inputs
+
+
+TARGETS: dict[str, Callable[..., tuple[PreTrainedModel, dict[str, Tensor]]]] = {
     "llava": _llava,
     "qwen2-vl": _qwen2_vl,
+    "qwen2.5-vl": _qwen2_5_vl,
     "gemma3": _gemma3,
+    "idefics3": partial(_idefics, "Idefics3"),
+    "smolvlm": partial(_idefics, "SmolVLM"),
 }
+NARROW = {**TEXT, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+SETTINGS = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+
+
+def _made(kind: str, batch_size: int, text: dict[str, Any] = TEXT) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    torch.manual_seed(3)
+    model, inputs = TARGETS[kind](batch_size, text)
+    return _ready(model), inputs
+
+
+def _speculate(target: PreTrainedModel, draft: PreTrainedModel | None, inputs: dict[str, Tensor], **more: Any) -> Any:
+    """The output, with a draft or with look-up."""
+    drafter = {"drafter": "lookup"} if draft is None else {"assistant_model": draft}
+    with hf_specdec.enable(target, generation_strategy="speculative", **drafter):
+        return target.generate(**inputs, **SETTINGS, **more, num_assistant_tokens=4, return_dict_in_generate=True)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_pictures_reach_the_first_pass_and_positions_go_on_after_them(kind: str, batch_size: int) -> None:
-    torch.manual_seed(3)
-    made, inputs = TARGETS[kind](batch_size)
-    target = _ready(made)
+    target, inputs = _made(kind, batch_size)
     text_only = _ready(LlamaForCausalLM(LlamaConfig(**TEXT)))
-    settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
-    plain = target.generate(**inputs, **settings)
-    drafts = {"same kind": noisy(target, 0.02), "text only": text_only, "look-up": None}
+    plain = target.generate(**inputs, **SETTINGS)
+    drafts = {
+        "same kind": noisy(target, 0.02),
+        "same kind, narrower": _made(kind, batch_size, NARROW)[0],
+        "text only": text_only,
+        "look-up": None,
+    }
     for name, draft in drafts.items():
-        drafter = {"drafter": "lookup"} if draft is None else {"assistant_model": draft}
-        with hf_specdec.enable(target, generation_strategy="speculative", **drafter):
-            out = target.generate(**inputs, **settings, num_assistant_tokens=4, return_dict_in_generate=True)
+        out = _speculate(target, draft, inputs)
         assert torch.equal(out.sequences, plain), name
         if name == "same kind":
             assert out.speculation.acceptance_rate > 0
-    without = {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}
-    assert not torch.equal(target.generate(**without, **settings), plain), "the text depends on the picture"
+    other = {**inputs, "pixel_values": -inputs["pixel_values"]}
+    assert not torch.equal(target.generate(**other, **SETTINGS), plain), "the text depends on the picture"
+
+
+class _Placeholder(LogitsProcessor):
+    """Makes a picture's placeholder the first new token, and likely ever after."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, PICTURE] += 1e4 if input_ids.shape[1] == 11 else 8.0
+        return scores
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_placeholders_that_are_drafted_or_generated_belong_to_no_picture(kind: str, batch_size: int) -> None:
+    target, inputs = _made(kind, batch_size)
+    plain = target.generate(**inputs, **SETTINGS, logits_processor=[_Placeholder()])
+    assert (plain[:, 11:] == PICTURE).sum(1).min() > 1
+    for draft in (noisy(target, 0.02), _ready(LlamaForCausalLM(LlamaConfig(**TEXT)))):
+        out = _speculate(target, draft, inputs, logits_processor=[_Placeholder()])
+        assert torch.equal(out.sequences, plain)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2-vl"])
+def test_a_prompt_that_begins_with_a_picture(kind: str) -> None:
+    target, inputs = _made(kind, 1)
+    cut = {key: value[:, 3:] for key, value in inputs.items() if value.shape[-1] == 11}
+    inputs = {**inputs, **cut}
+    plain = target.generate(**inputs, **SETTINGS)
+    for draft in (noisy(target, 0.02), _ready(LlamaForCausalLM(LlamaConfig(**TEXT))), None):
+        assert torch.equal(_speculate(target, draft, inputs).sequences, plain)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_target_as_its_own_draft_accepts_everything(kind: str) -> None:
+    """So the draft reads the pictures, at the right places, and keeps what it has read."""
+    target, inputs = _made(kind, 2)
+    assert _speculate(target, target, inputs).speculation.acceptance_rate == 1.0
+
+
+def test_a_draft_of_the_same_kind_looks_at_the_picture_itself() -> None:
+    """It is the target with another projection of pictures, so that less is accepted than of the target's drafts."""
+    target, inputs = _made("llava", 2)
+    blind = copy.deepcopy(target)
+    with torch.no_grad():
+        blind.get_submodule("model.multi_modal_projector").linear_2.weight.mul_(-5)
+    assert _speculate(target, blind, inputs).speculation.acceptance_rate < 1.0
+
+
+def test_returned_sequences_share_a_picture() -> None:
+    target, inputs = _made("llava", 2)
+    with hf_specdec.enable(target, generation_strategy="speculative", assistant_model=target):
+        out = target.generate(
+            **inputs, max_new_tokens=8, do_sample=True, num_return_sequences=2, return_dict_in_generate=True
+        )
+    assert out.sequences.shape[0] == 4
+    assert out.speculation.acceptance_rate > 0.99, "its draft, the target itself, saw the same pictures"
+
+
+def test_pictures_that_only_the_target_could_encode_are_refused_by_name() -> None:
+    target, inputs = _made("llava", 1)
+    narrow = _made("llava", 1, NARROW)[0]
+    with pytest.raises(ValueError, match=r"assistant_model=LlavaFor.* 32 wide instead of 16: pass the pictures"):
+        target.generate(**inputs, **SETTINGS, custom_generate=SpeculativeDecoding(narrow))
+    media = {"pixel_values": inputs["pixel_values"]}
+    ours = target.generate(**inputs, **SETTINGS, custom_generate=SpeculativeDecoding(narrow, media=media))
+    assert torch.equal(ours, target.generate(**inputs, **SETTINGS))
