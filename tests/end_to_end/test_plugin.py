@@ -17,8 +17,6 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
     pipeline,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -303,46 +301,6 @@ def test_statistics_are_data(pair) -> None:
     assert stats.new_tokens == int((output.sequences[:, 9:] != PAD).sum())
     assert all(a <= d for r in stats.rounds for a, d in zip(r.accepted, r.drafted, strict=True))
     assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
-
-
-def whisper() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = WhisperConfig(
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        num_mel_bins=8,
-        max_source_positions=20,
-        max_target_positions=40,
-        init_std=0.2,
-        bos_token_id=EOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        decoder_start_token_id=2,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-    return WhisperForConditionalGeneration(config).to(torch.float64).eval()
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_model_with_a_generate_of_its_own(rows: int) -> None:
-    """Whisper's `generate` calls its parent's; the draft runs its own encoder."""
-    target = whisper()
-    draft = noisy(target)
-    torch.manual_seed(1)
-    call = {"input_features": torch.randn(rows, 8, 40, dtype=torch.float64), "do_sample": False, "max_new_tokens": 12}
-    plain = target.generate(**call)
-    with hf_specdec.enable(target):
-        output = target.generate(**call, assistant_model=draft, **SPECULATIVE)
-    assert torch.equal(output, plain)
-    stats = last_speculation(target)
-    assert stats is not None and stats.drafted > 0
 
 
 def test_a_stored_strategy_does_not_reach_the_draft_of_transformers_assisted_generation(

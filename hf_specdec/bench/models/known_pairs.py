@@ -48,6 +48,11 @@ KNOWN_PAIRS = (
     Pair("bigscience/bloom-7b1", ("bigscience/bloom-560m", "bigscience/bloom-1b7")),
     Pair("meta-llama/Llama-2-7b-hf", ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",)),
     Pair("google-t5/t5-base", ("google-t5/t5-small",)),
+    # Speech; these drafts read the target's encoding, so each goes with one target only.
+    Pair("openai/whisper-large-v3", ("distil-whisper/distil-large-v3",)),
+    Pair("openai/whisper-large-v2", ("distil-whisper/distil-large-v2",)),
+    Pair("openai/whisper-medium.en", ("distil-whisper/distil-medium.en",)),
+    Pair("openai/whisper-small.en", ("distil-whisper/distil-small.en",)),
     # 29M is the fastest of those published.
     Pair(
         _NEOX.format("409M"),

@@ -1,0 +1,131 @@
+"""Whisper: batches, long recordings, chunks and transformers' pipeline give plain `generate`'s tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.recurrent_families import noisy
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    PreTrainedModel,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForCausalLM,
+    WhisperForConditionalGeneration,
+    WhisperTokenizer,
+    pipeline,
+)
+
+import hf_specdec
+from hf_specdec import last_speculation
+
+END, BEGIN, NO_TIMES = 256, 257, 258
+FIRST_TIME, TIMES = 259, 101
+FRAMES = 40  # of one window
+
+
+def whisper() -> PreTrainedModel:
+    """A window of 2 seconds, read as 20 positions."""
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=FIRST_TIME + TIMES,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        num_mel_bins=8,
+        max_source_positions=FRAMES // 2,
+        max_target_positions=64,
+        init_std=0.3,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=END,
+        decoder_start_token_id=BEGIN,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    model = WhisperForConditionalGeneration(config).to(torch.float64).eval()
+    for name, value in {
+        "no_timestamps_token_id": NO_TIMES,
+        "is_multilingual": False,
+        "prev_sot_token_id": BEGIN,
+    }.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+def distilled(target: PreTrainedModel) -> PreTrainedModel:
+    """A decoder of one layer, the target's first, that reads the target's encoding, as Distil-Whisper's does."""
+    config = WhisperConfig(**{**target.config.to_dict(), "decoder_layers": 1})
+    draft = WhisperForCausalLM(config).to(torch.float64).eval()
+    missing = draft.load_state_dict(
+        {name: weight for name, weight in target.state_dict().items() if name.startswith("model.decoder.")},
+        strict=False,
+    )
+    assert not [name for name in missing.missing_keys if "decoder" in name]
+    return draft
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return whisper()
+
+
+DRAFTS = {"smaller Whisper": noisy, "distilled": distilled}
+CALLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one window": (FRAMES, {}),
+    "long-form": (3 * FRAMES, {"return_timestamps": True}),
+    "long-form, on its own text": (3 * FRAMES, {"return_timestamps": True, "condition_on_prev_tokens": True}),
+    "long-form, temperatures": (
+        3 * FRAMES,
+        {"return_timestamps": True, "temperature": (0.0, 0.4), "logprob_threshold": -1e3},
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_recordings(target: PreTrainedModel, draft: str, call: str, rows: int) -> None:
+    frames, settings = CALLS[call]
+    torch.manual_seed(1)
+    mask = torch.ones(rows, frames, dtype=torch.long)
+    mask[1:, -FRAMES // 2 :] = 0
+    inputs = {"input_features": torch.randn(rows, 8, frames, dtype=torch.float64), "attention_mask": mask}
+    settings = {"do_sample": False, "max_new_tokens": 20, **settings}
+    plain = target.generate(**inputs, **settings)
+    with hf_specdec.enable(target, assistant_model=DRAFTS[draft](target), generation_strategy="speculative"):
+        ours = target.generate(**inputs, **settings)
+    assert torch.equal(ours, plain)
+    stats = last_speculation(target)
+    assert stats is not None and stats.drafted > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunk_length_s": 2, "batch_size": 3}, {"return_timestamps": True}])
+def test_the_pipeline_for_speech(target: PreTrainedModel, settings: dict[str, Any]) -> None:
+    special = {"<|endoftext|>": END, "<|startoftranscript|>": BEGIN, "<|notimestamps|>": NO_TIMES}
+    vocabulary = {byte: token for token, byte in enumerate(sorted(ByteLevel.alphabet()))}
+    recognize = pipeline(
+        "automatic-speech-recognition",
+        model=target,
+        tokenizer=WhisperTokenizer(vocab={**vocabulary, **special}, merges=[], pad_token="<|endoftext|>"),
+        feature_extractor=WhisperFeatureExtractor(
+            feature_size=8, sampling_rate=1000, hop_length=50, chunk_length=2, n_fft=100
+        ),
+        dtype=torch.float64,
+    )
+    sound = np.random.default_rng(0).standard_normal(5000)
+    arguments = {**settings, "generate_kwargs": {"max_new_tokens": 20, "do_sample": False, "num_beams": 1}}
+    plain = recognize(sound.copy(), **arguments)
+    assert plain["text"]
+    with hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"):
+        ours = recognize(sound.copy(), **arguments)
+    assert ours == plain
+    stats = last_speculation(target)
+    assert stats is not None and stats.drafted > 0
