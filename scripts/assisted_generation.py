@@ -26,10 +26,11 @@ _TASKS = {
     "engines": (128, 7),
     "growth": (16, 1),
     "rollback": (32, 3),
+    "tune": (128, 1),
     "report": (1, 1),
 }
 _JOURNALED = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines", "rollback")
-_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines", "growth", "rollback")
+_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines", "growth", "rollback", "tune")
 _PROMPT_LENGTHS = {"engines": [256], "growth": [40, 90, 150], "rollback": [64]}
 _CONTINUE = "; what was measured is kept, and the same command continues it"
 _ENGINES = ("eager", "static", "compiled")
@@ -63,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_precision_arguments(parser.add_argument_group("precision and place"))
     _add_speculation_arguments(parser.add_argument_group("speculation"))
     _add_sampling_arguments(parser.add_argument_group("sampling"))
-    _add_data_arguments(parser.add_argument_group("data of subtasks, sweep and ablation"))
+    _add_data_arguments(parser.add_argument_group("data of subtasks, sweep, ablation and tune"))
     _add_work_arguments(parser.add_argument_group("work and output"))
     return parser
 
@@ -81,13 +82,17 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="prompt lengths in tokens; default: benchmark 256 512, engines 256, growth 40 90 150, rollback 64",
     )
-    sizes = "texts decoded at once (1); engines takes several (1 4 8)"
+    sizes = "texts decoded at once (1); engines (1 4 8) and tune take several"
     add("--batch_size", "--batch_sizes", dest="batch_sizes", nargs="+", type=_at_least(1), metavar="N", help=sizes)
     engines = (
-        "engines: which to compare (eager compiled); llama.cpp: with the pair's own weights; growth: which to call"
+        f"engines: which of {', '.join(_ENGINES + _LLAMA_CPP)} to compare (eager compiled); growth: which to call; "
+        "tune: which to try (eager static compiled)"
     )
-    add("--engines", nargs="+", choices=_ENGINES + _LLAMA_CPP, default=["eager", "compiled"], help=engines)
+    add("--engines", nargs="+", choices=_ENGINES + _LLAMA_CPP, metavar="NAME", help=engines)
     add("--calls", type=_at_least(2), default=2000, metavar="N", help="growth: number of calls (%(default)s)")
+    add("--minutes", type=_above(0), default=10.0, metavar="M", help="tune: how long it may take (%(default)g)")
+    loss = "tune: BiLD may lose so many points of quality; without it only lossless methods are tried"
+    add("--max_quality_loss", type=_between(0, 100), metavar="POINTS", help=loss)
     add(
         "--prompt",
         dest="prompts",
@@ -126,7 +131,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     )
     pickled = "also read weights from pytorch_model.bin, where a model has no safetensors"
     add("--allow_pickle", action="store_true", help=pickled)
-    several = "sweep: drafts to compare; default: --assistant_model, or all drafts of an embedded target"
+    several = "sweep and tune: drafts to compare; default: --assistant_model, or all that are known"
     add("--draft_models", nargs="+", default=[], metavar="NAME", help=several)
     better = "use SDPA attention (hf_specdec.to_better_transformer); ablation always measures with and without"
     add("--better_transformer", action="store_true", help=better)
@@ -263,6 +268,16 @@ def _at_least(least: int, otherwise: str = "") -> Callable[[str], int]:
     return parse
 
 
+def _above(least: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = _between(least, None)(text)
+        if value == least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number above {least}")
+        return value
+
+    return parse
+
+
 def _between(least: float, most: float | None) -> Callable[[str], float]:
     wanted = f"no number of at least {least}" if most is None else f"no number from {least} to {most}"
 
@@ -286,9 +301,10 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
         print(f"{parser.prog}: --assistant_model is not used without --assisted_generation", file=sys.stderr)
     if options["prompts"] and task != "decode":
         print(f"{parser.prog}: --prompt is only used by --task decode", file=sys.stderr)
-    if options["draft_models"] and task != "sweep":
-        parser.error("argument --draft_models: is for --task sweep; name one draft by --assistant_model")
-    if task == "growth" and (beyond := sorted(set(options["engines"]) & set(_LLAMA_CPP))):
+    if options["draft_models"] and task not in ("sweep", "tune"):
+        parser.error("argument --draft_models: is for --task sweep or tune; name one draft by --assistant_model")
+    options["engines"] = options["engines"] or [*(_ENGINES if task == "tune" else ("eager", "compiled"))]
+    if task in ("growth", "tune") and (beyond := sorted(set(options["engines"]) & set(_LLAMA_CPP))):
         parser.error(f"argument --engines: {beyond[0]} is for --task engines")
     most_tokens, repeats = _TASKS[task]
     options["max_new_tokens"] = options["max_new_tokens"] or most_tokens
@@ -296,8 +312,9 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
     options["prompt_lengths"] = options["prompt_lengths"] or _PROMPT_LENGTHS.get(task, [256, 512])
     options["assisted_generation"] |= task in _ALWAYS_ASSISTED
     options["batch_sizes"] = options["batch_sizes"] or ([1, 4, 8] if task == "engines" else [1])
-    if len(options["batch_sizes"]) > 1 and task != "engines":
-        parser.error(f"argument --batch_size: {len(options['batch_sizes'])} values are for --task engines; give one")
+    if len(options["batch_sizes"]) > 1 and task not in ("engines", "tune"):
+        count = len(options["batch_sizes"])
+        parser.error(f"argument --batch_size: {count} values are for --task engines or tune; give one")
     options["grid"] = {}
     if options["compile"] is not None:
         options["compile"] = [value == "yes" for value in options["compile"]] or [True]

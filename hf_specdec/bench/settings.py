@@ -47,7 +47,7 @@ class Settings:
     dtype: str = "auto"
     draft_dtype: str = "auto"
     repeats: int = 1
-    draft_models: tuple[str, ...] = ()  # of the task `sweep`
+    draft_models: tuple[str, ...] = ()  # of the tasks `sweep` and `tune`
     dataset: str = "embedded"
     dataset_path: Path | None = None
     split: str | None = None  # embedded: heldout; hub: test
@@ -56,9 +56,11 @@ class Settings:
     prompt_template: str = "{prompt}"
     limit: int | None = None
     better_transformer: bool = False
-    batch_sizes: tuple[int, ...] = (1,)  # several are for the task `engines`
-    engines: tuple[str, ...] = ("eager", "compiled")  # of the tasks `engines` and `growth`
+    batch_sizes: tuple[int, ...] = (1,)  # several are for the tasks `engines` and `tune`
+    engines: tuple[str, ...] = ("eager", "compiled")  # of the tasks `engines`, `growth` and `tune`
     calls: int = 2000  # of the task `growth`
+    minutes: float = 10.0  # of the task `tune`
+    max_quality_loss: float | None = None  # of the task `tune`, in points; without it only lossless methods
     precision: str | None = None
     draft_precision: str | None = None
     device_map: str | None = None

@@ -16,7 +16,7 @@ _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "ex
 _JSON_LINES = (".jsonl", ".ndjson")
 # Examples of each embedded subtask: enough where quality is judged, elsewhere what takes minutes.
 _JUDGED_LIMIT = 50
-_TIMED_LIMITS = {"sweep": 5, "ablation": 3}
+_TIMED_LIMITS = {"sweep": 5, "ablation": 3, "tune": 10}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hf_specdec.bench.reports.markdown import percent
 Result = Mapping[str, Any]
 
 # Tasks that are measured on questions of a data set.
-DATA_TASKS = ("subtasks", "sweep", "ablation")
+DATA_TASKS = ("subtasks", "sweep", "ablation", "tune")
 
 # Repeats of the same work that differ by more than this share of their median were disturbed.
 _CALM = 0.25
@@ -76,6 +76,8 @@ def _shape(result: Result) -> str:
     if lookaheads := _values(result, "lookahead"):
         parts.append(f"lookahead {', '.join(lookaheads)}")
     parts.append(f"batch size {', '.join(map(str, sizes))}")
+    if result["task"] == "tune":
+        return f"- {', '.join(parts)}, within {arguments['minutes']:g} minutes"
     repeats = arguments["repeats"]
     return f"- {', '.join(parts)}, {repeats} repeat{'s' if repeats > 1 else ''}"
 

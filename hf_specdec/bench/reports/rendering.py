@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_specdec.bench.reports.tables import ablation, benchmark, engines, growth, rollback, subtasks, sweep
+from hf_specdec.bench.reports.tables import ablation, benchmark, engines, growth, rollback, subtasks, sweep, tune
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "benchmark": benchmark.render,
@@ -17,6 +17,7 @@ _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "engines": engines.render,
     "growth": growth.render,
     "rollback": rollback.render,
+    "tune": tune.render,
 }
 
 TASKS = tuple(_RENDERERS)

@@ -41,8 +41,10 @@ class ColdStart:
     settled: bool
 
 
-def warm_up(pair: LoadedPair, method: Method, prompts: Sequence[Prompt], settings: Settings) -> ColdStart:
-    """Calls until times have settled, at most `MOST_WARM_UPS` times.
+def warm_up(
+    pair: LoadedPair, method: Method, prompts: Sequence[Prompt], settings: Settings, *, most: int | None = None
+) -> ColdStart:
+    """Calls until times have settled, at most `most` times, by default `MOST_WARM_UPS`.
 
     The first use of the models is also where they refuse what they can't do.
 
@@ -51,7 +53,7 @@ def warm_up(pair: LoadedPair, method: Method, prompts: Sequence[Prompt], setting
     """
     seconds: list[float] = []
     settled = False
-    while not settled and len(seconds) < MOST_WARM_UPS:
+    while not settled and len(seconds) < (most or MOST_WARM_UPS):
         before, start = prepared_so_far(pair), time.perf_counter()
         try:
             timed_call(pair, method, prompts, settings)

@@ -73,7 +73,7 @@ def stem(settings: Settings) -> str:
     """
     parts = [settings.task, full_name(settings.model_name)]
     drafts = settings.draft_models or ((settings.assistant_model,) if settings.assistant_model else ())
-    if not drafts and settings.task != "sweep" and (known := default_draft(settings.model_name)):
+    if not drafts and settings.task not in ("sweep", "tune") and (known := default_draft(settings.model_name)):
         drafts = (known,)
     if settings.assisted_generation:
         parts += [full_name(name) for name in drafts]
@@ -95,6 +95,16 @@ def save(result: Mapping[str, Any], settings: Settings) -> tuple[Path, Path]:
     # What is read back, so that a report made later is the same.
     write_bytes(rendered, rendering.render(from_bytes(to_bytes(result))).encode())
     return data, rendered
+
+
+def save_pictures(result: Mapping[str, Any], settings: Settings) -> None:
+    """Writes the result's pictures, `<stem>-<what it shows>.png`."""
+    # Here because it imports matplotlib, which takes a second.
+    from hf_specdec.bench.reports.pictures.by_task import pictures
+    from hf_specdec.bench.reports.pictures.drawing import png
+
+    for name, figure in pictures(result).items():
+        write_bytes(settings.output_dir / f"{stem(settings)}-{name}.png", png(figure))
 
 
 def to_bytes(result: Mapping[str, Any]) -> bytes:

@@ -15,6 +15,7 @@ from hf_specdec.bench.tasks.report import run_report
 from hf_specdec.bench.tasks.rollback import run_rollback
 from hf_specdec.bench.tasks.subtasks import run_subtasks
 from hf_specdec.bench.tasks.sweep import run_sweep
+from hf_specdec.bench.tasks.tune import run_tune
 
 _ALONE = {
     "benchmark": run_benchmark,
@@ -23,6 +24,7 @@ _ALONE = {
     "growth": run_growth,
     "report": run_report,
     "rollback": run_rollback,
+    "tune": run_tune,
 }
 _SHARED = {"subtasks": run_subtasks, "sweep": run_sweep, "ablation": run_ablation}
 

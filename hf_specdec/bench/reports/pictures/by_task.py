@@ -8,12 +8,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.reports.best_settings import methods_of
-from hf_specdec.bench.reports.pictures import ablation, engines, gains, growth, rounds, subtasks, sweep, tradeoff
+from hf_specdec.bench.reports.pictures import ablation, engines, gains, growth, rounds, subtasks, sweep, tradeoff, tune
 from hf_specdec.bench.reports.pictures.drawing import short_name
 from hf_specdec.bench.reports.rendering import title_note
 from hf_specdec.bench.reports.tables.engines import batch_sizes
 from hf_specdec.bench.reports.tables.subtasks import drafting_methods
 from hf_specdec.bench.reports.tables.sweep import thresholds
+from hf_specdec.bench.reports.tables.tune import tried
 
 Result = Mapping[str, Any]
 
@@ -82,6 +83,11 @@ def _growth(result: Result) -> dict[str, Figure]:
     return {"memory": growth.memory_over_calls(result)}
 
 
+def _tune(result: Result) -> dict[str, Figure]:
+    drawn = [tuned for tuned in result["tuned"] if tried(tuned)]
+    return {f"candidates-batch-{tuned['batch']}": tune.candidates_by_stage(result, tuned) for tuned in drawn}
+
+
 def _of_rounds(result: Result) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     if len(rounds.timed_methods(result)) > 0:
@@ -98,4 +104,5 @@ _DRAWN = {
     "ablation": _ablation,
     "engines": _engines,
     "growth": _growth,
+    "tune": _tune,
 }

@@ -1,0 +1,238 @@
+"""The task `tune`: what it tries, what it chooses when figures are certain, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.models import prompts
+from helpers.script import load_script
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import hf_specdec
+from hf_specdec.bench.inputs import questions
+from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.reports import other_engines
+from hf_specdec.bench.reports.tables import tune as tune_tables
+from hf_specdec.bench.running.timed_call import Call
+from hf_specdec.bench.running.warming import ColdStart
+from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.storage import generation_config, results
+from hf_specdec.bench.tasks import tune, tune_candidates
+
+SUMS = [{"q": f"How much is {n} and {n}?", "a": f"{2 * n} and no more"} for n in range(2, 10)]
+Seconds = Callable[[str], float]
+Install = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def settings(saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    folder = tmp_path_factory.mktemp("tune")
+    (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, SUMS)))
+    return Settings(
+        task="tune", model_name=str(saved_pair[0]), assistant_model=str(saved_pair[1]), assisted_generation=True,
+        max_new_tokens=6, dataset=str(folder / "sums.jsonl"), prompt_column="q", reference_column="a",
+        engines=("eager", "static", "compiled"), output_dir=folder,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pairs(settings: Settings) -> list[LoadedPair]:
+    return tune._pairs(settings)
+
+
+class Clock:
+    """Runs while calls are made, and at no other time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Calls that take what a test says and answer with this share of the reference's words, without a model."""
+
+    def install(seconds: Seconds, kept: Seconds = lambda name: 1.0) -> None:
+        def call(pair: LoadedPair, method: Any, batch: Any, settings: Settings, **place: Any) -> Call:
+            if seconds(method.name) < 0:
+                raise ValueError("not\nwith this model")
+            indexes = tuple(prompt.index for prompt in batch)
+            Clock.now += seconds(method.name)
+            return Call(method.name, indexes, place["repeat"], 0, seconds(method.name), 0.001, [[3] * 6] * len(batch))
+
+        def warm(pair: LoadedPair, method: Any, batch: Any, settings: Settings, most: int) -> ColdStart:
+            Clock.now += 3.0
+            return ColdStart(method.name, len(batch), 9, [2.0, 1.0], True)
+
+        def score(result: Any, name: str, base: str) -> Any:
+            return tune.Interval(-100 * (1 - kept(name)), -100 * (1 - kept(name)), 0.0)
+
+        monkeypatch.setattr(tune, "warm_call", call)
+        monkeypatch.setattr(tune, "warm_up", warm)
+        monkeypatch.setattr(tune, "worst_difference", score)
+        monkeypatch.setattr(tune, "kept_engines", lambda *_, **__: [None])
+        monkeypatch.setattr(tune, "_ASSUMED_SECONDS", {"static": 1.0, "compiled": 1.0})
+
+    return install
+
+
+def contest(settings: Settings, pairs: list[LoadedPair], seconds: float = 300) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is chosen, and the whole result."""
+    asked = [dialogue[0] for dialogue in questions.dialogues(settings)]
+    about = tune._prompts(settings, pairs[0], asked)
+    one = tune.Contest(settings, pairs, tune._batches(about, settings.batch_size), Clock())
+    one.run(seconds)
+    result = tune._result(settings, pairs, about, [one])
+    return result["tuned"][0], result
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (lambda name: 0.5 if "auto/entropy" in name else 1.0, ("speculative/", "auto/entropy")),
+        (lambda name: {"none compiled": 0.5, "none static": 0.6}.get(name, 1.0), ("none compiled",)),
+        # Its rank on the first engine brings it to the others.
+        (lambda name: (0.6 if "tokens=6" in name else 1.0) - 0.1 * ("compile" in name), ("tokens=6", "compile=True")),
+        (
+            lambda name: 0.5 if "lookup" in name and "static" in name else 0.9 + 0.1 * ("lookup" not in name),
+            ("lookup",),
+        ),
+    ],
+)
+def test_what_is_fastest_is_chosen(
+    seconds: Seconds, words: tuple[str, ...], settings: Settings, pairs: list[LoadedPair], machine: Install
+) -> None:
+    machine(seconds)
+    chosen, result = contest(settings, pairs)
+    assert chosen["choice"] is not None and all(word in chosen["choice"] for word in words)
+    text = tune_tables.render(result)
+    assert "2.00 (2.00–2.00) times plain generate(), end to end" in text
+    assert "As a command: `assisted_generation.py --task benchmark" in text and "As keywords: `model.generate(…" in text
+
+
+def test_plain_decoding_is_chosen_where_nothing_is_faster(
+    settings: Settings, pairs: list[LoadedPair], machine: Install
+) -> None:
+    machine(lambda name: 1.0 if name == "plain" else 1.1)
+    chosen, result = contest(settings, pairs)
+    assert chosen["choice"] is None
+    assert "Plain generate() is best" in tune_tables.render(result)
+    assert not tune_tables.for_other_engines(result)
+
+
+def test_bild_is_chosen_only_at_a_loss_that_is_allowed(
+    settings: Settings, pairs: list[LoadedPair], machine: Install
+) -> None:
+    machine(lambda name: {"bild": 0.4, "spec": 0.6}.get(name[:4], 1.0), lambda name: 0.97)
+    for most, kind in ((None, "speculative"), (2.0, "speculative"), (4.0, "bild")):
+        chosen, result = contest(replace(settings, max_quality_loss=most, engines=("eager",)), pairs)
+        assert chosen["choice"].startswith(kind), most
+        tried = {name for stage in chosen["races"][0] for name in stage["entered"]}
+        assert any(name.startswith("bild") for name in tried) == (most is not None)
+    assert "Difference in quality to plain decoding, in points: -3.0" in tune_tables.render(result)
+
+
+def test_what_the_time_does_not_pay_for_is_left_out_and_said(
+    settings: Settings, pairs: list[LoadedPair], machine: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(lambda name: 0.5 if "compile" in name else 1.0)
+    monkeypatch.setitem(tune._ASSUMED_SECONDS, "compiled", 300.0)
+    chosen, _ = contest(settings, pairs)
+    assert not any("compile" in name for race in chosen["races"] for stage in race for name in stage["entered"])
+    assert any("static" in name for stage in chosen["races"][1] for name in stage["entered"])
+    (note,) = (note for note in chosen["notes"] if note.startswith("Left out"))
+    assert "compiled" in note and "about 300 s" in note and "--minutes" in note and "static" not in note
+    monkeypatch.setitem(tune._ASSUMED_SECONDS, "compiled", 1.0)
+    chosen, _ = contest(settings, pairs)
+    assert "compile" in chosen["choice"] and not any(note.startswith("Left out") for note in chosen["notes"])
+
+
+def test_what_a_model_refuses_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
+    machine(lambda name: -1.0 if "lookup" in name else 1.0)
+    chosen, _ = contest(replace(settings, engines=("eager",)), pairs)
+    refused = [note for note in chosen["notes"] if "refused" in note]
+    assert len(refused) == 2 and all(note.endswith("refused. not with this model") for note in refused)
+
+
+def test_other_engines_get_the_best_and_its_neighbours(settings: Settings, pairs: list[LoadedPair]) -> None:
+    found = {one.method.name: one for one in tune_candidates.candidates(settings, pairs)}
+    ranking = [one for name, one in found.items() if "lookup" in name or "entropy" in name]
+    ranking += [one for name, one in found.items() if name.endswith("num_assistant_tokens=6")]
+    for engine, kept in (("static", True), ("compiled", False)):
+        listed = tune_candidates.on_engine(engine, ranking)
+        assert {one.method.engine for one in listed} == {engine}
+        plain_drafts = [one.method.lookahead for one in listed if len(one.method.keywords) == 3 and one.method.draft]
+        assert plain_drafts == [6, 8, 4]
+        assert listed[0].method.kind == "none"
+        assert any("lookup" in one.method.name for one in listed) == kept, "compiled rounds draft with a model"
+    assert tune_candidates.on_engine("static", []) == []
+
+
+def test_every_engine_with_many_callers_has_its_command() -> None:
+    found = dict(other_engines.commands("org/big", "org/a draft", 5, sampling=True))
+    vllm, sglang, llama = (shlex.split(words) for words in found.values())
+    assert json.loads(vllm[vllm.index("--speculative-config") + 1]) == {
+        "method": "draft_model", "model": "org/a draft", "num_speculative_tokens": 5,
+        "draft_sample_method": "probabilistic",
+    }  # fmt: skip
+    assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == "6", "the target's own token counts"
+    assert llama[llama.index("--model-draft") + 1] == "a draft.gguf"
+    assert all(any(letter.isdigit() for letter in version) for version in found), "each names its version"
+    assert "probabilistic" not in str(other_engines.commands("org/big", "org/draft", 5, sampling=False))
+
+
+def test_a_saved_configuration_makes_the_loaded_model_speculate(saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder) for folder in saved_pair)
+    keywords = {"generation_strategy": "speculative", "num_assistant_tokens": 3}
+    shutil.copytree(saved_pair[0], tmp_path / "model")
+    generation_config.save(target, keywords, tmp_path / "model" / generation_config.NAME)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded.generation_config.eos_token_id == target.generation_config.eos_token_id
+    with hf_specdec.enable(loaded):
+        loaded.generate(**prompts(1), assistant_model=draft, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    stats = hf_specdec.last_speculation(loaded)
+    assert stats is not None and max(stats.rounds[0].drafted) == 3
+    for name, value in keywords.items():
+        setattr(target.generation_config, name, value)
+    target.generation_config._from_model_config = True
+    target.generation_config.save_pretrained(tmp_path)
+    assert not hasattr(GenerationConfig.from_pretrained(tmp_path), "generation_strategy"), "what the copy is for"
+
+
+@pytest.fixture(scope="module")
+def folder(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the script leaves of a short run on two batch sizes."""
+    folder = tmp_path_factory.mktemp("out")
+    line = f"--task tune --minutes 0.15 --engines eager static --batch_size 1 2 --model_name {settings.model_name} "
+    line += f"--assistant_model {settings.assistant_model} --max_new_tokens 6 --max_quality_loss 100 --prompt_column q "
+    line += f"--dataset {settings.dataset} --output_dir {folder}"
+    assert load_script().main(line.split()) == 0
+    return folder
+
+
+def test_a_run_leaves_its_files(folder: Path) -> None:
+    (data,) = folder.glob(f"*{results.SUFFIX}")
+    result = results.load(data)
+    assert [tuned["batch"] for tuned in result["tuned"]] == [1, 2]
+    assert {call.batch for call in result["calls"]} == {1, 2} and result["prompts"][0]["references"] == []
+    names = {method["name"] for method in result["methods"]}
+    entered = {
+        name for tuned in result["tuned"] for race in tuned["races"] for stage in race for name in stage["entered"]
+    }
+    assert entered < names and any(name.startswith("bild") for name in entered)
+    text = data.with_name(data.name.replace(results.SUFFIX, ".md")).read_text()
+    assert "## Batch size 2" in text and "within 0.15 minutes" in text
+    assert len(list(folder.glob("*-candidates-batch-*.png"))) == 2
+    chosen = [tuned for tuned in result["tuned"] if tuned["choice"] is not None]
+    saved = [
+        folder / f"{data.name.removesuffix(results.SUFFIX)}-batch-{t['batch']}" / generation_config.NAME for t in chosen
+    ]
+    assert sorted(folder.glob(f"*/{generation_config.NAME}")) == sorted(saved)
