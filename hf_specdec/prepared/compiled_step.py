@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from hf_specdec.prepared.few_token_products import FewTokenProducts, load, share_heads, supported
-from hf_specdec.prepared.repeated_blocks import Segment, segments_of, value_of
+from hf_specdec.prepared.repeated_blocks import Segment, segments_of
+from hf_specdec.prepared.step_trace import trace, value_of
 
 Step = Callable[..., Any]
 Code = Callable[[list[Any]], Sequence[Any]]  # inductor's; empties the list that it is given
@@ -55,16 +55,16 @@ class CompiledStep:
 
 
 def _compiled(step: Step, args: tuple[Any, ...], device: torch.device) -> Step:
-    trace, structure = _trace(step, args, device)
-    given = [node for node in trace.graph.nodes if node.op == "placeholder"]
+    graph, structure = _traced(step, args, device)
+    given = [node for node in graph.nodes if node.op == "placeholder"]
     place = {node: at for at, node in enumerate(given)}
     program: list[tuple[Code, list[Any], list[tuple[int, int]]]] = []
-    for segment in segments_of(trace):
-        inputs = [value_of(trace, node) if node.op == "get_attr" else None for node in segment.inputs]
+    for segment in segments_of(graph):
+        inputs = [value_of(node) if node.op == "get_attr" else None for node in segment.inputs]
         fills = [(at, place[node]) for at, node in enumerate(segment.inputs) if node.op != "get_attr"]
-        program.append((_code(trace, segment, device), inputs, fills))
+        program.append((_code(segment, device), inputs, fills))
         place |= {node: len(place) + at for at, node in enumerate(segment.outputs)}
-    results = [place[node] for node in cast(list[Node], trace.graph.output_node().args[0])]
+    results = [place[node] for node in cast(list[Node], graph.output_node().args[0])]
 
     def run(*args: Any) -> Any:
         values = pytree.tree_leaves(args)
@@ -78,7 +78,7 @@ def _compiled(step: Step, args: tuple[Any, ...], device: torch.device) -> Step:
     return run
 
 
-def _trace(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[GraphModule, Any]:
+def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Graph, Any]:
     """The operations of a step, and the structure of its result."""
     leaves, given = pytree.tree_flatten(args)
     returned = []
@@ -91,29 +91,31 @@ def _trace(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gra
         return [tensor.clone() for tensor in tensors]
 
     if device.type != "cpu" or not supported():
-        return make_fx(flat)(*leaves), returned[-1]
+        return trace(flat, *leaves), returned[-1]
     load()
     with FewTokenProducts():
-        trace = make_fx(flat)(*leaves)
-    share_heads(trace)
-    return trace, returned[-1]
+        graph = trace(flat, *leaves)
+    share_heads(graph)
+    return graph, returned[-1]
 
 
-def _code(trace: GraphModule, segment: Segment, device: torch.device) -> Code:
+def _code(segment: Segment, device: torch.device) -> Code:
     """Inductor's code of a segment; equal segments, of other steps and models too, share it."""
     key = (segment.key, str(device), torch.get_num_threads())
     if key not in _codes:
-        _codes[key] = _compile(trace, segment, device)
+        _codes[key] = _compile(segment, device)
     _codes.move_to_end(key)
     while len(_codes) > KEPT_CODES:
         _codes.popitem(last=False)
     return _codes[key]
 
 
-def _compile(trace: GraphModule, segment: Segment, device: torch.device) -> Code:
+def _compile(segment: Segment, device: torch.device) -> Code:
     # Importing these takes seconds.
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     codes: list[Any] = []
 
@@ -121,7 +123,9 @@ def _compile(trace: GraphModule, segment: Segment, device: torch.device) -> Code
         codes.append(compile_fx_inner(*args, **kwargs))
         return codes[-1]
 
-    examples = [_example(trace, node) for node in segment.inputs]
+    # Inductor's cache on disk wants an environment for symbolic shapes, though there are none.
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        examples = [_example(node) for node in segment.inputs]
     options = CPU_OPTIONS if device.type == "cpu" else {}
     # AOTAutograd's cache would give back code that has not passed `inner`. Inductor's own is used.
     with functorch_config.patch(enable_autograd_cache=False), torch.no_grad():
@@ -130,6 +134,6 @@ def _compile(trace: GraphModule, segment: Segment, device: torch.device) -> Code
     return code.current_callable
 
 
-def _example(trace: GraphModule, node: Node) -> Tensor:
-    value = value_of(trace, node)
+def _example(node: Node) -> Tensor:
+    value = value_of(node)
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -122,12 +122,12 @@ def _is_ours(states: Tensor) -> bool:
     return states.device.type == "cpu" and states.dtype in DTYPES
 
 
-def share_heads(trace: GraphModule) -> None:
+def share_heads(trace: Graph) -> None:
     """Let attention read keys and values that several heads share where they are, instead of a copy for each head.
 
     Models repeat them by `unsqueeze`, `expand` and `reshape`, which would copy the cache in every pass.
     """
-    for node in trace.graph.nodes:
+    for node in trace.nodes:
         if node.op == "call_function" and node.target is torch.ops.hf_specdec.attention.default:
             key, value = (_before_repeating(arg) for arg in node.args[1:3])
             if key is not None and value is not None:

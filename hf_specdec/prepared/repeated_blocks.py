@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+
+from hf_specdec.prepared.step_trace import value_of
 
 LEAST_REPEATS = 6  # with fewer layers, calling segments one by one costs more than compiling them twice
 LEAST_PERIOD = 8
@@ -39,36 +41,31 @@ class Segment:
     key: Hashable
 
 
-def segments_of(trace: GraphModule) -> list[Segment]:
+def segments_of(trace: Graph) -> list[Segment]:
     """The segments of a trace, in order; one if nothing repeats.
 
     Views belong to no segment: each segment makes those that it reads, so that none returns a view of what another
     one writes to.
     """
     units = _units(trace)
-    cuts = _cuts(trace, units)
+    cuts = _cuts(units)
     parts = [[node for unit in units[start:end] for node in unit] for start, end in pairwise(cuts)]
     place = {node: at for at, part in enumerate(parts) for node in part}
     closed = [_with_views(part, place) for part in parts]
     used = {_identity(arg) for at, part in enumerate(closed) for arg in _outside(part)}
-    used |= {*trace.graph.output_node().all_input_nodes}
+    used |= {*trace.output_node().all_input_nodes}
     # Equal parts return the same of their values, so that they stay equal.
     returned: dict[Hashable, set[int]] = {}
-    keys = [_key(trace, part) for part in closed]
+    keys = [_key(part) for part in closed]
     for key, part in zip(keys, closed, strict=True):
         returned.setdefault(key, set()).update(at for at, node in enumerate(part) if node in used and node in place)
-    return [_segment(trace, part, sorted(returned[key]), key) for key, part in zip(keys, closed, strict=True)]
+    return [_segment(part, sorted(returned[key]), key) for key, part in zip(keys, closed, strict=True)]
 
 
-def value_of(trace: GraphModule, node: Node) -> Any:
-    """The tensor that a node stands for: a constant itself, otherwise a fake one of the same shape."""
-    return getattr(trace, str(node.target)) if node.op == "get_attr" else node.meta["val"]
-
-
-def _units(trace: GraphModule) -> list[list[Node]]:
+def _units(trace: Graph) -> list[list[Node]]:
     """Operations that are no views, each with the parts of its result if it has several."""
     units = []
-    for node in trace.graph.nodes:
+    for node in trace.nodes:
         if node.op == "call_function" and not _is_view(node) and node.target is not operator.getitem:
             units.append([node, *(user for user in node.users if user.target is operator.getitem)])
     return units
@@ -101,10 +98,10 @@ def _outside(part: Sequence[Node]) -> list[Node]:
     return [arg for node in part for arg in node.all_input_nodes if arg not in members]
 
 
-def _cuts(trace: GraphModule, units: Sequence[Sequence[Node]]) -> list[int]:
+def _cuts(units: Sequence[Sequence[Node]]) -> list[int]:
     """The boundaries of segments among the units."""
     kinds: dict[Hashable, int] = {}
-    codes = torch.tensor([kinds.setdefault(_kind(trace, unit[0]), len(kinds)) for unit in units])
+    codes = torch.tensor([kinds.setdefault(_kind(unit[0]), len(kinds)) for unit in units])
     length, period, start = 0, 0, 0
     for shift in range(LEAST_PERIOD, len(units) // LEAST_REPEATS + 1):
         begin, run = _longest_run(codes[:-shift] == codes[shift:])
@@ -126,19 +123,19 @@ def _longest_run(same: Tensor) -> tuple[int, int]:
     return int(starts[at]), int(ends[at] - starts[at])
 
 
-def _kind(trace: GraphModule, node: Node) -> Hashable:
+def _kind(node: Node) -> Hashable:
     """What an operation is, whichever values it reads."""
-    return (node.target, repr(map_arg((node.args, node.kwargs), lambda arg: _shape(trace, arg))))
+    return (node.target, repr(map_arg((node.args, node.kwargs), lambda arg: _shape(arg))))
 
 
-def _shape(trace: GraphModule, node: Node) -> str:
-    value = value_of(trace, node)
-    if not isinstance(value, Tensor):
+def _shape(node: Node) -> str:
+    value = value_of(node)
+    if value is None:
         return "tensors"
     return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
 
 
-def _key(trace: GraphModule, part: Sequence[Node]) -> Hashable:
+def _key(part: Sequence[Node]) -> Hashable:
     """Operations, shapes and wiring of a part; values from outside are numbered by their first use."""
     inside = {node: f"%{at}" for at, node in enumerate(part)}
     names: dict[Hashable, str] = {}
@@ -146,7 +143,7 @@ def _key(trace: GraphModule, part: Sequence[Node]) -> Hashable:
     def name(node: Node) -> str:
         if node in inside:
             return inside[node]
-        return names.setdefault(_identity(node), f"<{len(names)}: {_shape(trace, node)}>")
+        return names.setdefault(_identity(node), f"<{len(names)}: {_shape(node)}>")
 
     return tuple((node.target, repr(map_arg((node.args, node.kwargs), name))) for node in part)
 
@@ -156,7 +153,7 @@ def _identity(node: Node) -> Hashable:
     return node.target if node.op == "get_attr" else node
 
 
-def _segment(trace: GraphModule, part: Sequence[Node], returned: Sequence[int], key: Hashable) -> Segment:
+def _segment(part: Sequence[Node], returned: Sequence[int], key: Hashable) -> Segment:
     graph = Graph()
     inputs: dict[Hashable, tuple[Node, Node]] = {}
     for arg in _outside(part):

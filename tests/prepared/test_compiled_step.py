@@ -21,7 +21,7 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Segments run as they are, without inductor; one entry for each that is compiled."""
     compiled: list[Any] = []
 
-    def compile(trace: Any, segment: Any, device: torch.device) -> Any:
+    def compile(segment: Any, device: torch.device) -> Any:
         compiled.append(segment.key)
         function = GraphModule({}, segment.graph)
         return lambda inputs: function(*inputs)

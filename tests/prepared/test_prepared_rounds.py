@@ -16,6 +16,7 @@ import torch
 from helpers.distributions import FALSE_FAILURE, odds
 from helpers.families import EAGER, FAMILIES, ROWS_FAMILIES, pair, prompts
 from helpers.pairwise import pairwise
+from torch._dynamo.utils import counters
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
@@ -412,6 +413,16 @@ def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: t
             assert torch.equal(out, target.generate(**inputs, **GREEDY, generation_strategy=None))
             compiled.append(0)
     assert sum(compiled) <= 3 and not any(compiled[-3:])
+    # Another process finds the code on disk.
+    hf_specdec.release()
+    compiled_step._codes.clear()
+    counters.clear()
+    compiled.clear()
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**inputs, **GREEDY, num_assistant_tokens=2, compile=True), out)
+    found = counters["inductor"]
+    assert found["fxgraph_cache_hit"] == sum(compiled) > 0
+    assert not found["fxgraph_cache_miss"] and not found["fxgraph_cache_bypass"]
 
 
 def test_calls_of_similar_length_share_a_capacity_that_wastes_little() -> None:

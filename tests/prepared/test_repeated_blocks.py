@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import Graph, GraphModule
 
-from hf_specdec.prepared.repeated_blocks import LEAST_REPEATS, segments_of, value_of
+from hf_specdec.prepared.repeated_blocks import LEAST_REPEATS, segments_of
+from hf_specdec.prepared.step_trace import trace, value_of
 
 LAYERS = LEAST_REPEATS + 2
 
@@ -36,26 +36,26 @@ class Layers:
         return [best.clone(), where + 1]
 
 
-def _run(trace: GraphModule, *args: Tensor) -> list[Tensor]:
+def _run(graph: Graph, *args: Tensor) -> list[Tensor]:
     """A trace by its segments."""
-    values = dict(zip((node for node in trace.graph.nodes if node.op == "placeholder"), args, strict=True))
-    for segment in segments_of(trace):
-        given = [value_of(trace, node) if node.op == "get_attr" else values[node] for node in segment.inputs]
+    values = dict(zip((node for node in graph.nodes if node.op == "placeholder"), args, strict=True))
+    for segment in segments_of(graph):
+        given = [value_of(node) if node.op == "get_attr" else values[node] for node in segment.inputs]
         values |= zip(segment.outputs, GraphModule({}, segment.graph)(*given), strict=True)
-    return [values[node] for node in trace.graph.output_node().args[0]]
+    return [values[node] for node in graph.output_node().args[0]]
 
 
-def _trace(layers: Layers) -> tuple[GraphModule, tuple[Tensor, Tensor]]:
+def _trace(layers: Layers) -> tuple[Graph, tuple[Tensor, Tensor]]:
     args = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([2])
-    return make_fx(layers)(*args), args
+    return trace(layers, *args), args
 
 
 def test_segments_compute_what_the_step_does() -> None:
     layers = Layers()
-    trace, args = _trace(layers)
+    graph, args = _trace(layers)
     for cache in layers.caches:
         cache.zero_()
-    found = _run(trace, *args)
+    found = _run(graph, *args)
     written = [cache.clone() for cache in layers.caches]
     for cache in layers.caches:
         cache.zero_()
@@ -76,10 +76,10 @@ def test_few_layers_are_not_cut(count: int) -> None:
 
 def test_a_layer_unlike_the_others_keeps_its_own_code() -> None:
     layers = Layers(odd=LAYERS - 1)
-    trace, args = _trace(layers)
+    graph, args = _trace(layers)
     for cache in layers.caches:
         cache.zero_()
-    found = _run(trace, *args)
+    found = _run(graph, *args)
     for cache in layers.caches:
         cache.zero_()
     assert all(torch.equal(one, other) for one, other in zip(found, layers(*args), strict=True))
@@ -87,7 +87,7 @@ def test_a_layer_unlike_the_others_keeps_its_own_code() -> None:
 
 def test_keys_tell_shapes_constants_and_wiring_apart() -> None:
     def key(step, *args):
-        (segment,) = segments_of(make_fx(step)(*args))
+        (segment,) = segments_of(trace(step, *args))
         return segment.key
 
     one, two = torch.ones(3), torch.ones(3)

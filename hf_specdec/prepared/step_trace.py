@@ -1,0 +1,107 @@
+"""What a step does, as a graph of operations on tensors: it is run once, and every operation is noted.
+
+`torch.fx.experimental.proxy_tensor.make_fx` gives the same graph, but takes a millisecond for each operation.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The form of a tensor that a step computes."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def stride(self) -> tuple[int, ...]:
+        """As of a tensor."""
+        return self.strides
+
+
+def trace(step: Callable[..., Sequence[Tensor]], *given: Tensor) -> Graph:
+    """Run a step and return its operations.
+
+    Placeholders stand for the arguments, in order; `get_attr` nodes for tensors that the step finds elsewhere, such as
+    weights. See `value_of`.
+
+    Raises:
+        RuntimeError: the step reads values of tensors on the host, so that another call might do something else.
+    """
+    recorder = _Recorder()
+    for at, tensor in enumerate(given):
+        recorder.note(tensor, recorder.graph.placeholder(f"given_{at}"))
+    with recorder:
+        results = step(*given)
+    recorder.graph.output([recorder.node_of(tensor) for tensor in results])
+    return recorder.graph
+
+
+def value_of(node: Node) -> Any:
+    """The tensor that a `get_attr` node stands for; of other nodes the `Layout`, or those of several results."""
+    return node.meta["val"]
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees operations below autograd, where composite ones have been taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self.nodes: Any = WeakTensorKeyDictionary()
+
+    def note(self, value: Any, node: Node) -> None:
+        """Let a node stand for a tensor, or for several."""
+        if isinstance(value, Tensor):
+            self.nodes[value] = node
+            node.meta["val"] = Layout(value.shape, value.stride(), value.dtype, value.device)
+        elif isinstance(value, (tuple, list)):
+            for at, part in enumerate(value):
+                self.note(part, self.graph.call_function(operator.getitem, (node, at)))
+            node.meta["val"] = None
+
+    def node_of(self, tensor: Tensor) -> Node:
+        """The node of a tensor; one that no operation has made is a constant."""
+        if tensor not in self.nodes:
+            node = self.graph.create_node("get_attr", f"constant_{len(self.graph.nodes)}")
+            node.meta["val"] = tensor
+            self.nodes[tensor] = node
+        found: Node = self.nodes[tensor]
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and note it."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not all(type(tensor) in PLAIN for tensor in tensors):
+            return NotImplemented  # its class says what operations on plain tensors it stands for
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if any(tag in func.tags for tag in READS_VALUES):
+            raise RuntimeError(f"{func} reads values of a tensor, which may differ at the next call")
+        # What `torch.tensor` makes is a constant, which the step must not write to.
+        func = torch.ops.aten.lift_fresh_copy.default if func is torch.ops.aten.lift_fresh.default else func
+        node_args, node_kwargs = pytree.tree_map_only(Tensor, self.node_of, (args, kwargs))
+        node = self.graph.call_function(func, node_args, node_kwargs)
+        result = func(*args, **kwargs)
+        self.note(result, node)
+        return result
