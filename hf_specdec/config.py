@@ -69,6 +69,8 @@ class SpeculationConfig:
             (repetition penalty), and recorded scores.
         on_draft_error: `"raise"` passes on the draft's errors. `"continue"` warns once and decodes the rest of the call
             without drafts; with it, rounds are neither compiled nor captured.
+        disable_tqdm: show no progress bar while `compile=True` compiles. `transformers.utils.logging.
+            disable_progress_bar()` does the same for all calls.
 
     Raises:
         ValueError: a value is out of range; the message names it and the valid ones.
@@ -86,10 +88,12 @@ class SpeculationConfig:
     entropy_threshold: float | None = None
     compile: bool = False
     on_draft_error: str = "raise"
+    disable_tqdm: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compile, bool):
-            raise ValueError(f"compile={self.compile!r} is not a boolean: pass True or False.")
+        for name in ("compile", "disable_tqdm"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r} is not a boolean: pass True or False.")
         if self.strategy not in STRATEGIES:
             raise ValueError(
                 f"generation_strategy={self.strategy!r} is unknown: choose one of {', '.join(map(repr, STRATEGIES))}, "

@@ -37,6 +37,7 @@ from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import StaticRunner, static_cache, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.traits import context_length, media_of, pass_mode, tensor_parallel_group, without_adapter_wrapper
 from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.compile_progress import tqdm_disabled
 from hf_specdec.prepared.engine import prepared_capacity
 from hf_specdec.prepared.prepared_decoder import with_prepared_rounds
 from hf_specdec.rules.round_statistics import SpeculationStats
@@ -124,6 +125,7 @@ class SpeculativeDecoding:
         entropy_threshold: float | None = None,
         compile: bool | None = None,
         on_draft_error: str | None = None,
+        disable_tqdm: bool | None = None,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
         """Decode, with the contract of `GenerationMixin._sample`.
@@ -143,6 +145,7 @@ class SpeculativeDecoding:
             "entropy_threshold": entropy_threshold,
             "compile": compile,
             "on_draft_error": on_draft_error,
+            "disable_tqdm": disable_tqdm,
         }
         config = replace(self.config, **{name: value for name, value in settings.items() if value is not None})
         self._check_draft(config)
@@ -222,7 +225,7 @@ class SpeculativeDecoding:
         )
         # A local name as well, since other threads may replace the attribute.
         stats = self.stats = _last[model] = SpeculationStats(config.strategy)
-        with among(tensor_parallel_group(*call.models)):
+        with among(tensor_parallel_group(*call.models)), tqdm_disabled(config.disable_tqdm):
             cache = _run(decoder, transcript, stats, compile=config.compile, keep_cache=returns_dict)
         transcript.end()
         if not returns_dict:

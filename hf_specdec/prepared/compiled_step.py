@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.few_token_products import FewTokenProducts, load, share_heads, supported
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of
 from hf_specdec.prepared.step_trace import trace, value_of
@@ -37,10 +38,12 @@ class CompiledStep:
     Args:
         step: reads and writes tensors of its closure, which have to stay the same objects, and its arguments.
         device: where it runs.
+        name: what it is called while it compiles.
     """
 
-    def __init__(self, step: Step, device: torch.device) -> None:
+    def __init__(self, step: Step, device: torch.device, name: str) -> None:
         self._step: Step | None = step
+        self._name = name
         self._device = device
         self._run: Step | None = None
 
@@ -49,20 +52,22 @@ class CompiledStep:
         if self._run is None:
             assert self._step is not None
             with _compiling:
-                self._run = _compiled(self._step, args, self._device)
+                self._run = _compiled(self._step, args, self._device, self._name)
             self._step = None
         return self._run(*args)
 
 
-def _compiled(step: Step, args: tuple[Any, ...], device: torch.device) -> Step:
+def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str) -> Step:
     graph, structure = _traced(step, args, device)
     given = [node for node in graph.nodes if node.op == "placeholder"]
     place = {node: at for at, node in enumerate(given)}
     program: list[tuple[Code, list[Any], list[tuple[int, int]]]] = []
-    for segment in segments_of(graph):
+    segments = segments_of(graph)
+    codes = _codes_of(segments, device, name)
+    for segment in segments:
         inputs = [value_of(node) if node.op == "get_attr" else None for node in segment.inputs]
         fills = [(at, place[node]) for at, node in enumerate(segment.inputs) if node.op != "get_attr"]
-        program.append((_code(segment, device), inputs, fills))
+        program.append((codes[segment.key], inputs, fills))
         place |= {node: len(place) + at for at, node in enumerate(segment.outputs)}
     results = [place[node] for node in cast(list[Node], graph.output_node().args[0])]
 
@@ -99,15 +104,21 @@ def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gr
     return graph, returned[-1]
 
 
-def _code(segment: Segment, device: torch.device) -> Code:
-    """Inductor's code of a segment; equal segments, of other steps and models too, share it."""
-    key = (segment.key, str(device), torch.get_num_threads())
-    if key not in _codes:
-        _codes[key] = _compile(segment, device)
-    _codes.move_to_end(key)
+def _codes_of(segments: Sequence[Segment], device: torch.device, name: str) -> dict[Hashable, Code]:
+    """Inductor's code of each segment, by its key; equal segments, of other steps and models too, share it."""
+    place = (str(device), torch.get_num_threads())
+    distinct = {segment.key: segment for segment in segments}
+    missing = [key for key in distinct if (key, place) not in _codes]
+    with progress_bar(name, len(missing)) as bar:
+        for key in missing:
+            _codes[key, place] = _compile(distinct[key], device)
+            bar.update()
+    found = {key: _codes[key, place] for key in distinct}
+    for key in distinct:
+        _codes.move_to_end((key, place))
     while len(_codes) > KEPT_CODES:
         _codes.popitem(last=False)
-    return _codes[key]
+    return found
 
 
 def _compile(segment: Segment, device: torch.device) -> Code:

@@ -16,10 +16,10 @@ def captures(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def prepare(step: Step, device: torch.device, *, compile: bool) -> Step:
+def prepare(step: Step, device: torch.device, name: str, *, compile: bool) -> Step:
     """The step ready to run: compiled if `compile`, then captured if on CUDA."""
     if compile:
-        step = CompiledStep(step, device)
+        step = CompiledStep(step, device, name)
     return CapturedStep(step, device) if device.type == "cuda" else step
 
 

@@ -54,12 +54,14 @@ class Steps:
         # One plain run allocates the cache, which must exist before anything is compiled or captured.
         step: Step = partial(verify_step, target, plan)
         step(state, *blanks.parts(), *draws)
-        verify = cuda_graphs.prepare(step, device, compile=compile)
+        verify = cuda_graphs.prepare(
+            step, device, f"verification of {count} tokens" if count else "step without drafts", compile=compile
+        )
         self.run_verify: Callable[[Drafts], Tensor] = lambda drafts: verify(state, *drafts.parts(), *draws)
         self.run_draft: Callable[[], Drafts] = lambda: blanks
         if tokens is not None:
             draft = partial(_draft, tokens, plan, state, uniforms)
-            self.run_draft = cuda_graphs.prepare(draft, device, compile=False)
+            self.run_draft = cuda_graphs.prepare(draft, device, "drafts", compile=False)
         self.run_verify(self.run_draft())
 
 
@@ -170,7 +172,9 @@ class Engine:
             step(*first_slots(self.state), *draws)  # allocates the cache
             self._tokens = step, step
             if self.compile:
-                self._tokens = CompiledStep(step, self.state.device), CompiledStep(step, self.state.device)
+                names = "first draft step of a round", "draft step"
+                first, later = (CompiledStep(step, self.state.device, name) for name in names)
+                self._tokens = first, later
         return self._tokens
 
     def run_draft(self, lengths: Sequence[int], limits: Sequence[int], lookahead: int) -> tuple[Drafts, int]:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from transformers.utils import logging
 
 from hf_specdec.prepared import compiled_step
+from hf_specdec.prepared.compile_progress import tqdm_disabled
 from hf_specdec.prepared.compiled_step import CompiledStep
 
 CPU = torch.device("cpu")
@@ -48,7 +50,7 @@ class Step:
 
 def test_every_call_reads_its_own_arguments_and_the_weights_as_they_are(segments: list[Any]) -> None:
     step = Step()
-    run = CompiledStep(step, CPU)
+    run = CompiledStep(step, CPU, "step")
     for number in range(4):
         first, third = torch.full((3,), float(number)), torch.arange(3.0) + number
         (result,), same = run((first,), third)
@@ -60,7 +62,7 @@ def test_every_call_reads_its_own_arguments_and_the_weights_as_they_are(segments
 
 def test_later_calls_do_not_run_the_step(segments: list[Any]) -> None:
     step = Step()
-    run = CompiledStep(step, CPU)
+    run = CompiledStep(step, CPU, "step")
     run((torch.ones(3),), torch.ones(3))
     runs = step.runs
     step.weight = torch.zeros(3, 3)  # whoever keeps the step has to see this; the compiled step doesn't
@@ -71,14 +73,38 @@ def test_later_calls_do_not_run_the_step(segments: list[Any]) -> None:
 def test_steps_of_equal_operations_share_their_code_but_not_their_weights(segments: list[Any]) -> None:
     one, other = Step(), Step()
     other.weight = 2 * torch.eye(3)
-    results = [CompiledStep(step, CPU)((torch.ones(3),), torch.zeros(3))[0][0] for step in (one, other)]
+    results = [CompiledStep(step, CPU, "step")((torch.ones(3),), torch.zeros(3))[0][0] for step in (one, other)]
     assert [float(result[0]) for result in results] == [1.0, 2.0]
     assert len(segments) == 1
 
 
 def test_a_result_is_never_a_view_of_an_argument(segments: list[Any]) -> None:
     given = torch.arange(4.0)
-    run = CompiledStep(lambda states: (states[1:], states + 1), CPU)
+    run = CompiledStep(lambda states: (states[1:], states + 1), CPU, "step")
     view, _ = run(given)
     given.zero_()
     assert torch.equal(view, torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_progress_names_the_step_and_counts_its_segments(
+    segments: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compile(disable: bool) -> str:
+        compiled_step._codes.clear()
+        with tqdm_disabled(disable):
+            CompiledStep(Step(), CPU, "draft step")((torch.ones(3),), torch.ones(3))
+        return capsys.readouterr().err
+
+    assert "Compiling draft step" in (shown := compile(False)) and "1/1" in shown
+    assert compile(True) == ""
+    logging.disable_progress_bar()
+    try:
+        assert compile(False) == ""
+    finally:
+        logging.enable_progress_bar()
+
+
+def test_what_is_compiled_already_shows_no_progress(segments: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for expected in (True, False):
+        CompiledStep(Step(), CPU, "draft step")((torch.ones(3),), torch.ones(3))
+        assert bool(capsys.readouterr().err) == expected
