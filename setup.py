@@ -43,6 +43,7 @@ setup(
             "scipy>=1.15",
             "tabulate",
         ],
+        "align": ["accelerate>=1.2", "peft"],
         "precision": ["accelerate", "optimum-quanto>=0.2.7"],
         "llama-cpp": ["llama-cpp-python>=0.3.36,<0.4", "gguf>=0.19"],
         "dev": [

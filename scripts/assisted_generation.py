@@ -27,10 +27,11 @@ _TASKS = {
     "growth": (16, 1),
     "rollback": (32, 3),
     "tune": (128, 1),
+    "align": (128, 3),
     "report": (1, 1),
 }
-_JOURNALED = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines", "rollback")
-_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines", "growth", "rollback", "tune")
+_JOURNALED = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines", "rollback", "align")
+_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines", "growth", "rollback", "tune", "align")
 _PROMPT_LENGTHS = {"engines": [256], "growth": [40, 90, 150], "rollback": [64]}
 _CONTINUE = "; what was measured is kept, and the same command continues it"
 _ENGINES = ("eager", "static", "compiled")
@@ -64,7 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_precision_arguments(parser.add_argument_group("precision and place"))
     _add_speculation_arguments(parser.add_argument_group("speculation"))
     _add_sampling_arguments(parser.add_argument_group("sampling"))
-    _add_data_arguments(parser.add_argument_group("data of subtasks, sweep, ablation and tune"))
+    _add_data_arguments(parser.add_argument_group("data of subtasks, sweep, ablation, tune and align"))
+    _add_align_arguments(parser.add_argument_group("training of align"))
     _add_work_arguments(parser.add_argument_group("work and output"))
     return parser
 
@@ -82,7 +84,7 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="prompt lengths in tokens; default: benchmark 256 512, engines 256, growth 40 90 150, rollback 64",
     )
-    sizes = "texts decoded at once (1); engines (1 4 8) and tune take several"
+    sizes = "texts decoded at once (1); align: in a training step too (8); engines (1 4 8) and tune take several"
     add("--batch_size", "--batch_sizes", dest="batch_sizes", nargs="+", type=_at_least(1), metavar="N", help=sizes)
     engines = (
         f"engines: which of {', '.join(_ENGINES + _LLAMA_CPP)} to compare (eager compiled); growth: which to call; "
@@ -160,7 +162,10 @@ def _add_precision_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    names = "embedded, spec_bench, a local file, or a name that `datasets` knows, as NAME[:CONFIG] (%(default)s)"
+    names = (
+        "embedded, embedded:SUBTASK, spec_bench, a local file, or a name that `datasets` knows, as NAME[:CONFIG] "
+        "(%(default)s)"
+    )
     add("--dataset", default="embedded", metavar="NAME", help=names)
     add("--dataset_path", type=Path, metavar="FILE", help="spec_bench: its question.jsonl")
     split = "split of the data; embedded: train or heldout (heldout); data sets from the hub: any of theirs (test)"
@@ -170,7 +175,8 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     template = "text around each prompt; {prompt} is its place (%(default)s)"
     add("--prompt_template", type=_template, default="{prompt}", metavar="TEXT", help=template)
     examples = (
-        "examples per subtask (all; embedded: subtasks 50, sweep 5, with BiLD 50, ablation 3); engines: prompts (8)"
+        "examples per subtask (all; embedded: subtasks 50, sweep 5, with BiLD 50, ablation 3, align 125); "
+        "engines: prompts (8)"
     )
     add("--limit", type=_at_least(1), metavar="N", help=examples)
 
@@ -222,6 +228,19 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     add("--entropy_threshold", nargs="+", type=_between(0, 1), metavar="P", help=entropy)
     compiled = "compile the rounds of our methods; sweep: 'no yes' tries both"
     add("--compile", nargs="*", choices=("no", "yes"), help=compiled)
+
+
+def _add_align_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    losses = ("cross_entropy", "forward_kl", "reverse_kl", "total_variation")
+    add("--loss", choices=losses, default="forward_kl", help="what training lowers (%(default)s)")
+    add("--steps", type=_at_least(1), default=300, metavar="N", help="training steps, --batch_size texts each (300)")
+    add("--learning_rate", type=_above(0), default=1e-4, metavar="R", help="its peak (%(default)s)")
+    stored = "store the target's K most likely tokens with its answers, so that training doesn't run the target"
+    add("--top_k_targets", type=_at_least(1), metavar="K", help=stored)
+    add("--lora_rank", type=_at_least(1), metavar="R", help="train LoRA matrices of this rank, then merge them")
+    written = "share of the steps in which the draft writes the answers and the target judges them (%(default)s)"
+    add("--on_policy", type=_between(0, 1), default=0.0, metavar="P", help=written)
 
 
 def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
@@ -311,7 +330,7 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
     options["repeats"] = options["repeats"] or repeats
     options["prompt_lengths"] = options["prompt_lengths"] or _PROMPT_LENGTHS.get(task, [256, 512])
     options["assisted_generation"] |= task in _ALWAYS_ASSISTED
-    options["batch_sizes"] = options["batch_sizes"] or ([1, 4, 8] if task == "engines" else [1])
+    options["batch_sizes"] = options["batch_sizes"] or {"engines": [1, 4, 8], "align": [8]}.get(task, [1])
     if len(options["batch_sizes"]) > 1 and task not in ("engines", "tune"):
         count = len(options["batch_sizes"])
         parser.error(f"argument --batch_size: {count} values are for --task engines or tune; give one")

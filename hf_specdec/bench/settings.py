@@ -66,6 +66,12 @@ class Settings:
     device_map: str | None = None
     offload_folder: Path | None = None
     allow_pickle: bool = False
+    loss: str = "forward_kl"  # this and the next five: of the task `align`
+    steps: int = 300
+    learning_rate: float = 1e-4
+    top_k_targets: int | None = None
+    lora_rank: int | None = None
+    on_policy: float = 0.0
     output_dir: Path = Path("results")
 
     @property

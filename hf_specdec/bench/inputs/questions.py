@@ -16,7 +16,7 @@ _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "ex
 _JSON_LINES = (".jsonl", ".ndjson")
 # Examples of each embedded subtask: enough where quality is judged, elsewhere what takes minutes.
 _JUDGED_LIMIT = 50
-_TIMED_LIMITS = {"sweep": 5, "ablation": 3, "tune": 10}
+_TIMED_LIMITS = {"sweep": 5, "ablation": 3, "tune": 10, "align": 125}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def dialogues(settings: Settings) -> list[list[Question]]:
         )
     columns = {"--prompt_column": settings.prompt_column, "--reference_column": settings.reference_column}
     for option, column in columns.items():
-        if column is not None and name in ("embedded", "spec_bench"):
+        if column is not None and (is_embedded(name) or name == "spec_bench"):
             raise BenchError(
                 f"{option}: {column!r} can't be had from {name}, whose columns are known; leave it out, or name "
                 "another data set by --dataset"
@@ -60,8 +60,8 @@ def dialogues(settings: Settings) -> list[list[Question]]:
     split = split_of(settings)
     if settings.split is not None and split is None:
         raise BenchError(f"--split: {settings.split!r} can't be had from a file, which is read whole; leave it out")
-    if name == "embedded":
-        raw = _embedded(str(split), settings.limit or _embedded_limit(settings))
+    if is_embedded(name):
+        raw = _embedded(embedded_subtasks(name), str(split), settings.limit or _embedded_limit(settings))
     elif name == "spec_bench":
         if settings.dataset_path is None:
             raise BenchError("--dataset: 'spec_bench' needs the place of its question.jsonl; give it by --dataset_path")
@@ -92,7 +92,22 @@ def split_of(settings: Settings) -> str | None:
     """Which split of the data set is read; None where it has none."""
     if settings.dataset == "spec_bench" or _is_file(settings.dataset):
         return None
-    return settings.split or ("heldout" if settings.dataset == "embedded" else "test")
+    return settings.split or ("heldout" if is_embedded(settings.dataset) else "test")
+
+
+def is_embedded(name: str) -> bool:
+    """Whether a data set is the embedded corpus, `embedded`, or one subtask of it, `embedded:SUBTASK`."""
+    return name.partition(":")[0] == "embedded"
+
+
+def embedded_subtasks(name: str) -> tuple[str, ...]:
+    """The subtasks of the embedded corpus that a data set names; raises `BenchError` for an unknown one."""
+    subtask = name.partition(":")[2]
+    if subtask and subtask not in embedded.SUBTASKS:
+        raise BenchError(
+            f"--dataset: {subtask!r} is no subtask of the embedded data; give one of {', '.join(embedded.SUBTASKS)}"
+        )
+    return (subtask,) if subtask else embedded.SUBTASKS
 
 
 def _is_file(name: str) -> bool:
@@ -107,10 +122,10 @@ def _embedded_limit(settings: Settings) -> int:
     return _JUDGED_LIMIT if judged else _TIMED_LIMITS[settings.task]
 
 
-def _embedded(split: str, limit: int) -> Iterator[Raw]:
+def _embedded(subtasks: tuple[str, ...], split: str, limit: int) -> Iterator[Raw]:
     if split not in embedded.SPLITS:
         raise BenchError(f"--split: {split!r} is none of the embedded data set's: {', '.join(embedded.SPLITS)}")
-    for subtask in embedded.SUBTASKS:
+    for subtask in subtasks:
         for example in embedded.examples(subtask, split=split, n=limit):
             yield subtask, example.turns, tuple((reference,) for reference in example.references)
 

@@ -89,7 +89,7 @@ def load_pair(settings: Settings) -> LoadedPair:
     loading = {target_name: time.perf_counter() - start}
     pair = LoadedPair(target_name, target, tokenizer, loading_seconds=loading)
     if draft_name is not None:
-        pair = _with_draft(pair, draft_name, settings, draft_device)
+        pair = with_draft(pair, draft_name, settings, draft_device)
     if settings.better_transformer:
         better_transformer(pair)
     return pair
@@ -103,7 +103,7 @@ def load_pairs(settings: Settings, drafts: Sequence[str]) -> list[LoadedPair]:
     pairs = [first]
     for name in drafts[1:]:
         device = _device("--draft_device", settings.draft_device, default=first.target.device)
-        pairs.append(_with_draft(first, full_name(name), settings, device))
+        pairs.append(with_draft(first, full_name(name), settings, device))
         if settings.better_transformer:
             better_transformer(pairs[-1])
     return pairs
@@ -117,7 +117,7 @@ def better_transformer(pair: LoadedPair) -> None:
         to_better_transformer(model)
 
 
-def _with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.device) -> LoadedPair:
+def with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.device) -> LoadedPair:
     kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
     start = time.perf_counter()
     draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs | _formats(settings))

@@ -11,7 +11,7 @@ from hf_specdec.bench.reports.markdown import percent
 Result = Mapping[str, Any]
 
 # Tasks that are measured on questions of a data set.
-DATA_TASKS = ("subtasks", "sweep", "ablation", "tune")
+DATA_TASKS = ("subtasks", "sweep", "ablation", "tune", "align")
 
 # Repeats of the same work that differ by more than this share of their median were disturbed.
 _CALM = 0.25

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_specdec.bench.reports.tables import ablation, benchmark, engines, growth, rollback, subtasks, sweep, tune
+from hf_specdec.bench.reports.tables import ablation, align, benchmark, engines, growth, rollback, subtasks, sweep, tune
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "benchmark": benchmark.render,
@@ -18,6 +18,7 @@ _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "growth": growth.render,
     "rollback": rollback.render,
     "tune": tune.render,
+    "align": align.render,
 }
 
 TASKS = tuple(_RENDERERS)

@@ -135,7 +135,7 @@ def timed_call(
         synchronize(pair)
         seconds = time.perf_counter() - start
     new = sequences[:, 1 if pair.encoder_decoder else ids.shape[1] :].tolist()
-    tokens = new if settings.endless else [_up_to_eos(row, pair) for row in new]
+    tokens = new if settings.endless else [up_to_eos(row, pair) for row in new]
     if len(prompts) == 1 and len(tokens[0]) != sum(streamer.counts):
         raise RuntimeError(f"{method.name} streamed {sum(streamer.counts)} tokens but returned {len(tokens[0])}")
     rounds, spent = method.read_rounds(pair, tokens, streamer.counts, log)
@@ -183,7 +183,7 @@ def _ending(pair: LoadedPair, endless: bool) -> Iterator[None]:
             model.generation_config.eos_token_id = token
 
 
-def _up_to_eos(row: list[int], pair: LoadedPair) -> list[int]:
+def up_to_eos(row: list[int], pair: LoadedPair) -> list[int]:
     """A row without the padding behind its EOS."""
     stored: Any = pair.target.generation_config.eos_token_id
     ends = set(stored) if isinstance(stored, (list, tuple)) else {stored}

@@ -7,6 +7,7 @@ import torch
 from hf_specdec.bench.running.processes import processes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks.ablation import run_ablation
+from hf_specdec.bench.tasks.align import run_align
 from hf_specdec.bench.tasks.benchmark import run_benchmark
 from hf_specdec.bench.tasks.decode import run_decode
 from hf_specdec.bench.tasks.engines import run_engines
@@ -26,7 +27,7 @@ _ALONE = {
     "rollback": run_rollback,
     "tune": run_tune,
 }
-_SHARED = {"subtasks": run_subtasks, "sweep": run_sweep, "ablation": run_ablation}
+_SHARED = {"subtasks": run_subtasks, "sweep": run_sweep, "ablation": run_ablation, "align": run_align}
 
 
 def run_task(settings: Settings) -> None:
@@ -38,7 +39,7 @@ def run_task(settings: Settings) -> None:
     elif shared.count > 1:
         raise BenchError(
             f"--task: {settings.task!r} times one process alone, and was started with {shared.count}; start it without "
-            "torchrun, or choose subtasks, sweep or ablation"
+            "torchrun, or choose subtasks, sweep, ablation or align"
         )
     else:
         _ALONE[settings.task](settings)

@@ -8,7 +8,18 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.reports.best_settings import methods_of
-from hf_specdec.bench.reports.pictures import ablation, engines, gains, growth, rounds, subtasks, sweep, tradeoff, tune
+from hf_specdec.bench.reports.pictures import (
+    ablation,
+    align,
+    engines,
+    gains,
+    growth,
+    rounds,
+    subtasks,
+    sweep,
+    tradeoff,
+    tune,
+)
 from hf_specdec.bench.reports.pictures.drawing import short_name
 from hf_specdec.bench.reports.rendering import title_note
 from hf_specdec.bench.reports.tables.engines import batch_sizes
@@ -88,6 +99,10 @@ def _tune(result: Result) -> dict[str, Figure]:
     return {f"candidates-batch-{tuned['batch']}": tune.candidates_by_stage(result, tuned) for tuned in drawn}
 
 
+def _align(result: Result) -> dict[str, Figure]:
+    return {"loss": align.loss_over_steps(result)} | _of_rounds(result)
+
+
 def _of_rounds(result: Result) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     if len(rounds.timed_methods(result)) > 0:
@@ -105,4 +120,5 @@ _DRAWN = {
     "engines": _engines,
     "growth": _growth,
     "tune": _tune,
+    "align": _align,
 }

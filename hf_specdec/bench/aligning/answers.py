@@ -1,0 +1,146 @@
+"""The target's own answers to prompts, and on request its distributions, on disk as a data set of `datasets`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from tqdm import tqdm
+
+from hf_specdec.bench.aligning.batches import Collator, answer_logits, shared_vocabulary
+from hf_specdec.bench.aligning.losses import on_tokens
+from hf_specdec.bench.inputs.prompts import question_prompt
+from hf_specdec.bench.inputs.questions import Question
+from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.running.methods import chosen_keywords, ours
+from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.running.timed_call import timed_call
+from hf_specdec.bench.settings import BenchError, Settings
+
+# Dialogues that are answered together: `[turn][row]`.
+Group = Sequence[Sequence[Question]]
+
+_PART = 8  # groups in a file: an interruption loses at most so many
+# On what the answers depend.
+_ARGUMENTS = (
+    "model_name", "dtype", "precision", "dataset", "dataset_path", "split", "prompt_column", "prompt_template", "limit",
+    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "seed", "top_k_targets",
+)  # fmt: skip
+
+
+def answers_folder(settings: Settings, pair: LoadedPair) -> Path:
+    """Where answers with these arguments of this target lie; another loss or draft finds them again."""
+    told = {name: settings.to_dict()[name] for name in _ARGUMENTS}
+    # A target that was trained again under the same name has other answers.
+    weights = sum(float(weight.detach().float().abs().sum()) for weight in _readable(pair))
+    text = json.dumps([told, shared_vocabulary(pair), f"{weights:.5e}"], sort_keys=True)
+    return settings.output_dir / f"answers-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+
+
+def target_answers(
+    folder: Path, settings: Settings, pair: LoadedPair, groups: Sequence[Group], shared: Processes
+) -> Any:
+    """The answers to `groups` as a `datasets.Dataset`, in all processes; what `folder` holds is not answered again.
+
+    They are decoded with the draft, which leaves them the target's. Columns: `index` and `subtask` of the question,
+    `prompt` and `answer` in tokens, `text`; with `settings.top_k_targets` = K at each of the answer's T positions
+    `target_tokens [T][K]` and `target_log_probs [T][K + 1]`, the rest last (see `losses.on_tokens`), unprocessed, at
+    temperature 1.
+
+    Raises:
+        BenchError: a refusal of the models, in one line.
+    """
+    # Here because it takes seconds.
+    import datasets
+
+    datasets.disable_progress_bars()
+    if not folder.exists():
+        parts = folder.with_name(f"{folder.name}.parts")
+        parts.mkdir(parents=True, exist_ok=True)
+        known = {index for part in _finished(parts) for index in datasets.load_from_disk(part)["index"]}
+        mine = [group for group in shared.share(groups) if any(q.index not in known for turn in group for q in turn)]
+        bar = tqdm(mine, desc=f"answers, {folder.name}", unit="batch", file=sys.stderr, disable=not shared.main)
+        with bar:
+            rows: list[dict[str, Any]] = []
+            for number, group in enumerate(bar, start=1):
+                rows += _answered(settings, pair, group)
+                if number % _PART == 0 or number == len(mine):
+                    _write(datasets.Dataset.from_list(rows), parts / f"part-{uuid4().hex}")
+                    rows = []
+        shared.wait()
+        if shared.main:
+            whole = datasets.concatenate_datasets([datasets.load_from_disk(part) for part in _finished(parts)])
+            _write(whole.sort("index"), folder)
+            shutil.rmtree(parts)
+        shared.wait()
+    return datasets.load_from_disk(folder)
+
+
+def _answered(settings: Settings, pair: LoadedPair, group: Group) -> list[dict[str, Any]]:
+    """A row a question; later turns go on from the answers to those before."""
+    method = ours("speculative", chosen_keywords(settings, pair), pair)
+    texts: list[list[str]] = [[] for _ in group[0]]
+    rows: list[dict[str, Any]] = []
+    for turn in group:
+        prompts = [
+            question_prompt(pair, question, earlier, settings.max_new_tokens)[0]
+            for question, earlier in zip(turn, texts, strict=True)
+        ]
+        try:
+            call = timed_call(pair, method, prompts, settings)
+        except ValueError as error:
+            raise BenchError(" ".join(str(error).split())) from error
+        new = []
+        for place, (prompt, tokens) in enumerate(zip(prompts, call.tokens, strict=True)):
+            text = pair.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+            texts[place].append(text)
+            about = {"index": prompt.index, "subtask": prompt.label, "text": text}
+            new.append({**about, "prompt": list(prompt.token_ids), "answer": tokens})
+        if settings.top_k_targets is not None:
+            _add_distributions(pair, new, settings.top_k_targets)
+        rows += new
+    return rows
+
+
+@torch.no_grad()
+def _add_distributions(pair: LoadedPair, rows: list[dict[str, Any]], count: int) -> None:
+    logits = answer_logits(pair.target, Collator(pair)(rows))[:, : shared_vocabulary(pair)]
+    tokens = logits.topk(count).indices
+    kept = on_tokens(logits, tokens)
+    lengths = [len(row["answer"]) for row in rows]
+    for row, some, their in zip(rows, tokens.split(lengths), kept.split(lengths), strict=True):
+        row |= {"target_tokens": some.tolist(), "target_log_probs": their.tolist()}
+
+
+def _readable(pair: LoadedPair) -> list[torch.Tensor]:
+    return [weight for weight in pair.target.parameters() if weight.device.type != "meta"]
+
+
+def _finished(parts: Path) -> list[Path]:
+    return sorted(path for path in parts.iterdir() if not path.name.endswith(".partial"))
+
+
+def _write(rows: Any, path: Path) -> None:
+    """All or nothing.
+
+    Raises:
+        BenchError: the disk is full, or can't be written to.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        rows.save_to_disk(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        raise BenchError(
+            f"--output_dir: writing to {str(path.parent)!r} failed ({error.strerror}); give a folder that has room "
+            "and can be written to"
+        ) from error

@@ -1,0 +1,79 @@
+"""Prompts with answers as tensors, and a model's logits at the places where the answers' tokens are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.bench.models.loading import LoadedPair
+
+IGNORED = -100  # labels that belong to no answer
+_INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
+
+# {"prompt": tokens, "answer": tokens, EOS included}, with "target_tokens" [T][K] and "target_log_probs" [T][K + 1]
+# where distributions are stored
+Row = Mapping[str, Any]
+
+
+class Collator:
+    """Rows to tensors, padded on the right; labels stand where the logits that predict them do.
+
+    Gives `input_ids`, `attention_mask` and `labels` `[B, L]`; of an encoder-decoder the labels have the shape of its
+    `decoder_input_ids`. Stored distributions become `target_tokens [N, K]` and `target_log_probs [N, K + 1]`, over
+    the N tokens of all answers, row after row.
+    """
+
+    def __init__(self, pair: LoadedPair) -> None:
+        self.encoder_decoder = pair.encoder_decoder
+        self.pad = pair.tokenizer.pad_token_id or 0
+        start = pair.target.generation_config.decoder_start_token_id
+        self.start = pair.target.config.decoder_start_token_id if start is None and self.encoder_decoder else start
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        prompts, answers = ([list(row[name]) for row in rows] for name in ("prompt", "answer"))
+        if self.encoder_decoder:
+            batch = self._padded("input_ids", prompts)
+            batch["decoder_input_ids"] = _rectangle([[self.start, *answer[:-1]] for answer in answers], self.pad)
+            batch["labels"] = _rectangle(answers, IGNORED)
+        else:
+            both = list(zip(prompts, answers, strict=True))
+            batch = self._padded("input_ids", [[*prompt, *answer[:-1]] for prompt, answer in both])
+            batch["labels"] = _rectangle([[IGNORED] * (len(prompt) - 1) + answer for prompt, answer in both], IGNORED)
+        for name in ("target_tokens", "target_log_probs"):
+            if name in rows[0]:
+                batch[name] = torch.tensor([position for row in rows for position in row[name]])
+        return batch
+
+    def prompts(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The prompts of a batch as `generate()` takes them; of a decoder-only model padded on the left."""
+        if self.encoder_decoder:
+            return {name: batch[name] for name in ("input_ids", "attention_mask")}
+        lengths = [int(row.ne(IGNORED).nonzero()[0]) + 1 for row in batch["labels"]]
+        rows = [ids[:length].tolist()[::-1] for ids, length in zip(batch["input_ids"], lengths, strict=True)]
+        device = batch["input_ids"].device
+        return {name: tensor.flip(-1).to(device) for name, tensor in self._padded("input_ids", rows).items()}
+
+    def _padded(self, name: str, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        return {name: _rectangle(rows, self.pad), "attention_mask": _rectangle([[1] * len(row) for row in rows], 0)}
+
+
+def answer_logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
+    """The logits `[N, V]` that predict the answers' tokens, row after row; in float32 at least."""
+    inputs = {name: batch[name].to(model.device) for name in _INPUTS if name in batch}
+    logits = model(**inputs, use_cache=False).logits
+    chosen = logits[batch["labels"].to(logits.device) != IGNORED]
+    return chosen if chosen.dtype == torch.float64 else chosen.float()
+
+
+def shared_vocabulary(pair: LoadedPair) -> int:
+    """Tokens that both models have logits for; what one has beyond them is padding."""
+    return min(int(model.config.get_text_config(decoder=True).vocab_size) for model in pair.models)
+
+
+def _rectangle(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+    longest = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])

@@ -1,0 +1,196 @@
+"""Trains a draft on its target's answers; checkpoints, mixed precision and several GPUs are left to `Trainer`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_specdec.bench.aligning.batches import IGNORED, Collator, answer_logits, shared_vocabulary
+from hf_specdec.bench.aligning.losses import DIVERGENCES, cross_entropy, on_tokens
+from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.running.timed_call import up_to_eos
+from hf_specdec.bench.settings import Settings
+
+_POINTS = 40  # of the loss curve
+_EVALUATIONS = 4  # of the held-out loss after the first, each with a checkpoint
+_WARM_UP = 0.05  # of the steps
+
+
+class AlignmentTrainer(Trainer):
+    """A `Trainer` whose loss is the draft's distance from the target over the tokens of the answers.
+
+    Args:
+        settings: `loss`, `on_policy` and `seed` of them.
+        pair: the target judges; its own draft is left as it is.
+    """
+
+    def __init__(self, *arguments: Any, settings: Settings, pair: LoadedPair, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.settings, self.pair = settings, pair
+        self.collator = Collator(pair)
+        # The mean over tokens below is the whole loss of a batch.
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean loss over the answers' tokens; in on-policy steps, over those that the draft wrote."""
+        if model.training and self._draft_writes():
+            inputs = self._written_by(self.accelerator.unwrap_model(model), inputs)
+        loss = self._losses(answer_logits(model, inputs), inputs).mean()
+        return (loss, {}) if return_outputs else loss
+
+    def _losses(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        logits = logits[:, : shared_vocabulary(self.pair)]
+        if self.settings.loss == "cross_entropy":
+            return cross_entropy(logits.log_softmax(-1), inputs["labels"][inputs["labels"] != IGNORED])
+        divergence = DIVERGENCES[self.settings.loss]
+        if "target_tokens" in inputs:
+            return divergence(on_tokens(logits, inputs["target_tokens"]), inputs["target_log_probs"].to(logits.dtype))
+        with torch.no_grad():
+            target = answer_logits(self.pair.target, inputs)[:, : logits.shape[-1]].to(logits)
+        return divergence(logits.log_softmax(-1), target.log_softmax(-1))
+
+    def _draft_writes(self) -> bool:
+        """Decided by the number of the step, so that all processes agree, and a run that goes on repeats it."""
+        return Random(f"{self.settings.seed}/{self.state.global_step}").random() < self.settings.on_policy
+
+    @torch.no_grad()
+    def _written_by(self, draft: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch with answers drawn from the draft, as long as the longest that the target gave."""
+        prompts = self.collator.prompts(inputs)
+        longest = int((inputs["labels"] != IGNORED).sum(-1).max())
+        draft.eval()
+        sequences = draft.generate(
+            **prompts, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest, use_cache=True,
+            pad_token_id=self.collator.pad,
+        )  # fmt: skip
+        draft.train()
+        start = 1 if self.pair.encoder_decoder else prompts["input_ids"].shape[1]
+        rows = []
+        for ids, mask, row in zip(*prompts.values(), sequences[:, start:].tolist(), strict=True):
+            rows.append({"prompt": ids[mask.bool()].tolist(), "answer": up_to_eos(row, self.pair)})
+        return {name: tensor.to(inputs["input_ids"].device) for name, tensor in self.collator(rows).items()}
+
+
+class _Bar(ProgressCallback):
+    """A bar on stderr; losses go into the report."""
+
+    def on_log(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+
+def train(
+    settings: Settings, pair: LoadedPair, draft: PreTrainedModel, learned: Any, held_out: Any, folder: Path,
+    shared: Processes,
+) -> dict[str, Any]:  # fmt: skip
+    """Trains `draft` and saves it with its tokenizer as `folder`/draft; an interrupted training goes on.
+
+    Args:
+        draft: a copy of the pair's draft, which is changed.
+        learned, held_out: answers of the target, as `datasets.Dataset`s.
+        folder: of this training alone; it is made.
+
+    Returns:
+        `curve` and `held_out_curve` ([step, loss]), `seconds` of the last start, and the `parameters` trained.
+    """
+    finished, facts_file = folder / "draft", folder / "training.json"
+    if not finished.exists():
+        dtype = draft.dtype
+        # Weights in half precision would lose small steps: they are kept in float32, and passes run in half.
+        model = draft.float() if dtype in (torch.float16, torch.bfloat16) else draft
+        model = model if settings.lora_rank is None else _with_lora(model, settings.lora_rank)
+        trainer = AlignmentTrainer(
+            model, _arguments(settings, folder, pair, dtype), data_collator=Collator(pair), train_dataset=learned,
+            eval_dataset=held_out, settings=settings, pair=pair,
+        )  # fmt: skip
+        for callback in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(callback)
+        trainer.add_callback(_Bar())
+        start = time.perf_counter()
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
+        facts = _facts(trainer) | {"seconds": time.perf_counter() - start}
+        if shared.main:
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            model = model if settings.lora_rank is None else model.merge_and_unload()
+            facts_file.write_text(json.dumps(facts))
+            _save(model.to(dtype), pair, finished)
+        shared.wait()
+    found: dict[str, Any] = json.loads(facts_file.read_text())
+    return found
+
+
+def _arguments(settings: Settings, folder: Path, pair: LoadedPair, dtype: torch.dtype) -> TrainingArguments:
+    assert pair.draft is not None
+    on_cpu = pair.draft.device.type == "cpu"
+    apart = max(1, settings.steps // _EVALUATIONS)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        warmup_steps=max(1, round(_WARM_UP * settings.steps)),
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.batch_size,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16 and not on_cpu,
+        use_cpu=on_cpu,
+        dataloader_pin_memory=not on_cpu,
+        logging_strategy="steps",
+        logging_steps=max(1, settings.steps // _POINTS),
+        eval_strategy="steps",
+        eval_steps=apart,
+        eval_on_start=True,
+        prediction_loss_only=True,
+        save_strategy="steps",
+        save_steps=apart,
+        save_total_limit=1,
+        seed=settings.seed,
+        label_names=["labels"],
+        remove_unused_columns=False,
+        report_to="none",
+    )
+    # Trainer would spread the batch over all GPUs of a process, which the target beside it does not know.
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
+
+
+def _with_lora(draft: PreTrainedModel, rank: int) -> Any:
+    import peft
+
+    kind = peft.TaskType.SEQ_2_SEQ_LM if draft.config.is_encoder_decoder else peft.TaskType.CAUSAL_LM
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=kind)
+    return peft.get_peft_model(draft, config)
+
+
+def _facts(trainer: Trainer) -> dict[str, Any]:
+    history = trainer.state.log_history
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {
+        "curve": [[item["step"], item["loss"]] for item in history if "loss" in item],
+        "held_out_curve": [[item["step"], item["eval_loss"]] for item in history if "eval_loss" in item],
+        "parameters": sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
+    }
+
+
+def _save(draft: PreTrainedModel, pair: LoadedPair, folder: Path) -> None:
+    """An ordinary checkpoint with its tokenizer, all or nothing."""
+    assert pair.draft_tokenizer is not None
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    draft.save_pretrained(partial)
+    pair.draft_tokenizer.save_pretrained(partial)
+    os.replace(partial, folder)

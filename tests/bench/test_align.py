@@ -1,0 +1,293 @@
+"""The task `align`: the target's answers on disk, the training, and what becomes of the draft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.tiny_pair import save_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdec.bench.aligning import answers
+from hf_specdec.bench.aligning.answers import answers_folder, target_answers
+from hf_specdec.bench.aligning.batches import Collator, answer_logits
+from hf_specdec.bench.aligning.losses import on_tokens
+from hf_specdec.bench.models.loading import LoadedPair, load_pair
+from hf_specdec.bench.reports.pictures.by_task import pictures
+from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.storage.results import load
+from hf_specdec.bench.tasks import align, collecting
+from hf_specdec.bench.tasks.align import run_align
+
+ALONE = Processes()
+
+
+@pytest.fixture(scope="module")
+def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    path.write_text("".join(f'{{"q": "How much is {n} and {"1" * n}?"}}\n' for n in range(1, 21)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Folders of a target and a draft that is often wrong, decoder-only and encoder-decoder."""
+    found = {}
+    for kind in ("decoder", "encoder-decoder"):
+        target, draft = save_pair(tmp_path_factory.mktemp(kind), encoder_decoder=kind != "decoder")
+        found[kind] = target, draft
+    llama = AutoModelForCausalLM.from_pretrained(found["decoder"][0], dtype=torch.float64)
+    models.noisy(llama, 0.4).save_pretrained(found["decoder"][1])
+    return found
+
+
+def settings_for(pair: tuple[Path, Path], questions_file: Path, folder: Path, **more: Any) -> Settings:
+    given: dict[str, Any] = {"steps": 4, "batch_sizes": (4,), "max_new_tokens": 8, "learning_rate": 1e-3}
+    return Settings(
+        task="align", model_name=str(pair[0]), assistant_model=str(pair[1]), assisted_generation=True,
+        dataset=str(questions_file), prompt_column="q", output_dir=folder, **given | more,
+    )  # fmt: skip
+
+
+def answered(settings: Settings, pair: LoadedPair, name: str = "learned") -> Any:
+    groups = collecting.batches(align.prompts(settings)[0], settings.batch_size)
+    settings.output_dir.mkdir(parents=True, exist_ok=True)
+    return target_answers(answers_folder(settings, pair) / name, settings, pair, groups, ALONE)
+
+
+def result_in(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("*.json.gz")
+    return load(path)
+
+
+def weights_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+def test_answers_are_those_of_plain_generate(
+    kind: str, kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
+) -> None:
+    """In float64; and at each of their places the collated batch has the logits that predict them."""
+    settings = settings_for(kinds[kind], questions_file, tmp_path)
+    pair = load_pair(settings)
+    found = answered(settings, pair)
+    assert len(found) == 18, "one prompt in ten is held out"
+    for row in list(found)[:6]:
+        ids = torch.tensor([row["prompt"]])
+        out = pair.target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        assert row["answer"] == out[0, 1 if pair.encoder_decoder else ids.shape[1] :].tolist()
+        assert row["text"] == pair.tokenizer.decode(row["answer"], skip_special_tokens=True).strip()
+    rows = list(found)[:5]
+    assert len({len(row["prompt"]) for row in rows}) > 1, "rows are padded"
+    batch = Collator(pair)(rows)
+    with torch.no_grad():
+        chosen = answer_logits(pair.target, batch).argmax(-1).tolist()
+        shifted = answer_logits(pair.target, batch | {"labels": batch["labels"].roll(1, -1)}).argmax(-1).tolist()
+    expected = [token for row in rows for token in row["answer"]]
+    assert chosen == expected and shifted != expected
+    prompts = Collator(pair).prompts(batch)
+    kept = [ids[mask.bool()].tolist() for ids, mask in zip(*prompts.values(), strict=True)]
+    assert kept == [row["prompt"] for row in rows]
+
+
+def test_answers_go_on_after_an_interruption_and_are_used_again(
+    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(kinds["decoder"], questions_file, tmp_path / "cut", top_k_targets=3)
+    pair, inner, asked = load_pair(settings), answers.timed_call, []
+
+    def counted(*arguments: Any) -> Any:
+        asked.append([prompt.index for prompt in arguments[2]])
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return inner(*arguments)
+
+    monkeypatch.setattr(answers, "_PART", 1)
+    monkeypatch.setattr(answers, "timed_call", counted)
+    with pytest.raises(KeyboardInterrupt):
+        answered(settings, pair)
+    found = list(answered(settings, pair))
+    assert asked[2] == asked[3], "it goes on where it stopped"
+    assert sorted(index for batch in [*asked[:2], *asked[3:]] for index in batch) == [row["index"] for row in found]
+    calls = len(asked)
+    assert list(answered(replace(settings, loss="reverse_kl", steps=9), pair)) == found and len(asked) == calls
+    assert list(answered(replace(settings, output_dir=tmp_path / "whole"), pair)) == found and len(asked) > calls
+    assert not list(tmp_path.rglob("*.part*"))
+    # Other answers lie elsewhere.
+    places = {answers_folder(replace(settings, **{name: 7}), pair) for name in ("max_new_tokens", "seed", "limit")}
+    assert len(places) == 3 and answers_folder(settings, pair) not in places
+
+
+def test_stored_distributions_are_the_targets(
+    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
+) -> None:
+    settings = settings_for(kinds["decoder"], questions_file, tmp_path, top_k_targets=3)
+    pair = load_pair(settings)
+    rows = list(answered(settings, pair))[:4]
+    batch = Collator(pair)(rows)
+    with torch.no_grad():
+        logits = answer_logits(pair.target, batch)
+    torch.testing.assert_close(batch["target_log_probs"], on_tokens(logits, batch["target_tokens"]).float())
+    assert bool((batch["target_tokens"][:, 0] == logits.argmax(-1)).all())
+    # Summed over tokens and rest.
+    torch.testing.assert_close(batch["target_log_probs"].exp().sum(-1), torch.ones(len(logits)))
+
+
+def test_a_better_draft_is_saved_beside_the_old_one(
+    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its original stays byte for byte; a second run refuses to overwrite it."""
+    before = weights_of(kinds["decoder"][1])
+    settings = settings_for(kinds["decoder"], questions_file, tmp_path, steps=40, learning_rate=3e-3)
+    run_align(settings, ALONE)
+    result, saved = result_in(tmp_path), tmp_path / "draft-aligned"
+    facts = result["alignment"]
+    assert facts["saved"] == str(saved) and weights_of(kinds["decoder"][1]) == before
+    assert facts["held_out_curve"][-1][1] < facts["held_out_curve"][0][1] and facts["curve"][-1][0] == 40
+    assert facts["prompts"] == 18 and len(result["prompts"]) == 2
+    assert "The aligned draft is in" in capsys.readouterr().out
+    assert {"loss", "acceptance-by-position"} <= set(pictures(result))
+    kept = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert kept == {"align", "answers", "draft"}, "no checkpoint, no journal"
+    # An ordinary checkpoint: the keys of the original, other values.
+    old, new = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (kinds["decoder"][1], saved))
+    assert old.keys() == new.keys() and any(not torch.equal(old[key], new[key]) for key in old)
+    assert {weight.dtype for weight in new.values()} == {weight.dtype for weight in old.values()}
+    assert AutoTokenizer.from_pretrained(saved).get_vocab() == AutoTokenizer.from_pretrained(saved).get_vocab()
+    with pytest.raises(BenchError, match=r"--output_dir: .*draft-aligned' is there already"):
+        run_align(settings, ALONE)
+
+
+def test_a_draft_that_got_worse_is_said_to_be_so_and_not_saved(
+    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = weights_of(kinds["decoder"][1])
+    settings = settings_for(kinds["decoder"], questions_file, tmp_path, learning_rate=10.0, loss="cross_entropy")
+    run_align(settings, ALONE)
+    assert result_in(tmp_path)["alignment"]["saved"] is None
+    assert "**The draft did not get better**" in capsys.readouterr().out
+    assert weights_of(kinds["decoder"][1]) == before
+    assert not (tmp_path / "draft-aligned").exists()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kind": "encoder-decoder", "on_policy": 1.0, "loss": "total_variation"},
+        {"kind": "decoder", "on_policy": 0.5, "loss": "reverse_kl", "lora_rank": 2},
+        {"kind": "encoder-decoder", "top_k_targets": 4},
+    ],
+    ids=lambda more: " ".join(map(str, more.values())),
+)
+def test_every_way_of_training_changes_the_draft(
+    more: dict[str, Any], kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
+) -> None:
+    from hf_specdec.bench.aligning.training import train
+
+    pair_of = kinds[more.pop("kind")]
+    settings = settings_for(pair_of, questions_file, tmp_path, **more)
+    pair = load_pair(settings)
+    rows = answered(settings, pair)
+    copy = load_pair(settings).draft
+    assert copy is not None and pair.draft is not None
+    parameters = copy.num_parameters()
+    facts = train(settings, pair, copy, rows, rows.select(range(4)), tmp_path / "training", ALONE)
+    again = train(settings, pair, copy, rows, rows.select(range(4)), tmp_path / "training", ALONE)
+    assert facts == again, "a finished training is not repeated"
+    new = type(pair.draft).from_pretrained(tmp_path / "training" / "draft").state_dict()
+    old = pair.draft.state_dict()
+    assert old.keys() == new.keys() and any(not torch.equal(old[key], new[key]) for key in old)
+    assert (facts["parameters"] < parameters) == ("lora_rank" in more)
+    assert all(value >= 0 for _, value in facts["held_out_curve"])
+
+
+def test_training_goes_on_from_its_checkpoint(
+    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut after a checkpoint and continued, it ends with the weights of a training that ran through."""
+    from hf_specdec.bench.aligning import training
+
+    settings = settings_for(kinds["decoder"], questions_file, tmp_path, steps=8)
+    pair = load_pair(settings)
+    rows, ends = answered(settings, pair), {}
+    inner, steps = training.AlignmentTrainer.training_step, []
+
+    def cut(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        steps.append(self.state.global_step)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        return inner(self, *arguments, **keywords)
+
+    for name in ("through", "cut"):
+        if name == "cut":
+            monkeypatch.setattr(training.AlignmentTrainer, "training_step", cut)
+            with pytest.raises(KeyboardInterrupt):
+                training.train(settings, pair, load_pair(settings).draft, rows, rows, tmp_path / name, ALONE)
+        training.train(settings, pair, load_pair(settings).draft, rows, rows, tmp_path / name, ALONE)
+        ends[name] = AutoModelForCausalLM.from_pretrained(tmp_path / name / "draft").state_dict()
+    assert steps == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7], "from the last checkpoint"
+    for key, weight in ends["through"].items():
+        torch.testing.assert_close(ends["cut"][key], weight)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"loss": "cross_entropy", "top_k_targets": 5}, "--top_k_targets: 5 asks for the target's distributions"),
+        ({"loss": "cross_entropy", "on_policy": 0.5}, "--on_policy: 0.5 asks for the target's distributions"),
+        ({"top_k_targets": 5, "on_policy": 0.5}, "--top_k_targets: 5 stores judgements of the target's answers alone"),
+        ({"draft_precision": "int8"}, "--draft_precision: 'int8' can't be trained; leave it out"),
+        ({"drafter": "lookup"}, "--drafter: 'lookup' is no model"),
+        ({"model_name": "synthetic:smollm-135m"}, "--model_name: 'synthetic:smollm-135m' has random weights"),
+        ({"dataset": "embedded", "split": "train"}, "--split: 'train' can't be chosen for the embedded data"),
+        ({"dataset": "embedded:tap dance"}, "--dataset: 'tap dance' is no subtask of the embedded data; give one of"),
+        ({"limit": 1}, "--dataset: .* has too few different prompts"),
+        ({"top_k_targets": 321}, "--top_k_targets: 321 exceeds the vocabulary; give at most 320"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_refusals(
+    more: dict[str, Any], words: str, kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
+) -> None:
+    settings = replace(settings_for(kinds["decoder"], questions_file, tmp_path), **more)
+    if settings.dataset.startswith("embedded"):
+        settings = replace(settings, prompt_column=None)
+    with pytest.raises(BenchError, match=words):
+        run_align(settings, ALONE)
+    assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+def test_a_draft_of_another_vocabulary_is_refused(
+    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
+) -> None:
+    settings = settings_for(kinds["decoder"], questions_file, tmp_path)
+    settings = replace(settings, model_name="target")
+    with pytest.raises(
+        BenchError, match=r"--assistant_model: .*draft' has another vocabulary than the target 'target'"
+    ):
+        run_align(settings, ALONE)
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(align, "find_spec", lambda name: None if name == "peft" else object())
+    with pytest.raises(BenchError, match=r"--lora_rank: 4 needs peft, .* pip install 'hf_specdec\[align\]'"):
+        run_align(Settings(task="align", lora_rank=4), ALONE)
+    align.check_arguments(Settings(task="align"))
+    monkeypatch.setattr(align, "find_spec", lambda name: None)
+    with pytest.raises(BenchError, match="--task: 'align' needs accelerate"):
+        run_align(Settings(task="align"), ALONE)
+
+
+def test_no_prompt_is_learned_and_judged() -> None:
+    learned, held_out = align.prompts(Settings(task="align", dataset="embedded:qa", limit=20))
+    assert len(learned) == 20 and len(held_out) == align.MOST_HELD_OUT
+    assert {dialogue[0].subtask for dialogue in [*learned, *held_out]} == {"qa"}
+    assert not {dialogue[0].turns for dialogue in learned} & {dialogue[0].turns for dialogue in held_out}
+    all_of_them = align.prompts(Settings(task="align", limit=2))
+    assert len(all_of_them[0]) == 16 and len(all_of_them[1]) == align.MOST_HELD_OUT
