@@ -171,8 +171,10 @@ def test_other_engines_get_the_best_and_its_neighbours(settings: Settings, pairs
         assert {one.method.engine for one in listed} == {engine}
         plain_drafts = [one.method.lookahead for one in listed if len(one.method.keywords) == 3 and one.method.draft]
         assert plain_drafts == [6, 8, 4]
-        assert listed[0].method.kind == "none"
+        assert [one.method.kind for one in listed[:2]] == ["speculative", "none"]
         assert any("lookup" in one.method.name for one in listed) == kept, "compiled rounds draft with a model"
+    unpaying = tune_candidates.on_engine("compiled", [found["none eager"], *ranking])
+    assert unpaying[0].method.kind == "none", "first where drafts don't pay"
     assert tune_candidates.on_engine("static", []) == []
 
 

@@ -14,6 +14,8 @@ from hf_specdec.bench.figures.bootstrap import Ratio
 
 # Examples below which an interval is no reason to leave a candidate behind.
 ENOUGH_EXAMPLES = 5
+# Examples of a stage, where half of the time that is left allows for them.
+LEAST_EXAMPLES = 2
 
 
 @dataclass(frozen=True)
@@ -103,18 +105,21 @@ def _measure_all(
 ) -> int:
     """Example after example until the stage's time would be exceeded; returns the number of the next example.
 
-    The first example of a stage may take half of all the time that is left, so that every candidate is measured on it.
+    The first `LEAST_EXAMPLES` may take half of all the time that is left: one example says little.
     """
-    limit, shift, turn = max(stop, (clock() + end) / 2), 0, [baseline, *alive]
+    latest = max(stop, (clock() + end) / 2)
+    turn, began = [baseline, *alive], example
     while True:
-        start = clock()
+        start, done = clock(), example - began
+        limit = latest if done < LEAST_EXAMPLES else stop
+        # The one that begins changes, so that none always follows the same other.
+        shift = done % len(turn)
         for name in [*turn[shift:], *turn[:shift]]:
             measure(name, example)
             if clock() >= limit:
                 return example + 1
-        # The one that begins changes, so that none always follows the same other.
-        example, limit, shift = example + 1, stop, (shift + 1) % len(turn)
-        if 2 * clock() - start > stop:
+        example += 1
+        if 2 * clock() - start > (latest if done + 1 < LEAST_EXAMPLES else stop):
             return example
 
 

@@ -74,20 +74,30 @@ class Race:
     """Calls of contenders on batches of prompts, as `successive_halving` asks for them."""
 
     def __init__(
-        self, settings: Settings, contenders: dict[str, Contender], batches: Sequence[Batch], clock: Clock
+        self,
+        settings: Settings,
+        contenders: dict[str, Contender],
+        batches: Sequence[Batch],
+        clock: Clock,
+        warm: set[str],
     ) -> None:
         self.settings, self.contenders, self.batches, self.clock = settings, contenders, batches, clock
+        self.warm = warm  # the names of those that have been called before
         self.calls: list[Call] = []
         self.refused: dict[str, str] = {}
 
     def measure(self, name: str, example: int) -> None:
-        """One call on the batch with this number, counted on into the repeats; what refuses has no measurement."""
+        """One call on the batch with this number, counted on into the repeats; what refuses has no measurement.
+
+        A contender's very first call is not measured: passes are recorded in it, and "auto" learns.
+        """
         repeat, place = divmod(example, len(self.batches))
-        one = self.contenders[name]
+        one, where = self.contenders[name], {"repeat": repeat, "position": len(self.calls)}
         try:
-            call = warm_call(
-                one.pair, one.method, self.batches[place], self.settings, repeat=repeat, position=len(self.calls)
-            )
+            if name not in self.warm:
+                warm_call(one.pair, one.method, self.batches[place], self.settings, **where)
+                self.warm.add(name)
+            call = warm_call(one.pair, one.method, self.batches[place], self.settings, **where)
         except ValueError as error:
             self.refused[name] = " ".join(str(error).split())
             return
@@ -125,6 +135,7 @@ class Contest:
         self.races: list[tuple[Race, list[Stage]]] = []
         self.cold: list[ColdStart] = []
         self.notes: list[str] = []
+        self.warm = {"plain"}
         self.seconds = 0.0
 
     def run(self, seconds: float) -> None:
@@ -148,13 +159,13 @@ class Contest:
         self.seconds = self.clock() - start
 
     def _race(self, names: list[str], batches: Sequence[Batch], seconds: float) -> None:
-        race = Race(self.settings, self.contenders, batches, self.clock)
+        race = Race(self.settings, self.contenders, batches, self.clock, self.warm)
         stages = race.run(names, seconds)
         self.races.append((race, stages))
         untried = [name for name in names if not any(name in stage.ratios for stage in stages)]
         self.notes += [f"{self._title(name)}: refused. {why}" for name, why in race.refused.items()]
         if late := [self._title(name) for name in untried if name not in race.refused]:
-            self.notes.append(f"Not tried, since the time was too short (raise --minutes): {'; '.join(late)}")
+            self.notes.append(f"Not tried, since the time was too short (raise --minutes): {_some(late)}")
 
     def _prepare(self, engines: Sequence[str], ranking: Sequence[str], batch: Batch, seconds: float) -> list[str]:
         """Records, captures or compiles candidates on other engines while the time allows; returns the ready ones."""
@@ -183,9 +194,10 @@ class Contest:
                 self.notes.append("compile=True is left out: these models' rounds can't be compiled.")
                 continue
             ready.append(one.method.name)
+            self.warm.add(one.method.name)
         if left_out:
             self.notes.append(
-                f"Left out, since the time does not pay for preparing them (raise --minutes): {'; '.join(left_out)}"
+                f"Left out, since the time does not pay for preparing them (raise --minutes): {_some(left_out)}"
             )
         return ready
 
@@ -299,6 +311,12 @@ def _result(
     result["encoder_decoder"] = pairs[0].encoder_decoder
     result["tuned"] = rounded([contest.choose(described) for contest in contests])
     return result
+
+
+def _some(titles: Sequence[str]) -> str:
+    """The first three, and how many more."""
+    more = [f"and {len(titles) - 3} more"] if len(titles) > 3 else []
+    return "; ".join([*titles[:3], *more])
 
 
 def _ends(found: Interval) -> list[float | None]:

@@ -62,18 +62,25 @@ def candidates(settings: Settings, pairs: Sequence[LoadedPair]) -> list[Contende
 def on_engine(engine: str, ranking: Sequence[Contender]) -> list[Contender]:
     """The best of another engine's ranking on this one, the most promising first.
 
-    Without a draft; the fastest fixed lookahead, and its neighbours, since another engine may favour another length;
+    The fastest fixed lookahead; no draft; its neighbours, since another engine may favour another length;
     the fastest of each other draft; the fastest of all, and of each strategy.
     """
-    found = [Contender(plain_on_engine(ENGINES[engine]), ranking[0].pair)] if ranking else []
+    found: list[Contender] = []
     drafted = [one for one in ranking if one.method.kind != "none"]
     fixed = [one for one in drafted if _is_fixed(one.method)]
     if fixed:
         tokens = fixed[0].method.keywords["num_assistant_tokens"]
         found += [_again(fixed[0], engine, count) for count in (tokens, *_neighbours(tokens))]
-    firsts = {one.method.draft_name: one for one in reversed(fixed)}
-    kinds = {one.method.kind: one for one in reversed(drafted)}
-    found += [_again(one, engine) for one in (*drafted[:1], *firsts.values(), *kinds.values()) if _fits(one, engine)]
+    # First where drafts don't pay, otherwise behind the fastest draft.
+    place = 1 if drafted[:1] == list(ranking[:1]) else 0
+    found[place:place] = [Contender(plain_on_engine(ENGINES[engine]), one.pair) for one in ranking[:1]]
+    drafts: dict[str | None, Contender] = {}
+    kinds: dict[str, Contender] = {}
+    for one in fixed:
+        drafts.setdefault(one.method.draft_name, one)
+    for one in drafted:
+        kinds.setdefault(one.method.kind, one)
+    found += [_again(one, engine) for one in (*drafted[:1], *drafts.values(), *kinds.values()) if _fits(one, engine)]
     return list({one.method.name: one for one in found}.values())
 
 
