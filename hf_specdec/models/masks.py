@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 ATTENTION = ("eager", "sdpa")
 # The widest pass that a table of masks is kept for; only prompts and drafts that catch up are wider.
 MAX_MASKED_TOKENS = 32
+# Memory-efficient attention on CUDA loads this many numbers of a mask at a time. torch looks at the strides only.
+ALIGNMENT = 8
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -85,7 +87,10 @@ class CausalMasks:
             ends = torch.arange(self._capacity, self._capacity + width, device=self._device).unsqueeze(0)
             visible = torch.ones(1, self._capacity + width, dtype=torch.bool, device=self._device)
             self._tables[width] = attention_mask(ends, visible, self._window, self._dtype)
-        return self._tables[width][..., -slots:]
+        mask = self._tables[width][..., -slots:]
+        if self._device.type != "cpu" and mask.storage_offset() % ALIGNMENT:
+            mask = mask.clone(memory_format=torch.contiguous_format)
+        return mask
 
 
 class SlotMasks:

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import hf_specdec
 from hf_specdec.models.dynamic_runner import DynamicRunner
-from hf_specdec.models.masks import MAX_MASKED_TOKENS, SlotMasks, attention_mask
+from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, SlotMasks, attention_mask
 
 
 @pytest.mark.parametrize("width", [2, 5, MAX_MASKED_TOKENS, MAX_MASKED_TOKENS + 8])
@@ -39,6 +39,18 @@ def test_tables_are_small_however_many_tokens_a_draft_has_left_aside(monkeypatch
     for width in (11, 3, 1000, 2):
         runner.forward(torch.full((1, width), 5), 1)
     assert widths == [3, 2]
+
+
+@pytest.mark.parametrize("capacity", [59, 60, 64])
+def test_masks_of_accelerators_begin_where_memory_efficient_attention_can_load_them(capacity: int) -> None:
+    """`meta` stands in for CUDA."""
+    tables = [CausalMasks(capacity, None, torch.float32, torch.device(name)) for name in ("meta", "cpu")]
+    offsets = set()
+    for slots in range(6, capacity + 1):
+        aligned, view = (table.of_last(5, slots) for table in tables)
+        assert aligned.shape == view.shape and aligned.storage_offset() % 8 == 0
+        offsets.add(view.storage_offset() % 8)
+    assert len(offsets) == 8, "unaligned without the copy"
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
