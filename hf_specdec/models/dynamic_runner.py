@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
+from hf_specdec.models.narrow_linears import narrow_linears
 from hf_specdec.models.traits import media_of, pass_mode
 
 # What later passes of a text model may need besides masks, positions and tokens.
@@ -63,7 +64,7 @@ class DynamicRunner:
         self._width = read + hidden
         self._history = input_ids[:, :0]
         self._keeps_logits = "logits_to_keep" in parameters
-        self._mode = pass_mode(model)
+        self._mode, self._narrow_linears = pass_mode(model), narrow_linears(model)
         prefix = "decoder_" if model.config.is_encoder_decoder else ""
         self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
         self._ids_key = f"{prefix}input_ids"
@@ -111,7 +112,7 @@ class DynamicRunner:
         inputs = self._inputs(tokens, self._slot_kwargs(lags, first_slot, last_slot))
         if self._keeps_logits:
             inputs["logits_to_keep"] = count
-        with self._mode():
+        with self._mode(), self._narrow_linears():
             outputs = self.model(**inputs, return_dict=True)
         self.passes += 1
         self._width = last_slot

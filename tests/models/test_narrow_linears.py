@@ -1,0 +1,105 @@
+"""Linear layers of few tokens in oneDNN: the same products, only where it is faster, and the same text without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models import EOS, PAD, llama, noisy
+from torch import Tensor
+from torch.nn import functional
+
+import hf_specdec
+from hf_specdec.models import narrow_linears, recorded_passes
+from hf_specdec.models.narrow_linears import MAX_ROWS, NarrowLinears
+
+WEIGHT = (1024, 256)  # the smallest that is served
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the inputs that oneDNN got."""
+    seen: list[tuple[int, ...]] = []
+    linear = narrow_linears._linear
+
+    def noted(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append(tuple(tokens.shape))
+        return linear(tokens, weight, bias)
+
+    monkeypatch.setattr(narrow_linears, "_linear", noted)
+    return seen
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 256), (1, 5, 256), (4, 16, 256), (7, 256)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_products_are_those_of_torch(shape: tuple[int, ...], biased: bool, served: list[tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    tokens, weight, bias = torch.randn(shape), torch.randn(WEIGHT), torch.randn(WEIGHT[0]) if biased else None
+    with torch.inference_mode(), NarrowLinears():
+        found = functional.linear(tokens, weight, bias)
+    assert served == [shape]
+    exact = functional.linear(tokens.double(), weight.double(), None if bias is None else bias.double())
+    assert (found - exact).abs().max() < 1e-4 < (functional.linear(tokens, weight.roll(1, 0)) - exact).abs().max()
+
+
+def test_only_few_rows_of_large_float32_weights_are_served(served: list[tuple[int, ...]]) -> None:
+    tokens, weight = torch.randn(1, MAX_ROWS, 256), torch.nn.Parameter(torch.randn(WEIGHT))
+    with torch.inference_mode(), NarrowLinears():
+        functional.linear(torch.randn(1, MAX_ROWS + 1, 256), weight)
+        functional.linear(tokens, weight[:-1])
+        functional.linear(tokens.double(), weight.double())
+        functional.linear(tokens.bfloat16(), weight.bfloat16())
+        functional.linear(tokens[:, :0], weight)
+        torch.backends.mkldnn.enabled, before = False, torch.backends.mkldnn.enabled
+        try:
+            functional.linear(tokens, weight)
+        finally:
+            torch.backends.mkldnn.enabled = before
+        assert served == []
+        functional.linear(tokens, weight)
+    assert served == [(1, MAX_ROWS, 256)]
+
+
+def test_models_whose_weights_are_not_served_get_no_mode() -> None:
+    large = llama(vocab_size=8192)
+    assert narrow_linears.narrow_linears(large.float()) is NarrowLinears
+    assert narrow_linears.narrow_linears(large.double()) is not NarrowLinears
+    assert narrow_linears.narrow_linears(llama().float()) is not NarrowLinears
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_text_is_plain_generate_s_with_and_without_it(
+    rows: int, served: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32; eager and recorded passes of one runner, and of a torch that lacks the operation."""
+    monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 2)
+    target = llama(vocab_size=8192).float()
+    draft = noisy(target)
+    prompt = torch.randint(EOS + 1, 8192, (rows, 6), generator=torch.Generator().manual_seed(3))
+    given = {"input_ids": prompt, "max_new_tokens": 40, "do_sample": False, "pad_token_id": PAD}
+    plain = target.generate(**given)
+    assert served == []
+    asked = {"assistant_model": draft, "generation_strategy": "speculative"}
+    with hf_specdec.enable(target):
+        assert torch.equal(target.generate(**given, **asked), plain) and len(served) > 0
+        assert recorded_passes.recordings_of(target) > 0
+        served.clear()
+        assert torch.equal(target.generate(**given, **asked), plain)
+    monkeypatch.setattr(narrow_linears, "_is_available", lambda: False)
+    other = llama(vocab_size=8192).float()
+    served.clear()
+    with hf_specdec.enable(other):
+        assert torch.equal(other.generate(**given, **asked | {"assistant_model": noisy(other)}), plain)
+    assert served == []
+
+
+def test_no_mode_is_left_behind_where_a_pass_fails() -> None:
+    target = llama(vocab_size=8192).float()
+    prompt = torch.full((1, 4), EOS + 1)
+
+    def fail(module: torch.nn.Module, inputs: object) -> None:
+        raise RuntimeError("out of memory")
+
+    target.model.layers[1].register_forward_pre_hook(fail)
+    with hf_specdec.enable(target), pytest.raises(RuntimeError, match="out of memory"):
+        target.generate(prompt, generation_strategy="speculative", drafter="none", max_new_tokens=4)
+    assert torch._C._len_torch_function_stack() == 0
