@@ -14,6 +14,7 @@ STRATEGY_SETTINGS: dict[str, tuple[str, ...]] = {
     "ensemble": ("assistant_ensemble_weight",),
 }
 STRATEGIES = tuple(STRATEGY_SETTINGS)
+LOSSY_STRATEGIES = tuple(name for name, own in STRATEGY_SETTINGS.items() if own)
 DRAFTERS = ("model", "lookup", "hybrid", "none")
 VERIFICATIONS = ("token", "block")
 DRAFT_ERRORS = ("raise", "continue")

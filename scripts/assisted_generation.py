@@ -40,8 +40,8 @@ _LLAMA_CPP = ("llama.cpp-f32", "llama.cpp-bf16", "llama.cpp-q8_0")
 _PACKAGES = ("datasets", "evaluate", "matplotlib", "psutil", "rouge_score", "sacrebleu", "scipy", "tabulate")
 # Arguments that `sweep` takes several values of, and crosses; `engines` those of the first.
 _GRID = (
-    "num_assistant_tokens", "fallback_threshold", "rollback_threshold", "drafter", "verification",
-    "entropy_threshold", "compile", "cache_implementation",
+    "num_assistant_tokens", "fallback_threshold", "rollback_threshold", "lenience", "posterior_threshold",
+    "assistant_ensemble_weight", "drafter", "verification", "entropy_threshold", "compile", "cache_implementation",
 )  # fmt: skip
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -175,7 +175,7 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     template = "text around each prompt; {prompt} is its place (%(default)s)"
     add("--prompt_template", type=_template, default="{prompt}", metavar="TEXT", help=template)
     examples = (
-        "examples per subtask (all; embedded: subtasks 50, sweep 5, with BiLD 50, ablation 3, align 125); "
+        "examples per subtask (all; embedded: subtasks 50, sweep 5, with lossy strategies 50, ablation 3, align 125); "
         "engines: prompts (8)"
     )
     add("--limit", type=_at_least(1), metavar="N", help=examples)
@@ -190,7 +190,7 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--generation_strategy",
-        choices=("speculative", "bild"),
+        choices=("speculative", "bild", "lenient", "typical", "ensemble"),
         default="speculative",
         help="how to use the draft (%(default)s)",
     )
@@ -214,6 +214,12 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="D",
         help=rollback,
     )
+    lenience = "lenience: l in min(1, p / (l q)), in greedy decoding in p > l max p (0.5); sweep takes several"
+    add("--lenience", nargs="+", type=_between(0, 1), metavar="L", help=lenience)
+    typical = "typical acceptance: E in p > min(E, sqrt(E) exp(-H)) (0.09); sweep takes several"
+    add("--posterior_threshold", nargs="+", type=_between(0, None), metavar="E", help=typical)
+    ensemble = "ensemble: drafts are judged by W target + (1 - W) draft (0.5); sweep takes several"
+    add("--assistant_ensemble_weight", nargs="+", type=_between(0, 1), metavar="W", help=ensemble)
     choices = {
         "drafter": (("model", "lookup", "hybrid", "none"), "who drafts (model); sweep takes several"),
         "verification": (("token", "block"), "how sampling judges drafted tokens (token); sweep takes several"),

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_specdec.config import LOSSY_STRATEGIES, STRATEGY_SETTINGS
+
 
 class BenchError(Exception):
     """A problem that the user can solve; its one line names the argument, its value and the way out."""
@@ -33,6 +35,9 @@ class Settings:
     num_assistant_tokens: int | str | None = None  # or "auto"
     fallback_threshold: float = 0.6
     rollback_threshold: float = 3.0
+    lenience: float = 0.5
+    posterior_threshold: float = 0.09
+    assistant_ensemble_weight: float = 0.5
     drafter: str | None = None
     verification: str | None = None
     entropy_threshold: float | None = None
@@ -90,9 +95,10 @@ class Settings:
         return self.task in ("engines", "growth", "rollback")
 
     @property
-    def sweeps_bild(self) -> bool:
-        """Whether BiLD is part of a sweep: asked for by name or by thresholds."""
-        return self.generation_strategy == "bild" or bool({"fallback_threshold", "rollback_threshold"} & set(self.grid))
+    def lossy_strategies(self) -> tuple[str, ...]:
+        """The lossy strategies that are part of a sweep: asked for by name or by their own settings."""
+        asked = (self.generation_strategy, *self.grid) if self.task == "sweep" else ()
+        return tuple(name for name in LOSSY_STRATEGIES if {name, *STRATEGY_SETTINGS[name]} & set(asked))
 
     def values(self, name: str) -> tuple[Any, ...]:
         """All values of an argument: those of the grid, or the one that it has."""

@@ -11,12 +11,15 @@ import pytest
 from hf_specdec.bench.inputs.prompts import Prompt
 from hf_specdec.bench.models.known_pairs import known_drafts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair, load_pairs
+from hf_specdec.bench.reports import rendering
+from hf_specdec.bench.reports.pictures.by_task import pictures
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage.results import load, stem
 from hf_specdec.bench.tasks import ablation, sweep
 from hf_specdec.bench.tasks.ablation import run_ablation
+from hf_specdec.config import LOSSY_STRATEGIES, STRATEGY_SETTINGS
 from hf_specdec.models.better_transformer import attention_of
 
 
@@ -96,17 +99,38 @@ def test_thresholds_bring_bild_in(models: tuple[Path, Path], dataset: Path, pair
     assert [m["kind"] for m in contest(models, dataset, pairs[:1], generation_strategy="bild")][-1] == "bild"
 
 
+def test_lossy_strategies_come_with_their_own_settings_alone(
+    models: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
+) -> None:
+    grid = {"lenience": (0.5, 0.1), "assistant_ensemble_weight": (0.3,), "drafter": ("model", "hybrid")}
+    found = [m for m in contest(models, dataset, pairs[:1], grid=grid) if m["kind"] in LOSSY_STRATEGIES]
+    own = {name for names in STRATEGY_SETTINGS.values() for name in names}
+    told = [(m["kind"], m["keywords"]["drafter"], *(v for k, v in m["keywords"].items() if k in own)) for m in found]
+    lenient = [("lenient", drafter, value) for value in (0.5, 0.1) for drafter in ("model", "hybrid")]
+    assert told == [*lenient, ("ensemble", "model", 0.3)], "an ensemble can't mix copies"
+    named = contest(models, dataset, pairs[:1], generation_strategy="typical")
+    assert [m["keywords"].get("posterior_threshold") for m in named if m["kind"] == "typical"] == [0.09]
+
+
 def test_a_sweep_from_end_to_end(models: tuple[Path, Path], dataset: Path) -> None:
     grid = {"num_assistant_tokens": (1, 3), "fallback_threshold": (0.1,), "rollback_threshold": (0.0, 3.0)}
+    grid |= {"lenience": (1.0, 0.01)}
     drafts = tuple(map(str, (models[1], models[0])))
     settings = settings_for(models, dataset, "sweep", draft_models=drafts, grid=grid)
     sweep.run_sweep(settings, Processes())
     result = load(settings.output_dir / f"{stem(settings)}.json.gz")
-    assert len(result["methods"]) == 2 + 2 + 4 + 8 and len(result["calls"]) == len(result["methods"]) * 3 * 2
+    assert len(result["methods"]) == 2 + 2 + 4 + 8 + 8 and len(result["calls"]) == len(result["methods"]) * 3 * 2
     assert len(result["loading_seconds"]) == 2, "one target, which is a draft of its own, and its draft"
     # In float64 rows that are lossless leave plain decoding nowhere: BiLD too, where nothing is tolerated.
     for prompt in result["prompts"]:
-        assert all("rollback_threshold=3" in name for name in prompt["divergences"]), prompt
+        lossy = ("rollback_threshold=3", "lenience=0.01")
+        assert all(any(word in name for word in lossy) for name in prompt["divergences"]), prompt
+        assert prompt["disagreements"].keys() == set(drafts)
+        assert prompt["disagreements"][drafts[1]]["positions"] == [], "the target as its own draft agrees"
+    assert any(prompt["divergences"] for prompt in result["prompts"])
+    text = rendering.render(result)
+    assert "## Lossy strategies" in text and "| Lenience 0.01" in text and "## Rejections" in text
+    assert {f"lossy-{Path(draft).name}-{tokens}" for draft in drafts for tokens in (1, 3)} <= set(pictures(result))
     assert {(item["engine"], item["draft"]) for item in result["passes"]} == {
         (engine, draft) for engine in ("generate", "eager") for draft in drafts
     }

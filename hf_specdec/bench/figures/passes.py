@@ -10,6 +10,7 @@ from typing import Any
 from hf_specdec.bench.figures import rounds, speed
 from hf_specdec.bench.figures.speed import MethodDict, Result
 from hf_specdec.bench.running.timed_call import Call
+from hf_specdec.config import LOSSY_STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,10 @@ def predicted(result: Result, method: MethodDict, batch: int = 1, prompts: Itera
 
 
 def _drafts_steadily(method: MethodDict) -> bool:
-    """Whether every draft has the lookahead's length, one draft step a token."""
+    """Whether α and the lookahead tell its rounds: full-length drafts, one step a token, and a lossless rule."""
     keywords = method["keywords"]
     by_model = method["kind"] != "lookup" and keywords.get("drafter", "model") == "model"
-    return by_model and method["kind"] != "bild" and "entropy_threshold" not in keywords
+    return by_model and method["kind"] not in LOSSY_STRATEGIES and "entropy_threshold" not in keywords
 
 
 def share_of_allowed(result: Result, method: MethodDict, batch: int = 1) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_specdec.bench.figures.bootstrap import Cells, Interval, Ratio, interval
 from hf_specdec.bench.running.timed_call import Call
+from hf_specdec.config import STRATEGIES
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
@@ -54,6 +55,11 @@ def method_named(result: Result, name: str) -> MethodDict:
     """What a result holds of a method."""
     found: MethodDict = next(method for method in result["methods"] if method["name"] == name)
     return found
+
+
+def drafts_in_our_loop(method: MethodDict) -> bool:
+    """Whether a method is a strategy of ours; transformers' own have no plain decoding on the same engine."""
+    return method["kind"] in STRATEGIES and method["same_engine"] is not None
 
 
 def new_tokens(call: Call) -> int:

@@ -1,4 +1,4 @@
-"""BiLD against speculative decoding: what it gains in speed and loses in quality, subtask by subtask."""
+"""Lossy strategies against speculative decoding: what they gain in speed and lose in quality, subtask by subtask."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.figures.bootstrap import Interval, Ratio
-from hf_specdec.bench.figures.quality import difference
-from hf_specdec.bench.figures.speed import Result
+from hf_specdec.bench.figures.bootstrap import Interval, Ratio, interval
+from hf_specdec.bench.figures.quality import difference, per_example
+from hf_specdec.bench.figures.speed import MethodDict, Result
+from hf_specdec.config import LOSSY_STRATEGIES
 
 # Any can fall while the others don't: an answer may be wrong by one word, or be wrong already and get worse.
 JUDGED = ("rougeL", "exact_match", "facts")
 MOST_LOSS = 1.0  # points
+SCORE = "facts"  # the subtask's score: defined for free answers as well as for short ones
+_LOSSLESS = ("plain", "none", "assisted", "speculative")
 
 
 def no_loss(measured: Interval | None) -> bool:
@@ -90,3 +93,43 @@ def won(result: Result, bild: str, speculative: str) -> int | None:
     if all(item.differences is None for item in verdicts):
         return None
     return sum(item.faster and item.as_good for item in verdicts)
+
+
+def lossy_methods(result: Result) -> list[MethodDict]:
+    """The methods that may lose quality, of our loop."""
+    return [method for method in result["methods"] if method["kind"] in LOSSY_STRATEGIES and method["same_engine"]]
+
+
+def lossless_reference(result: Result, method: MethodDict) -> MethodDict | None:
+    """Speculative decoding with a lossy method's draft, lookahead and engine; None where it was not measured."""
+    same = ("draft", "lookahead", "engine")
+    own = {"verification", "drafter", "entropy_threshold"}
+    for one in result["methods"]:
+        alike = all(one[key] == method[key] for key in same)
+        if one["kind"] == "speculative" and alike and _part(one, own) == _part(method, own):
+            return one
+    return None
+
+
+def change(result: Result, method: str, prompts: list[int]) -> Interval | None:
+    """Mean over examples of a method's `SCORE` less that of the lossless methods, in points, with its interval.
+
+    The lossless methods' scores are averaged: in sampling each is another draw from the same distribution. None without
+    references.
+    """
+    bases = [
+        per_example(result, m["name"], SCORE, prompts)
+        for m in result["methods"]
+        if m["kind"] in _LOSSLESS and m["name"] != method
+    ]
+    ours = per_example(result, method, SCORE, prompts)
+    cells = []
+    for index, score in sorted(ours.items()):
+        lossless = [base[index] for base in bases if index in base]
+        if lossless:
+            cells.append([(score - sum(lossless) / len(lossless), 1.0)])
+    return interval(cells, lambda total, count: total / count)
+
+
+def _part(method: MethodDict, names: set[str]) -> dict[str, object]:
+    return {name: value for name, value in method["keywords"].items() if name in names}

@@ -118,7 +118,7 @@ Raw = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]
 
 
 def _embedded_limit(settings: Settings) -> int:
-    judged = settings.task == "subtasks" or (settings.task == "sweep" and settings.sweeps_bild)
+    judged = settings.task == "subtasks" or settings.lossy_strategies
     return _JUDGED_LIMIT if judged else _TIMED_LIMITS[settings.task]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from hf_specdec.bench.figures import speed, tradeoff
 from hf_specdec.bench.reports.heading import split_of
 from hf_specdec.bench.reports.markdown import ratio
+from hf_specdec.config import STRATEGIES, STRATEGY_SETTINGS
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
@@ -25,13 +26,17 @@ _PLACES = {
     "offload_folder": None,
 }
 # Settings whose best value may lie beyond the values that were tried.
-_OPEN_ENDED = ("num_assistant_tokens", "fallback_threshold", "rollback_threshold", "entropy_threshold")
+_OPEN_ENDED = (
+    "num_assistant_tokens",
+    "entropy_threshold",
+    *(name for own in STRATEGY_SETTINGS.values() for name in own),
+)
 
 
 def recommendations(result: Result) -> list[str]:
     """The fastest row of each strategy; of BiLD also the fastest without loss, and the one that wins most subtasks."""
     lines = []
-    for strategy in ("speculative", "bild"):
+    for strategy in STRATEGIES:
         best = fastest_of(result, methods_of(result, strategy))
         if best is not None:
             lines.append(_recommended(f"Fastest {strategy}", result, best))

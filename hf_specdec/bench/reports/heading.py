@@ -84,7 +84,7 @@ def _shape(result: Result) -> str:
 
 def _values(result: Result, name: str) -> list[str]:
     """All values of a setting over our methods that draft, in order."""
-    ours = [m for m in result["methods"] if m["kind"] in ("speculative", "bild") and m.get("role") != "floor"]
+    ours = [m for m in result["methods"] if speed.drafts_in_our_loop(m) and m.get("role") != "floor"]
     found = dict.fromkeys(method[name] for method in ours if method.get(name) is not None)
     return [str(value) for value in sorted(found, key=lambda value: (isinstance(value, str), value))]
 

@@ -14,7 +14,7 @@ import hf_specdec
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.round_records import Rounds, Spent, our_rounds
 from hf_specdec.bench.settings import Settings
-from hf_specdec.config import MAX_ASSISTANT_TOKENS
+from hf_specdec.config import MAX_ASSISTANT_TOKENS, STRATEGY_SETTINGS
 
 GENERATE = "generate"  # the engine of transformers' own loops
 
@@ -22,9 +22,18 @@ ReadRounds = Callable[[LoadedPair, list[list[int]], Sequence[int], Any], tuple[R
 
 # Settings of ours that are keywords of generate(), in the order in which they are written.
 KEYWORDS = (
-    "num_assistant_tokens", "fallback_threshold", "rollback_threshold", "drafter", "verification",
-    "entropy_threshold", "compile", "cache_implementation",
+    "num_assistant_tokens", "fallback_threshold", "rollback_threshold", "lenience", "posterior_threshold",
+    "assistant_ensemble_weight", "drafter", "verification", "entropy_threshold", "compile", "cache_implementation",
 )  # fmt: skip
+
+# How strategies are called in reports.
+STRATEGY_TITLES = {
+    "speculative": "speculative decoding",
+    "bild": "BiLD",
+    "lenient": "lenience",
+    "typical": "typical acceptance",
+    "ensemble": "ensemble",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Method:
         name: unique in a run.
         title: for readers.
         kind: plain (generate() without a draft), none (our loop without a draft), assisted, ensemble, lookup
-            (transformers' own), speculative or bild (ours), llama.cpp.
+            (transformers' own), a strategy of ours (its ensemble has a `same_engine`), llama.cpp.
         engine: `GENERATE`; how our rounds run: eager, static or compiled; or how llama.cpp stores the weights.
         lookahead: tokens drafted in a round where that is fixed, or "auto".
         longest: the most tokens of a draft.
@@ -123,14 +132,13 @@ def ours(
     """Our own decoding, the way a user asks for it.
 
     Args:
-        strategy: `"speculative"` or `"bild"`.
+        strategy: a key of `STRATEGY_TITLES`.
         keywords: of generate(), those of `KEYWORDS`; None or False leaves one out.
         name: by default the strategy's.
         title: by default what is special about the keywords.
     """
     kept = {key: keywords[key] for key in KEYWORDS if keywords.get(key) is not None and keywords[key] is not False}
-    if strategy != "bild":
-        kept = {key: value for key, value in kept.items() if not key.endswith("back_threshold")}
+    kept = {key: value for key, value in kept.items() if key not in others_settings(strategy)}
     drafts_by_model = kept.get("drafter", "model") in ("model", "hybrid")
     return _of_our_loop(
         strategy if name is None else name,
@@ -141,6 +149,11 @@ def ours(
         draft_name=pair.draft_name if drafts_by_model else None,
         same_engine=plain_on_engine_name(engine_of(kept)),
     )
+
+
+def others_settings(strategy: str) -> set[str]:
+    """The keywords of generate() that belong to other strategies alone."""
+    return {name for other, own in STRATEGY_SETTINGS.items() if other != strategy for name in own}
 
 
 def chosen_keywords(settings: Settings, pair: LoadedPair) -> dict[str, Any]:
@@ -190,7 +203,8 @@ def _of_our_loop(name: str, title: str, kind: str, keywords: Mapping[str, Any], 
 
 def _title(strategy: str, keywords: Mapping[str, Any]) -> str:
     """The strategy, and what it is asked for beyond the defaults."""
-    parts = ["speculative decoding"]
+    values = " ".join(f"{keywords[name]:g}" for name in STRATEGY_SETTINGS[strategy] if name in keywords)
+    parts = [f"{STRATEGY_TITLES[strategy]} {values}".rstrip()]
     if strategy == "bild":
         thresholds = ((word, keywords.get(f"{word}_threshold")) for word in ("fallback", "rollback"))
         parts = ["BiLD (" + ", ".join(f"{word} {value:g}" for word, value in thresholds if value is not None) + ")"]

@@ -13,7 +13,15 @@ from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.known_pairs import full_name, known_drafts
 from hf_specdec.bench.models.loading import LoadedPair, load_pairs
 from hf_specdec.bench.reports.tables import sweep as sweep_tables
-from hf_specdec.bench.running.methods import KEYWORDS, Method, fixed_lookahead, ours, plain, plain_on_engine
+from hf_specdec.bench.running.methods import (
+    KEYWORDS,
+    Method,
+    fixed_lookahead,
+    others_settings,
+    ours,
+    plain,
+    plain_on_engine,
+)
 from hf_specdec.bench.running.methods_by_task import STOP_ENTROPY, STOP_LOOKAHEAD
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted, assisted_refusal
@@ -23,7 +31,6 @@ from hf_specdec.bench.tasks import collecting
 from hf_specdec.bench.tasks.collecting import Contender
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, "auto")
-_THRESHOLDS = ("fallback_threshold", "rollback_threshold")
 
 
 def run_sweep(settings: Settings, shared: Processes) -> None:
@@ -60,15 +67,15 @@ def drafts_of(settings: Settings) -> tuple[str, ...]:
 def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     """Plain generate(), plain on every engine of the grid, transformers' assisted, then ours at every setting.
 
-    By default speculative decoding at `LOOKAHEADS`, "auto" among them, and with the entropy stop. BiLD is added, over
-    all pairs of thresholds, where it was asked for, be it by name or by thresholds.
+    By default speculative decoding at `LOOKAHEADS`, "auto" among them, and with the entropy stop. Lossy strategies are
+    added, over all values of their own settings, where they were asked for, be it by name or by these settings.
     """
-    bild = settings.sweeps_bild
-    contenders = [(method, pair) for pair in pairs for method in _speculative(settings, pair, bild)]
-    if bild:
-        contenders += [
-            (_named("bild", keywords, pair), pair) for pair in pairs for keywords in _crossed(settings, pair)
-        ]
+    lossy = settings.lossy_strategies
+    contenders = [(method, pair) for pair in pairs for method in _speculative(settings, pair, bool(lossy))]
+    for strategy, pair in product(lossy, pairs):
+        for keywords in _crossed(settings, pair, strategy):
+            if strategy != "ensemble" or keywords["drafter"] not in ("lookup", "hybrid"):
+                contenders.append((_named(strategy, keywords, pair), pair))
     engines = {method.same_engine: plain_on_engine(method.keywords) for method, _ in contenders}
     first = [plain(), *engines.values()]
     found = [Contender(method, pairs[0]) for method in first]
@@ -80,25 +87,23 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     return [*found, *(Contender(method, pair) for method, pair in contenders)]
 
 
-def _speculative(settings: Settings, pair: LoadedPair, bild: bool) -> Iterator[Method]:
-    for keywords in _crossed(settings, pair, without=_THRESHOLDS, every=not bild):
+def _speculative(settings: Settings, pair: LoadedPair, lossy: bool) -> Iterator[Method]:
+    for keywords in _crossed(settings, pair, "speculative", every=not lossy):
         yield _named("speculative", keywords, pair)
     # A grid of thresholds is wide enough: its lookahead is the usual one unless several are asked for.
-    if not bild and not _chosen(settings, "num_assistant_tokens") and not _chosen(settings, "entropy_threshold"):
+    if not lossy and not _chosen(settings, "num_assistant_tokens") and not _chosen(settings, "entropy_threshold"):
         stopping = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
         yield _named("speculative", stopping, pair)
 
 
-def _crossed(
-    settings: Settings, pair: LoadedPair, *, without: tuple[str, ...] = (), every: bool = False
-) -> Iterator[dict[str, Any]]:
+def _crossed(settings: Settings, pair: LoadedPair, strategy: str, *, every: bool = False) -> Iterator[dict[str, Any]]:
     """Keywords of generate(), all values of the grid crossed.
 
     Args:
-        without: keywords that are left out.
+        strategy: whose settings to cross; those of others are left out.
         every: all of `LOOKAHEADS`, where no lookahead was asked for.
     """
-    names = [name for name in KEYWORDS if name not in without]
+    names = [name for name in KEYWORDS if name not in others_settings(strategy)]
     values = {name: settings.values(name) for name in names}
     if not _chosen(settings, "num_assistant_tokens"):
         values["num_assistant_tokens"] = LOOKAHEADS if every else (fixed_lookahead(settings, pair),)

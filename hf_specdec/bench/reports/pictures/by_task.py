@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from hf_specdec.bench.figures.tradeoff import lossy_methods
 from hf_specdec.bench.reports.best_settings import methods_of
 from hf_specdec.bench.reports.pictures import (
     ablation,
@@ -69,8 +70,11 @@ def _sweep(result: Result) -> dict[str, Figure]:
         pairs = {thresholds(m) for m in bild if (m["draft"], m["lookahead"]) == (draft, lookahead)}
         if len(pairs) >= _ENOUGH:
             found[f"thresholds-{short_name(draft)}-{lookahead}"] = sweep.threshold_maps(result, draft, lookahead)
-    if bild and result["quality"] and tradeoff.quality_differs(result):
+    lossy = lossy_methods(result) if result["quality"] else []
+    if lossy and tradeoff.quality_differs(result):
         found["speed-and-quality"] = tradeoff.speed_against_quality(result)
+    for draft, lookahead in dict.fromkeys((m["draft"], m["lookahead"]) for m in lossy if m["kind"] != "bild"):
+        found[f"lossy-{short_name(draft)}-{lookahead}"] = tradeoff.lossy_curves(result, draft, lookahead)
     return found
 
 

@@ -18,6 +18,7 @@ from hf_specdec.bench.reports.markdown import capital, ratio
 # Colours that colour-blind readers can tell apart (Okabe and Ito).
 BLACK, GREY, BLUE, VERMILION, GREEN = "#000000", "#999999", "#0072B2", "#D55E00", "#009E73"
 PURPLE, ORANGE, SKY, PALE = "#CC79A7", "#E69F00", "#56B4E9", "#CCCCCC"
+INDIGO, OLIVE = "#332288", "#999933"  # of Paul Tol's muted scheme
 BY_KIND = {
     "plain": GREY,
     "none": BLACK,
@@ -26,6 +27,8 @@ BY_KIND = {
     "lookup": PURPLE,
     "speculative": BLUE,
     "bild": VERMILION,
+    "lenient": INDIGO,
+    "typical": OLIVE,
     "llama.cpp": SKY,
 }
 BY_ENGINE = {"generate": GREY, "eager": SKY, "static": ORANGE, "compiled": BLUE}
@@ -35,13 +38,13 @@ LINES = (BLUE, VERMILION, ORANGE, SKY, PURPLE, GREEN, GREY, BLACK)
 matplotlib.rcParams["text.parse_math"] = False
 
 WIDTH = 8.0  # inches; GitHub shows a page about 840 pixels wide
-_DPI = 105
+DPI = 105
 _COLOURS = 128  # of a PNG: a third of the bytes of all colours
 
 
 def new_figure(height: float, columns: int = 1, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """A figure as wide as a page with axes side by side."""
-    figure = Figure(figsize=(WIDTH, height), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     grid = figure.subplots(1, columns, sharey=sharey, squeeze=False)
     axes = list(grid[0])
     for one in axes:

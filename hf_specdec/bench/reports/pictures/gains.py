@@ -19,6 +19,7 @@ from hf_specdec.bench.reports.pictures.drawing import (
     title_of,
 )
 from hf_specdec.bench.reports.tables import methods
+from hf_specdec.config import STRATEGIES
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
@@ -54,7 +55,7 @@ def waterfall(result: Result, batch: int | None = None) -> Figure:
         if found is None:
             continue
         rates.append(found.high if found.high is not None else found.value)
-        drafting = method["draft"] is not None or method["kind"] in ("speculative", "bild")
+        drafting = method["draft"] is not None or speed.drafts_in_our_loop(method)
         colour = BY_ENGINE[method["engine"]]
         axes.bar(place, found.value, 0.62, yerr=errors(found), capsize=3, color=colour, alpha=1.0 if drafting else 0.55)
         gain = None if base is None else speed.speedup(result, method["name"], base["name"], batch=batch)
@@ -77,7 +78,7 @@ def headline(result: Result, batch: int | None = None) -> str | None:
 
 def best_on(result: Result, engine: str, batch: int | None) -> MethodDict | None:
     """The fastest method that drafts on an engine of ours."""
-    return speed.fastest(result, batch=batch, kind=("speculative", "bild"), engine=engine)
+    return speed.fastest(result, batch=batch, kind=STRATEGIES, engine=engine)
 
 
 def _gains(result: Result, method: MethodDict, batch: int | None) -> dict[str, speed.Ratio]:

@@ -1,17 +1,21 @@
-"""Speed against quality, of subtasks and sweep."""
+"""Speed against quality, of subtasks and sweep: all methods, and the lossy strategies by subtask."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hf_specdec.bench.figures import quality, tradeoff
+from hf_specdec.bench.figures import quality, rejections, speed, tradeoff
+from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import (
     BY_KIND,
+    DPI,
     LINES,
+    WIDTH,
     caption,
     errors,
     legend,
@@ -21,11 +25,14 @@ from hf_specdec.bench.reports.pictures.drawing import (
     wide_enough,
 )
 from hf_specdec.bench.reports.tables import methods
+from hf_specdec.bench.running.methods import STRATEGY_TITLES
+from hf_specdec.config import LOSSY_STRATEGIES
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
 
 _CROWDED = 12  # methods
+_COLUMNS = 3  # of panels, one a subtask
 _SPAN = 4.0  # points of ROUGE-L that the axis shows at least
 
 
@@ -51,7 +58,7 @@ def speed_against_quality(result: Result) -> Figure:
             xerr=x_errors,
             yerr=errors(gain),
             color=colour,
-            marker="o" if method["kind"] == "bild" else "D",
+            marker="o" if method["kind"] in LOSSY_STRATEGIES else "D",
             markersize=5,
             markerfacecolor=colour if sure(change, 0.0) else "white",
             elinewidth=0.8,
@@ -77,6 +84,85 @@ def speed_against_quality(result: Result) -> Figure:
     return figure
 
 
+def lossy_curves(result: Result, draft: str, lookahead: int | str) -> Figure:
+    """Speed over lossless speculation and change in quality of every lossy strategy: over all, and by subtask."""
+    labels = tradeoff.labels(result)
+    panels: list[str | None] = [None, *(labels if len(labels) > 1 else [])]
+    rows = -(-len(panels) // _COLUMNS)
+    figure = Figure(figsize=(WIDTH, 1.6 + 2.3 * rows), dpi=DPI, layout="constrained")
+    halves: Any = figure.subfigures(2, 1, height_ratios=(0.5, 2.3 * rows))
+    above, below = halves
+    grid = below.subplots(rows, min(_COLUMNS, len(panels)), squeeze=False)
+    curves = _curves(result, draft, lookahead)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, label in zip(grid.flat, panels, strict=False):
+        _draw_curves(axes, result, curves, label)
+        _draw_oracle(axes, result, draft, lookahead, label)
+    handles, names = grid[0][0].get_legend_handles_labels()
+    above.legend(handles, names, loc="center", ncols=4, fontsize="small", frameon=False)
+    below.supylabel("Facts, difference to lossless decoding (points)", fontsize="medium")
+    decoding = f"T = {result['arguments']['temperature']:g}" if result["sampling"] else "greedy"
+    figure.suptitle(f"Lossy strategies: {short_name(draft)}, lookahead {lookahead}, {decoding}")
+    caption(
+        figure,
+        "Across: decoding speed over lossless speculation (×). Bars: 95% intervals, paired bootstrap.",
+        "Star: the speed of an oracle that rejects only what would cost facts (estimated)."
+        if not result["sampling"]
+        else None,
+    )
+    return figure
+
+
+def _curves(result: Result, draft: str, lookahead: int | str) -> dict[tuple[str, float | None], list[MethodDict]]:
+    """The lossy methods by strategy; BiLD's by fallback threshold too."""
+    found: dict[tuple[str, float | None], list[MethodDict]] = {}
+    for method in tradeoff.lossy_methods(result):
+        if (method["draft"], method["lookahead"]) == (draft, lookahead):
+            found.setdefault((method["kind"], method["keywords"].get("fallback_threshold")), []).append(method)
+    return found
+
+
+def _draw_curves(axes: Axes, result: Result, curves: Mapping[Any, Sequence[MethodDict]], label: str | None) -> None:
+    prompts = tradeoff.prompts_of(result, label)
+    styles: dict[str, int] = {}
+    for (kind, fallback), rows in curves.items():
+        points = [point for method in rows if (point := _point(result, method, prompts)) is not None]
+        style = styles[kind] = styles.get(kind, -1) + 1
+        words = capital(STRATEGY_TITLES[kind]) + ("" if fallback is None else f", fallback {fallback:g}")
+        look: dict[str, Any] = {"color": BY_KIND[kind], "linestyle": ("-", "--", ":", "-.")[style % 4], "linewidth": 1}
+        axes.plot(
+            [x.value for x, _ in points], [y.value for _, y in points], marker="o", markersize=3, label=words, **look
+        )
+        for x, y in points:
+            axes.errorbar(
+                x.value, y.value, xerr=errors(x), yerr=errors(y), color=BY_KIND[kind], elinewidth=0.6, alpha=0.5
+            )
+    axes.plot([1], [0], "D", color=BY_KIND["speculative"], markersize=4, label="Lossless speculation")
+    axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+    axes.axvline(1, color="0.8", linewidth=0.8, zorder=0)
+    low, high = wide_enough(axes.get_ylim(), _SPAN)
+    axes.set_ylim(low, high)
+    axes.set_title("All" if label is None else label, fontsize="small")
+    axes.tick_params(labelsize="x-small")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _point(result: Result, method: MethodDict, prompts: list[int]) -> tuple[Interval, Interval] | None:
+    base = tradeoff.lossless_reference(result, method)
+    gain = None if base is None else speed.speedup(result, method["name"], base["name"], prompts=prompts)
+    change = tradeoff.change(result, method["name"], prompts)
+    return None if gain is None or change is None else (gain, change)
+
+
+def _draw_oracle(axes: Axes, result: Result, draft: str, lookahead: int | str, label: str | None) -> None:
+    answers = rejections.answers_with_disagreements(result, draft, tradeoff.prompts_of(result, label))
+    gain = rejections.oracle_gain(answers, lookahead) if isinstance(lookahead, int) else None
+    if gain is not None:
+        axes.errorbar(gain.value, 0, xerr=errors(gain), color="black", elinewidth=0.6)
+        axes.plot([gain.value], [0], "*", color="black", markersize=7, label="Oracle")
+
+
 def quality_differs(result: Result) -> bool:
     """Whether any method's answers are judged otherwise than plain decoding's."""
     plain, prompts = methods.plain_name(result), tradeoff.prompts_of(result, None)
@@ -86,11 +172,11 @@ def quality_differs(result: Result) -> bool:
 
 def _named(method: MethodDict, drafts: list[str]) -> tuple[str, str]:
     """(label, colour): of a sweep by strategy and draft, elsewhere by method."""
-    ours = method["kind"] in ("speculative", "bild")
+    ours = speed.drafts_in_our_loop(method)
+    words = "speculative" if method["kind"] == "speculative" else STRATEGY_TITLES.get(method["kind"], "")
     if ours and len(drafts) > 1:
-        words = "BiLD" if method["kind"] == "bild" else "speculative"
         number = drafts.index(method["draft"]) if method["draft"] in drafts else -1
         return f"{capital(words)}, {short_name(method['draft'] or 'no draft')}", LINES[number % len(LINES)]
     if ours:
-        return ("BiLD" if method["kind"] == "bild" else "Speculative"), BY_KIND[method["kind"]]
+        return capital(words), BY_KIND[method["kind"]]
     return capital(method["title"]), BY_KIND[method["kind"]]

@@ -76,7 +76,7 @@ def by_length(result: Result) -> dict[str, list[int] | None]:
 
 def chosen_method(result: Result) -> Mapping[str, Any]:
     """The strategy that the run is about; plain decoding where there is none."""
-    ours = [method for method in result["methods"] if method["kind"] in ("speculative", "bild")]
+    ours = [method for method in result["methods"] if speed.drafts_in_our_loop(method)]
     found: Mapping[str, Any] = [*ours, result["methods"][0]][0]
     return found
 

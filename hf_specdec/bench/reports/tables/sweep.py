@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_specdec.bench.figures import passes, rounds, speed
+from hf_specdec.bench.figures import passes, rejections, rounds, speed, tradeoff
 from hf_specdec.bench.figures.tradeoff import labels
 from hf_specdec.bench.reports.best_settings import methods_of, recommendations, won_subtasks
 from hf_specdec.bench.reports.equal_outputs import equal_outputs
 from hf_specdec.bench.reports.heading import heading, remarks
-from hf_specdec.bench.reports.markdown import number, ratio, table
+from hf_specdec.bench.reports.markdown import capital, difference, number, ratio, table
 from hf_specdec.bench.reports.tables import methods
+from hf_specdec.bench.reports.tables.subtasks import MEASURE_TITLES
+from hf_specdec.bench.running.methods import STRATEGY_TITLES
 
 Result = Mapping[str, Any]
 MethodDict = Mapping[str, Any]
 # Keywords that have a column of their own.
 _COLUMNS = ("generation_strategy", "num_assistant_tokens", "fallback_threshold", "rollback_threshold")
-_STRATEGIES = {"speculative": "speculative", "bild": "BiLD"}
 _QUALITY = ("bleu", "rougeL", "exact_match")
 
 LEGEND = (
@@ -26,6 +27,17 @@ LEGEND = (
     "Won: on how many subtasks a row of BiLD is faster than the fastest speculative row (the interval lies above 1) at "
     "no loss (the intervals of all measures exclude a loss of more than one point). The fastest row is chosen on the "
     "calls that it is measured on, which flatters it a little."
+)
+
+LOSSY = (
+    "Lossless speculation: speculative decoding with the same draft, lookahead and engine. Facts: the share of a "
+    "reference's statements that stand in the answer; compared with the mean of the lossless methods' scores."
+)
+REJECTIONS = (
+    "A rejection is harmless if the answer keeps its share of the reference's facts, or gains, when the draft's token "
+    "is taken there and the target goes on from it. The oracle rejects only what is not harmless: rounds of lossless "
+    "speculation / its rounds, both counted on the target's greedy answers; an estimate, since accepted tokens would "
+    "change what follows. An answer without a right fact has none to lose."
 )
 
 
@@ -49,7 +61,8 @@ def draft_table(result: Result) -> str:
     header += [*(f"Speedup over {title}" for title in speed.BASELINES.values())]
     header += ["Predicted over plain on the same engine", "Tokens/Round", "α", "Tokens/Sec", "Outputs as plain"]
     rows = []
-    for method in [m for m in result["methods"] if m["kind"] != "bild"]:
+    lossy = tradeoff.lossy_methods(result)
+    for method in [m for m in result["methods"] if m not in lossy]:
         calls = speed.calls_of(result, method["name"])
         size = method["draft_parameters"]
         rows.append(
@@ -68,12 +81,13 @@ def draft_table(result: Result) -> str:
 
 
 def threshold_table(result: Result) -> str:
-    """One row a draft, lookahead and pair of thresholds: speed and quality, beside the rows without thresholds."""
+    """One row a draft, lookahead and pair of BiLD's thresholds: speed and quality, beside the lossless rows."""
     header = ["Draft", "n_lookahead", "Fallback", "Rollback", "Mean acceptance rate"]
     header += [f"Speedup over {title}" for title in speed.BASELINES.values()]
     header += ["Tokens/Round", "α", "Tokens/Sec", "Outputs as plain", "BLEU", "ROUGE-L", "Exact match", "Won"]
     rows = []
-    for method in result["methods"]:
+    others = [m for m in tradeoff.lossy_methods(result) if m["kind"] != "bild"]
+    for method in [m for m in result["methods"] if m not in others]:
         calls = speed.calls_of(result, method["name"])
         rows.append(
             [
@@ -88,6 +102,34 @@ def threshold_table(result: Result) -> str:
             ]
         )
     return table(header, rows)
+
+
+def lossy_table(result: Result) -> str:
+    """One row a lossy method: speed over lossless speculation, and the score less that of the lossless methods."""
+    header = ["Strategy", "Draft", "n_lookahead", "Mean acceptance rate", "Tokens/Round"]
+    header += ["Speed over lossless speculation", f"{MEASURE_TITLES[tradeoff.SCORE]}, difference to lossless"]
+    rows = []
+    prompts = tradeoff.prompts_of(result, None)
+    for method in tradeoff.lossy_methods(result):
+        calls = speed.calls_of(result, method["name"])
+        base = tradeoff.lossless_reference(result, method)
+        gain = None if base is None else speed.speedup(result, method["name"], base["name"])
+        cells = [capital(method["title"].partition(" with ")[0]), str(method["draft"]), str(method["lookahead"])]
+        cells += [number(rounds.acceptance_rate(calls), 3), number(rounds.tokens_per_round(calls), 2)]
+        rows.append([*cells, ratio(gain), difference(tradeoff.change(result, method["name"], prompts))])
+    return table(header, rows)
+
+
+def rejection_table(result: Result) -> str:
+    """One row a draft and subtask: the harmless share of lossless speculation's rejections, and the oracle's speed."""
+    rows = []
+    for draft, lookahead in rejections.measured(result):
+        for label in [*labels(result), None]:
+            found = rejections.answers_with_disagreements(result, draft, tradeoff.prompts_of(result, label))
+            share, gain = rejections.harmless_share(found, lookahead), rejections.oracle_gain(found, lookahead)
+            rows.append([draft, str(lookahead), label or "all", str(len(found)), ratio(share), ratio(gain)])
+    header = ["Draft", "n_lookahead", "Subtask", "Answers", "Harmless share of the rejections"]
+    return table([*header, "Oracle over lossless speculation"], rows)
 
 
 def thresholds(method: MethodDict) -> tuple[float | None, float | None]:
@@ -115,15 +157,20 @@ def _tables(result: Result) -> str:
     parts = [f"## Drafts and lookaheads\n\n{draft_table(result)}"]
     if methods_of(result, "bild"):
         parts.append(f"## BiLD's thresholds\n\n{threshold_table(result)}")
+    if tradeoff.lossy_methods(result):
+        parts.append(f"## Lossy strategies\n\n{LOSSY}\n\n{lossy_table(result)}")
+    if rejections.measured(result):
+        parts.append(f"## Rejections\n\n{REJECTIONS}\n\n{rejection_table(result)}")
     return "\n\n".join(parts)
 
 
 def _name(method: MethodDict) -> str:
     """The draft, and what is done with it beyond what the other columns say."""
     words = method["title"].removesuffix(f" with {method['draft']}")
-    if method["kind"] in ("speculative", "bild"):
+    if speed.drafts_in_our_loop(method):
         further = [f"{k}={v}" for k, v in method["keywords"].items() if k not in _COLUMNS]
-        words = ", ".join([_STRATEGIES[method["kind"]], *further])
+        strategy = method["kind"] if method["kind"] == "speculative" else STRATEGY_TITLES[method["kind"]]
+        words = ", ".join([strategy, *further])
     return f"{method['draft'] or 'none'} ({words})"
 
 
