@@ -16,7 +16,7 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_specdec.models.recurrences import prepare
+from hf_specdec.models.recurrences import places
 from hf_specdec.models.recurrent_states import LINEAR_LAYERS, recurrent_layers
 
 # transformers uses empty dummy layers where a layer shares another layer's keys.
@@ -98,7 +98,7 @@ def check_recurrence(model: PreTrainedModel, argument: str) -> None:
     Raises:
         ValueError: names the argument, its value and the way out.
     """
-    if not getattr(model, "_is_stateful", False) or (has_recurrent_layers(model) and prepare(model)):
+    if not getattr(model, "_is_stateful", False) or (has_recurrent_layers(model) and places(model)):
         return
     raise ValueError(
         f"{argument}={type(model).__name__} keeps a recurrent state that can't be rolled back after a rejected draft: "

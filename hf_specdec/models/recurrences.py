@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -156,35 +157,62 @@ def cut(kind: Recurrence, given: Arguments, start: int, length: int) -> Argument
 _recorder: ContextVar[Recorder | None] = ContextVar("hf_specdec_recorder", default=None)
 
 
-@contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Have the recurrences of passes in this context run through a recorder."""
-    token = _recorder.set(recorder)
-    try:
-        yield
-    finally:
-        _recorder.reset(token)
+Places = Sequence[tuple[ModuleType, Recurrence]]
+
+_lock = Lock()
+# What stands in a module's namespace while some pass records: the function that it replaced, itself, and its users.
+_replaced: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any], int]] = {}
 
 
-def prepare(model: Module) -> bool:
-    """Put the model's recurrences within reach of a recorder.
-
-    Its modules' functions stay as they are for everyone who doesn't record.
-
-    Returns:
-        Whether there are any that are known here.
-    """
+def places(model: Module) -> Places:
+    """The recurrences of a model that are known here, with the modules that call them."""
     names = {type(part).__module__ for part in model.modules()}
-    found = [
+    return [
         (module, kind)
         for module in (sys.modules[name] for name in sorted(names) if name in sys.modules)
         for kind in RECURRENCES
         if callable(getattr(module, kind.many, None)) and callable(getattr(module, kind.single, None))
     ]
-    for module, kind in found:
-        if not hasattr(getattr(module, kind.many), "recorded_by_hf_specdec"):
-            setattr(module, kind.many, _within_reach(module, kind))
-    return bool(found)
+
+
+@contextmanager
+def recording(recorder: Recorder, where: Places) -> Iterator[None]:
+    """Have the recurrences of passes in this context run through a recorder.
+
+    The functions are replaced until the last pass that records has ended, and do what they always do for passes of
+    other threads.
+    """
+    token = _recorder.set(recorder)
+    with _lock:
+        for module, kind in where:
+            _replace(module, kind)
+    try:
+        yield
+    finally:
+        with _lock:
+            for module, kind in where:
+                _put_back(module, kind)
+        _recorder.reset(token)
+
+
+def _replace(module: ModuleType, kind: Recurrence) -> None:
+    key = module.__name__, kind.many
+    if key in _replaced:
+        many, run, users = _replaced[key]
+    else:
+        many, users = getattr(module, kind.many), 0
+        run = _within_reach(module, kind)
+        setattr(module, kind.many, run)
+    _replaced[key] = many, run, users + 1
+
+
+def _put_back(module: ModuleType, kind: Recurrence) -> None:
+    key = module.__name__, kind.many
+    many, run, users = _replaced.pop(key)
+    if users > 1:
+        _replaced[key] = many, run, users - 1
+    elif getattr(module, kind.many) is run:
+        setattr(module, kind.many, many)
 
 
 def _within_reach(module: ModuleType, kind: Recurrence) -> Callable[..., Any]:
@@ -200,5 +228,4 @@ def _within_reach(module: ModuleType, kind: Recurrence) -> Callable[..., Any]:
         given |= given.pop("kwargs", {})
         return recorder.run(kind, many, getattr(module, kind.single), given)
 
-    run.recorded_by_hf_specdec = True  # type: ignore[attr-defined]
     return run

@@ -26,8 +26,7 @@ class RecurrentRunner(DynamicRunner):
         self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
     ) -> None:
         super().__init__(model, model_kwargs, input_ids, capacity, hidden)
-        recurrences.prepare(model)
-        self._states = RecurrentStates(self.cache)
+        self._states = RecurrentStates(self.cache, recurrences.places(model))
         self._counting: Sequence[int] = range(len(self.read))
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:

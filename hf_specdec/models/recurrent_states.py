@@ -30,13 +30,15 @@ class RecurrentStates:
 
     Args:
         cache: one whose recurrent layers record their past (`activate_past_recording`).
+        places: the model's recurrences.
 
     Attributes:
         reach: how many of the last tokens can be forgotten.
         intact: whether the states of all rows are those of their texts.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, places: recurrences.Places) -> None:
+        self._places = places
         self._layers = recurrent_layers(cache)
         self._kept = [[state.clone()] for state in self._states()]  # by state: before and after each of the last tokens
         self.reach = 0
@@ -53,7 +55,7 @@ class RecurrentStates:
         recorder = recurrences.Recorder(before, last)
         started = any(layer.has_previous_state[0] for layer in self._layers)
         intact, self.intact = self.intact, False  # until the pass has ended
-        with recurrences.recording(recorder):
+        with recurrences.recording(recorder, self._places):
             yield
         states, left = self._states(), recorder.states
         if width == 1 and before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.drafting import drafter_choice
-from hf_specdec.models import recurrent_states
+from hf_specdec.models import recurrences, recurrent_states
 
 NEW_TOKENS = 16
 BILD = {"generation_strategy": "bild", "fallback_threshold": 0.1, "rollback_threshold": 0.0}
@@ -204,6 +205,44 @@ def test_wide_passes_that_differ_in_transformers_are_exact_here(family: str) -> 
     target = model(family)
     for batch_size in (1, 4):
         check_identity(target, noisy(target), batch_size)
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "FalconH1", "Jamba"])
+def test_the_modules_of_transformers_are_as_before_after_each_pass(family: str) -> None:
+    """Also where two threads record at once, one of which fails, and where a pass of no recorder comes between."""
+    target = model(family)
+    where = recurrences.places(target)
+    before = [getattr(module, kind.many) for module, kind in where]
+    inputs, inside = prompts(1), []
+
+    def look(*_: Any) -> None:
+        inside.append([getattr(module, kind.many) for module, kind in where] != before)
+
+    hook = target.register_forward_pre_hook(look)
+    check_identity(target, noisy(target))
+    hook.remove()
+    assert any(inside), "replaced during our passes"
+    assert [getattr(module, kind.many) for module, kind in where] == before
+    plain = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    others, entered = Barrier(2), Barrier(2)
+
+    def fails() -> None:
+        try:
+            with recurrences.recording(recurrences.Recorder((), 0), where):
+                entered.wait(60)
+                others.wait(60)
+                raise KeyError
+        except KeyError:
+            pass
+
+    thread = Thread(target=fails)
+    thread.start()
+    entered.wait(60)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
+    check_identity(target, noisy(target))
+    others.wait(60)
+    thread.join()
+    assert where and [getattr(module, kind.many) for module, kind in where] == before
 
 
 def test_combinations_hold_every_pair() -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.bare_passes import timed
 from hf_specdec.models.cache_rollback import cache_argument, new_cache
-from hf_specdec.models.recurrences import Arguments, Recorder, Recurrence, cut, recording
+from hf_specdec.models.recurrences import Arguments, Recorder, Recurrence, cut, places, recording
 from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.models.recurrent_states import recurrent_layers
 from hf_specdec.models.traits import pass_mode
@@ -66,7 +66,7 @@ def rollback_times(pair: LoadedPair, prompt: Sequence[int], lookahead: int, repe
         plain = {key: _cache(model), "use_cache": True}
         model(ids, **plain)
         at_once = _AtOnce()
-        with recording(at_once):
+        with recording(at_once, places(model)):
             model(more[:, :verified], **plain)
         runs: dict[str, Callable[[], object]] = {
             "single": lambda: model(more[:, :1], **plain),
