@@ -105,6 +105,7 @@ def enable(
         wrapper = _wrap(GenerationMixin.generate)
         _installed.append((wrapper, GenerationMixin.generate))
         GenerationMixin.generate = wrapper
+        GenerationMixin.init_continuous_batching = _without_speculation(GenerationMixin.init_continuous_batching)
     return enabled
 
 
@@ -127,6 +128,7 @@ def _remove(enabled: Enabled) -> None:
         wrapper, replaced = _installed.pop()
         if GenerationMixin.generate is wrapper:
             GenerationMixin.generate = replaced
+        del GenerationMixin.init_continuous_batching  # it was inherited
 
 
 def _base(model: Any) -> Any:
@@ -158,6 +160,25 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
             return replaced(self, **call)
 
     return _generate
+
+
+def _without_speculation(replaced: Callable[..., Any]) -> Callable[..., Any]:
+    """Continuous batching, begun here by `generate_batch` and `transformers serve`, refused where calls speculate."""
+
+    @wraps(replaced)
+    def _init(
+        self: PreTrainedModel, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        in_force = [enabled for enabled in _stack if enabled.covers(self)]
+        strategy = _settings(self, {"generation_config": generation_config}, in_force).get("generation_strategy")
+        if strategy is not None:
+            raise ValueError(
+                f"generation_strategy={strategy!r} with continuous batching (generate_batch, transformers serve "
+                "--continuous-batching): its loop takes no draft, so call generate, or hf_specdec.disable(model) first."
+            )
+        return replaced(self, generation_config, *args, **kwargs)
+
+    return _init
 
 
 def _speculative_call(

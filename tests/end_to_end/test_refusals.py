@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from helpers.word_tokenizer import word_tokenizer
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    GenerationMixin,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -315,3 +317,26 @@ def test_refusals_leave_the_models_usable(pair) -> None:
     call = {**prompts(1), "do_sample": False, "max_new_tokens": 8}
     expected = pair[0].generate(**call)
     assert torch.equal(pair[0].generate(**call, assistant_model=pair[1], generation_strategy="speculative"), expected)
+
+
+def test_continuous_batching_where_calls_would_speculate(pair) -> None:
+    """`generate_batch` and `transformers serve --continuous-batching` run a loop of their own, which takes no draft."""
+    target, draft = pair
+    words = "generation_strategy='bild' with continuous batching .* hf_specdec.disable"
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="bild"), Passes(target) as passes:
+        for begin in (lambda: target.generate_batch([[5, 6]], max_new_tokens=2), target.init_continuous_batching):
+            with pytest.raises(ValueError, match=words):
+                begin()
+        draft.init_continuous_batching()
+    assert passes.count == 0
+    target.init_continuous_batching()
+    stored = copy.deepcopy(target.generation_config)
+    stored.generation_strategy = "bild"
+    with pytest.raises(ValueError, match=words):
+        target.init_continuous_batching(stored)
+
+
+def test_after_the_last_disable_continuous_batching_is_transformers_own() -> None:
+    assert "init_continuous_batching" in vars(GenerationMixin)
+    hf_specdec.disable()
+    assert "init_continuous_batching" not in vars(GenerationMixin)
