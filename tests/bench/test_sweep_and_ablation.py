@@ -128,6 +128,8 @@ def test_a_sweep_from_end_to_end(models: tuple[Path, Path], dataset: Path) -> No
         assert prompt["disagreements"].keys() == set(drafts)
         assert prompt["disagreements"][drafts[1]]["positions"] == [], "the target as its own draft agrees"
     assert any(prompt["divergences"] for prompt in result["prompts"])
+    found = [harmless for p in result["prompts"] for _, harmless in p["disagreements"][drafts[0]]["positions"]]
+    assert found and all(found), "answers without a right fact have none to lose"
     text = rendering.render(result)
     assert "## Lossy strategies" in text and "| Lenience 0.01" in text and "## Rejections" in text
     assert {f"lossy-{Path(draft).name}-{tokens}" for draft in drafts for tokens in (1, 3)} <= set(pictures(result))
