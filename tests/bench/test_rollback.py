@@ -87,7 +87,9 @@ def test_each_way_is_predicted_from_its_own_passes(pair: LoadedPair, monkeypatch
             "lookahead": 3,
             "rejected": 1,
         },
-        "methods": [{"name": "x", "kind": "speculative", "engine": "eager", "draft": None, "lookahead": 3}],
+        "methods": [
+            {"name": "x", "kind": "speculative", "engine": "eager", "draft": None, "lookahead": 3, "same_engine": "y"}
+        ],
         "calls": [],
         "passes": [],
     }
