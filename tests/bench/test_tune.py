@@ -118,6 +118,15 @@ def test_what_is_fastest_is_chosen(
     assert "As a command: `assisted_generation.py --task benchmark" in text and "As keywords: `model.generate(…" in text
 
 
+def test_a_choice_at_the_end_of_what_was_tried_is_said(
+    settings: Settings, pairs: list[LoadedPair], machine: Install
+) -> None:
+    for tokens, said in ((12, True), (6, False)):
+        machine(lambda name, tokens=tokens: 0.5 if name.endswith(f"num_assistant_tokens={tokens}") else 1.0)
+        _, result = contest(replace(settings, engines=("eager",)), pairs)
+        assert ("12 is the highest value tried" in tune_tables.render(result)) == said
+
+
 def test_plain_decoding_is_chosen_where_nothing_is_faster(
     settings: Settings, pairs: list[LoadedPair], machine: Install
 ) -> None:

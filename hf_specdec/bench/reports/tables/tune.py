@@ -9,7 +9,7 @@ from typing import Any
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.reports import other_engines
-from hf_specdec.bench.reports.best_settings import command, keywords
+from hf_specdec.bench.reports.best_settings import at_the_edge, command, keywords
 from hf_specdec.bench.reports.heading import heading
 from hf_specdec.bench.reports.markdown import capital, difference, number, ratio, table
 
@@ -74,6 +74,7 @@ def choice(result: Result, tuned: Tuned) -> list[str]:
     cold = speed.cold_seconds(result, tuned["choice"], tuned["batch"])
     if cold is not None and method["engine"] != "eager":
         lines.append(f"Preparing it takes {cold:.1f} s in each process, and again for longer texts.")
+    lines += [f"{line}." for line in at_the_edge(result, method)]
     if tuned["near"]:
         titles = "; ".join(speed.method_named(result, name)["title"] for name in tuned["near"])
         lines.append(f"Not surely slower: {titles}.")
