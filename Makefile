@@ -9,7 +9,7 @@ oldest = $(shell sed -n 's/.*"$(1)>=\([0-9.]*\).*/\1/p' setup.py).0
 TORCH ?= $(call oldest,torch)
 TRANSFORMERS := $(call oldest,transformers)
 
-.PHONY: benchmark test test-install test-oldest fuzz lint
+.PHONY: benchmark test test-install test-oldest fuzz gpu-check lint
 
 benchmark: $(VENV)/.ready
 	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation
@@ -30,6 +30,10 @@ fuzz: CASES ?= 5000
 fuzz: $(VENV)/.ready
 	HF_SPECDEC_FUZZ_CASES=$(CASES) $(RUN) -m pytest -q -x tests/fuzz/test_any_input.py \
 		-o faulthandler_timeout=0 --hypothesis-show-statistics
+
+# On a machine with a GPU, in an environment of yours that has this package's requirements and pytest.
+gpu-check:
+	HF_HUB_OFFLINE=1 HF_SPECDEC_GPU_REPORT=gpu-check.jsonl $(PYTHON) -m pytest -m gpu tests/gpu
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .

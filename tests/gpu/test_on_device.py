@@ -1,0 +1,165 @@
+"""What has to hold on a GPU; `make gpu-check` runs it on one, the ordinary suite on the CPU.
+
+On a CPU `captures` says yes, so that what a GPU captures as CUDA graphs is just called.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.families import pair, prompts
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_specdec
+from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.engine_store import STORE
+from hf_specdec.prepared.prepared_decoder import PreparedDecoder
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+ENGINES = {"eager": {}, "static": {"cache_implementation": "static"}, "compiled": {"compile": True}}
+# Compiling takes minutes over all cases: on a CPU other tests do it.
+COMPILED = pytest.param("compiled", marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU"))
+EVERY_ENGINE = ["eager", "static", COMPILED]
+
+
+@pytest.fixture(autouse=True)
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreparedDecoder]]:
+    """Lists the prepared rounds; whatever falls back from them with a warning fails."""
+    ran: list[PreparedDecoder] = []
+    run_round = PreparedDecoder._round
+
+    def listed(self: PreparedDecoder, *args: object) -> object:
+        ran.append(self)
+        return run_round(self, *args)
+
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+    monkeypatch.setattr(PreparedDecoder, "_round", listed)
+    with hf_specdec.enable(generation_strategy="speculative"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*decoding goes on without")
+        yield ran
+    hf_specdec.release()
+
+
+def _pair(dtype: torch.dtype = torch.float64, family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
+    target, draft = pair(family, dtype=dtype)
+    return target.to(DEVICE), draft.to(DEVICE)
+
+
+def _prompts(rows: int, length: int = 11) -> dict[str, Tensor]:
+    return {name: tensor.to(DEVICE) for name, tensor in prompts(rows, length).items()}
+
+
+def _plain(target: PreTrainedModel, inputs: dict[str, Tensor], **settings: object) -> Tensor:
+    return target.generate(**inputs, **{**GREEDY, **settings}, generation_strategy=None)
+
+
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt-neox"])
+def test_greedy_tokens_are_those_of_plain_generate(family: str, dtype: torch.dtype, engine: str, prepared) -> None:
+    target, draft = _pair(dtype, family)
+    for rows in (1, 3):
+        inputs = _prompts(rows)
+        for settings in ({"num_assistant_tokens": 4}, {"num_assistant_tokens": "auto"}, {"drafter": "none"}):
+            found = target.generate(**inputs, **GREEDY, assistant_model=draft, **settings, **ENGINES[engine])
+            assert torch.equal(found, _plain(target, inputs)), (rows, settings)
+    assert bool(prepared) == (engine != "eager")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("end", range(40, 48))
+def test_texts_of_every_length_modulo_8(end: int, dtype: torch.dtype) -> None:
+    """Attention on CUDA loads masks 8 numbers at a time."""
+    target, draft = _pair(dtype)
+    target.set_attn_implementation("sdpa")
+    for rows in (1, 2):
+        inputs = _prompts(rows)
+        out = target.generate(**inputs, max_length=end, do_sample=False, eos_token_id=None, assistant_model=draft)
+        assert out.shape == (rows, end)
+        if dtype == torch.float32:
+            plain = _plain(target, inputs, max_new_tokens=None, max_length=end, eos_token_id=None)
+            assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
+def test_sampled_tokens_are_distributed_as_the_target_s_own(engine: str) -> None:
+    """Frequencies of the second token: total variation of 4,000 draws from 48 tokens stays below 0.1."""
+    target, draft = _pair(torch.float32)
+    ids = _prompts(1)["input_ids"].expand(1000, -1)
+    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": 2, "eos_token_id": None, "temperature": 0.7}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    torch.manual_seed(0)
+    counts = []
+    for own in ({"generation_strategy": None}, {"assistant_model": draft, **ENGINES[engine]}):
+        draws = torch.cat([target.generate(**inputs, **sampling, **own)[:, -1] for _ in range(4)])
+        counts.append(torch.bincount(draws, minlength=target.config.vocab_size) / len(draws))
+    assert float((counts[0] - counts[1]).abs().sum() / 2) < 0.1
+    shuffled = counts[1].roll(1)
+    assert float((counts[0] - shuffled).abs().sum() / 2) > 0.1, "the bound tells distributions apart"
+
+
+def test_a_draft_on_the_cpu() -> None:
+    target, draft = _pair()
+    inputs, draft = _prompts(1), draft.to("cpu")
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), _plain(target, inputs))
+
+
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
+def test_several_threads_share_a_model(engine: str) -> None:
+    target, draft = _pair()
+    inputs = {rows: _prompts(rows) for rows in (1, 2, 3)}
+    plain = {rows: _plain(target, given) for rows, given in inputs.items()}
+    outputs: dict[int, Tensor] = {}
+
+    def decode(rows: int) -> None:
+        for _ in range(3):
+            outputs[rows] = target.generate(**inputs[rows], **GREEDY, assistant_model=draft, **ENGINES[engine])
+
+    threads = [threading.Thread(target=decode, args=(rows,)) for rows in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outputs.keys() == plain.keys()
+    assert all(torch.equal(outputs[rows], plain[rows]) for rows in plain)
+
+
+def test_a_capture_that_fails_is_told_and_decoding_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = _pair()
+    inputs = _prompts(2)
+
+    def fails(*args: object, **kwargs: object) -> object:
+        raise RuntimeError("no graph today")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="no graph today"):
+        warnings.simplefilter("default")
+        patch.setattr(cuda_graphs, "prepare", fails)
+        out = target.generate(**inputs, **GREEDY, assistant_model=draft, cache_implementation="static")
+    assert torch.equal(out, _plain(target, inputs))
+
+
+@pytest.mark.parametrize("engine", ["static", COMPILED])
+def test_memory_is_given_back(engine: str) -> None:
+    target, draft = _pair(torch.float32)
+    inputs = _prompts(2)
+    _plain(target, inputs)
+    held = _allocated()
+    target.generate(**inputs, **GREEDY, assistant_model=draft, **ENGINES[engine])
+    assert STORE.of_all()
+    hf_specdec.release(target)
+    assert not STORE.of_all()
+    assert _allocated() <= held + 2**20
+
+
+def _allocated() -> int:
+    gc.collect()
+    return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
