@@ -96,11 +96,11 @@ def test_commands_exist() -> None:
     spec.loader.exec_module(script)
     parser = script.build_parser()
     options = {option for action in parser._actions for option in action.option_strings}
-    targets = re.findall(r"^(\w+):", read("Makefile"), flags=re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", read("Makefile"), flags=re.MULTILINE)
     parsed = 0
     for name in DOCUMENTS:
         text = read(name)
-        for command in re.findall(r"(?:^|`)make (\w+)", text, flags=re.MULTILINE):
+        for command in re.findall(r"(?:^|`)make ([\w-]+)", text, flags=re.MULTILINE):
             assert command in targets, f"{name}: make {command}"
         # Whole lines, and arguments in backticks.
         lines = re.findall(r"assisted_generation\.py (--[^`\n]*)$", text, flags=re.MULTILINE)
