@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hf_specdec.bench.figures.bootstrap import Ratio
 
 # Examples below which an interval is no reason to leave a candidate behind.
-ENOUGH_EXAMPLES = 5
+ENOUGH_EXAMPLES = 10
 # Examples of a stage, where half of the time that is left allows for them.
 LEAST_EXAMPLES = 2
 
