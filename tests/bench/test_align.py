@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from helpers import models
@@ -25,6 +29,7 @@ from hf_specdec.bench.tasks import align, collecting
 from hf_specdec.bench.tasks.align import run_align
 
 ALONE = Processes()
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -291,3 +296,27 @@ def test_no_prompt_is_learned_and_judged() -> None:
     assert not {dialogue[0].turns for dialogue in learned} & {dialogue[0].turns for dialogue in held_out}
     all_of_them = align.prompts(Settings(task="align", limit=2))
     assert len(all_of_them[0]) == 16 and len(all_of_them[1]) == align.MOST_HELD_OUT
+
+
+def test_two_processes_align_as_one_does(
+    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
+) -> None:
+    """They share prompts and steps; one speaks and saves."""
+    target, draft = map(str, kinds["decoder"])
+    line = ["scripts/assisted_generation.py", "--task", "align", "--device", "cpu", "--model_name", target]
+    line += ["--assistant_model", draft, "--dataset", str(questions_file), "--prompt_column", "q", "--repeats", "1"]
+    line += ["--max_new_tokens", "8", "--steps", "20", "--batch_size", "2", "--learning_rate", "3e-3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *line,
+         "--output_dir", str(tmp_path / "two")],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=150,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Acceptance went from") == 1, "only one process speaks"
+    facts = result_in(tmp_path / "two")["alignment"]
+    assert facts["rows"] == 4 and facts["prompts"] == 18 and facts["saved"] == str(tmp_path / "two" / "draft-aligned")
+    settings = settings_for(kinds["decoder"], questions_file, tmp_path / "one", batch_sizes=(2,))
+    alone = list(answered(settings, load_pair(settings)))
+    (folder,) = (tmp_path / "two").glob("answers-*")
+    assert list(datasets.load_from_disk(folder / "learned")) == alone
