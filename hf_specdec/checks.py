@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -28,6 +29,7 @@ OTHER_MODES = {
 
 def check_call(
     model: PreTrainedModel,
+    input_ids: Tensor,
     generation_config: GenerationConfig,
     processors: LogitsProcessorList,
     model_kwargs: dict[str, Any],
@@ -37,6 +39,10 @@ def check_call(
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
     """
+    if not len(input_ids):
+        raise ValueError(
+            f"input_ids has the shape {list(input_ids.shape)}: there is no row to decode; pass at least one."
+        )
     if (generation_config.num_beams or 1) > 1:
         raise ValueError(
             f"num_beams={generation_config.num_beams}: speculation decodes one sequence per row, so set num_beams=1, "

@@ -182,7 +182,7 @@ class SpeculativeDecoding:
         model_kwargs: dict[str, Any],
     ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
         """Decode with a call's resolved settings."""
-        check_call(model, generation_config, logits_processor, model_kwargs)
+        check_call(model, input_ids, generation_config, logits_processor, model_kwargs)
         draft = None if self.assistant_model is None else without_adapter_wrapper(self.assistant_model)
         if draft is not None and config.drafts_by_model:
             check_model(draft, "assistant_model")

@@ -119,7 +119,7 @@ class HostProcessors:
         for length in sorted({n for span in spans for n in span}):
             rows = [row for row, span in enumerate(spans) if length in span]
             positions = [min(max(length - start, 0), scores.shape[1] - 1) for start in starts]
-            at_length = scores[torch.arange(len(starts)), positions]
+            at_length = scores[torch.arange(len(starts), device=scores.device), positions]
             prefixes = self._prefixes(ids, spans, length, rows)
             if isinstance(processor, host.PrefixConstrainedLogitsProcessor):
                 processed = _constrain(processor, prefixes, at_length, rows)

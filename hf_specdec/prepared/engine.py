@@ -141,7 +141,7 @@ class Engine:
     def load(self, tails: Sequence[Sequence[int]], lengths: Sequence[int], limits: Sequence[int]) -> None:
         """Copy the round's inputs to the device: last two tokens, lengths and the most tokens to draft, by row."""
         rows = zip(tails, lengths, limits, strict=True)
-        self.state.copy_(torch.tensor([[tail[0], tail[-1], n, limit] for tail, n, limit in rows]))
+        self.state.copy_(torch.tensor([[tail[0], tail[-1], n, limit] for tail, n, limit in rows], device="cpu"))
 
     def prepare(self, lookahead: int) -> None:
         """Prepare the steps that rounds of up to `lookahead` lack. The state of a round must be loaded."""
@@ -202,7 +202,7 @@ class Engine:
     def _burst(self, count: int) -> Drafts:
         if self.plan.do_sample:
             # Bursts read the first columns, verification those behind them.
-            torch.rand(self.uniforms.shape, out=self.uniforms)
+            torch.rand(self.uniforms.shape, out=self.uniforms, device=self.uniforms.device)
         return self.steps[count].run_draft()
 
 

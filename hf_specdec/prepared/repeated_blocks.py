@@ -101,7 +101,7 @@ def _outside(part: Sequence[Node]) -> list[Node]:
 def _cuts(units: Sequence[Sequence[Node]]) -> list[int]:
     """The boundaries of segments among the units."""
     kinds: dict[Hashable, int] = {}
-    codes = torch.tensor([kinds.setdefault(_kind(unit[0]), len(kinds)) for unit in units])
+    codes = torch.tensor([kinds.setdefault(_kind(unit[0]), len(kinds)) for unit in units], device="cpu")
     length, period, start = 0, 0, 0
     for shift in range(LEAST_PERIOD, len(units) // LEAST_REPEATS + 1):
         begin, run = _longest_run(codes[:-shift] == codes[shift:])

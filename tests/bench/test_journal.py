@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import random
+import re
+import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,9 @@ from hf_specdec.bench.running.timed_call import Call
 from hf_specdec.bench.settings import BenchError
 from hf_specdec.bench.storage import results
 from hf_specdec.bench.storage.journal import Journal, discard
+from hf_specdec.bench.storage.run_session import key_of
 
+KILLS = int(os.environ.get("HF_SPECDEC_KILLS", "2"))
 ARGUMENTS = {"max_new_tokens": 8, "draft_models": ("a", "b")}
 
 
@@ -133,25 +138,36 @@ def run(task: str, pair: tuple[Path, Path], folder: Path) -> dict[str, Any]:
     return results.load(path)
 
 
-def kill_after(records: int, delay: float, task: str, pair: tuple[Path, Path], folder: Path) -> None:
-    """Starts a task as a user does, and kills it `delay` seconds after its journal has so many records."""
-    with open(folder.parent / "killed.txt", "a+") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *arguments(task, pair, folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )
-        try:
-            while process.poll() is None and len(kept(folder)) < records:
-                time.sleep(0.002)
-            time.sleep(delay)
-        finally:
-            process.kill()
-            process.wait()
-        output.seek(0)
-        assert process.returncode < 0, f"ended before it was killed:\n{output.read()}"
+def kill_after(calls: int, delay: float, task: str, pair: tuple[Path, Path], folder: Path) -> bool:
+    """Start a task as a user does, and kill it `delay` seconds after it has shown that so many calls are done.
+
+    Returns:
+        Whether it was killed before its end.
+    """
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments(task, pair, folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        # The progress bar shows every call.
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "0"},
+    )
+    assert process.stderr is not None
+    said = b""
+    try:
+        while calls >= 0 and max(map(int, re.findall(rb"(\d+)/\d+ \[", said)), default=-1) < calls:
+            more = os.read(process.stderr.fileno(), 4096)
+            if not more:
+                break
+            said += more
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=delay)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert process.returncode in (0, -signal.SIGKILL), said.decode()
+    return process.returncode != 0
 
 
 def kept(folder: Path) -> list[dict[str, Any]]:
@@ -188,9 +204,9 @@ def shape(value: Any) -> Any:
     return "time" if isinstance(value, float) else value
 
 
-@pytest.mark.parametrize(("task", "kills"), [("subtasks", 2), ("benchmark", 1), ("decode", 1)])
+@pytest.mark.parametrize("task", ["benchmark", "decode"])
 def test_killed_at_any_point_it_ends_with_the_same_table(
-    saved_pair: tuple[Path, Path], tmp_path: Path, task: str, kills: int
+    saved_pair: tuple[Path, Path], tmp_path: Path, task: str
 ) -> None:
     broken = tmp_path / "broken"
     expected = run(task, saved_pair, tmp_path / "whole")
@@ -199,18 +215,49 @@ def test_killed_at_any_point_it_ends_with_the_same_table(
     rng = random.Random(seed)
     broken.mkdir()
     # In the first half, so that a process that this one looks at late is not done yet.
-    for records in sorted(rng.sample(range(2, len(expected["calls"]) // 2), kills)):
-        before = kept(broken)
-        kill_after(records, rng.random() * 0.01, task, saved_pair, broken)
-        assert len(kept(broken)) >= records and kept(broken)[: len(before)] == before
+    calls = rng.randrange(2, len(expected["calls"]) // 2)
+    assert kill_after(calls, rng.random() * 0.01, task, saved_pair, broken), "ended before it was killed"
+    assert len(kept(broken)) >= calls
+    finish_and_compare(task, saved_pair, broken, expected)
+
+
+def finish_and_compare(task: str, pair: tuple[Path, Path], broken: Path, expected: dict[str, Any]) -> None:
+    """Finish a run in this process: what was measured before is in the result, as it was."""
     before = kept(broken)
-    result = run(task, saved_pair, broken)
+    result = run(task, pair, broken)
     assert without_times(result) == without_times(expected)
     # Times of what was measured before the kills are the ones in the result, so nothing was measured twice.
     seconds = {key(call): call.seconds for call in result["calls"]}
     calls = [record for record in before if record["kind"] == "call"]
-    assert calls and all(seconds[r["method"], tuple(r["prompts"]), r["repeat"]] == r["seconds"] for r in calls)
+    assert all(seconds[r["method"], tuple(r["prompts"]), r["repeat"]] == r["seconds"] for r in calls)
     assert not list(broken.glob("*.journal.*"))
+
+
+@pytest.mark.timeout(0)
+def test_kills_at_random_moments_lose_nothing_and_double_nothing(saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """`HF_SPECDEC_KILLS=100` tries a hundred, from the start of the process to the writing of its result."""
+    expected = run("subtasks", saved_pair, tmp_path / "whole")
+    most, ended, folder = len(expected["calls"]), 0, tmp_path / "broken"
+    for seed in range(KILLS):
+        rng = random.Random(seed)
+        calls, delay = rng.randint(-1, most), rng.random() * rng.choice([0.01, 0.3, 3])
+        folder.mkdir(exist_ok=True)
+        before = kept(folder)
+        killed = kill_after(calls, delay, "subtasks", saved_pair, folder)
+        after = kept(folder)
+        print(f"seed {seed}: {len(before)} records, killed {delay:.2f} s after {calls} calls with {len(after)}")
+        assert len({key_of(record) for record in after}) == len(after), "doubled"
+        if killed and (after or not before):
+            assert after[: len(before)] == before, "lost"
+            continue
+        # It came to its end, or was killed once it had taken its journal away.
+        ended += 1
+        (path,) = folder.glob(f"*{results.SUFFIX}")
+        assert without_times(results.load(path)) == without_times(expected)
+        shutil.rmtree(folder)
+    print(f"{KILLS} starts, {ended} of them came to their end")
+    folder.mkdir(exist_ok=True)
+    finish_and_compare("subtasks", saved_pair, folder, expected)
 
 
 def interrupt_after(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+CASES = int(os.environ.get("HF_SPECDEC_FUZZ_CASES", "0"))
 ENCODER_DECODER = ("t5", "mt5", "bart")
 SHORT_CONTEXT = 24
 # Settings at which lossy strategies lose nothing. The ensemble is left out: NaN in a draft's scores would spread.
@@ -30,7 +32,7 @@ class ByLength(LogitsProcessor):
     """A processor of the caller's own: prefers one token, which depends on the text, in place."""
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        scores[torch.arange(len(ids)), (ids.sum(dim=1) + ids.shape[1]) % 31] += 2.5
+        scores[torch.arange(len(ids), device=ids.device), (ids.sum(dim=1) + ids.shape[1]) % 31] += 2.5
         return scores
 
 
@@ -41,7 +43,9 @@ class BadScores(LogitsProcessor):
         self.value = value
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.index_fill(1, torch.tensor([7]), self.value) if ids.shape[1] % 5 == 0 else scores
+        return (
+            scores.index_fill(1, torch.tensor([7], device=ids.device), self.value) if ids.shape[1] % 5 == 0 else scores
+        )
 
 
 class StopsAt(StoppingCriteria):
@@ -90,6 +94,7 @@ class Case:
     draft: str
     short_context: bool
     inputs: dict[str, list[list[int]]]
+    new_tokens: int
     call: dict[str, Any]
     processor: str
     stop_at: int | None
@@ -98,6 +103,8 @@ class Case:
     streams: bool
     prepared: bool
     default_dtype: str
+    default_device: str | None
+    other_tokenizer: bool
     speculation: dict[str, Any]
 
 
@@ -123,7 +130,7 @@ def cases(draw: st.DrawFn) -> Case:
     family = draw(st.sampled_from(sorted(FAMILIES)))
     encodes = family in ENCODER_DECODER
     # Padding turns eager softmax to NaN in float64, see `EAGER`.
-    rows = 1 if family in EAGER else draw(st.integers(1, 4))
+    rows = draw(st.sampled_from([1, 1, 1, 0] if family in EAGER else [1, 2, 3, 4] * 3 + [0]))
     short_context = family in ("gpt2", "llama") and draw(st.booleans())
     length = draw(st.integers(1, 12))
     new_tokens = draw(st.integers(1, 14))
@@ -140,6 +147,38 @@ def cases(draw: st.DrawFn) -> Case:
     if encodes:
         masks = [row[::-1] for row in masks]
     ids = [[t if seen else PAD for t, seen in zip(*row, strict=True)] for row in zip(ids, masks, strict=True)]
+    drafts = ["noisy", "noisy", "smaller", "larger"] if family in ("llama", "qwen2") else ["noisy"]
+    speculation = draw(speculations())
+    if CASES and family in ("llama", "gpt-neox") and rows in (1, 2) and draw(st.integers(0, 49)) == 37:
+        # Few settings, so that few engines are compiled, and each serves many calls.
+        speculation |= {"compile": True, "num_assistant_tokens": 2, "drafter": "model", "on_draft_error": "raise"}
+        speculation.pop("entropy_threshold", None)
+        drafts = ["noisy"]
+    default_device = draw(st.sampled_from([None] * 7 + ["meta"]))
+    return Case(
+        family=family,
+        draft=draw(st.sampled_from(drafts)),
+        short_context=short_context,
+        inputs={"input_ids": ids, "attention_mask": masks},
+        new_tokens=new_tokens,
+        call=draw(calls(encodes, length, new_tokens)),
+        processor=draw(st.sampled_from(sorted(PROCESSORS))),
+        stop_at=draw(st.sampled_from([None, None, 3, 7])),
+        end_at=draw(st.one_of(st.none(), st.integers(0, new_tokens - 1))),
+        pad_is_eos=draw(st.booleans()),
+        streams=draw(st.booleans()),
+        prepared=draw(st.booleans()),
+        default_dtype=draw(st.sampled_from(["float32", "float32", "float64", "bfloat16"])),
+        default_device=default_device,
+        # transformers' own translation between tokenizers makes its tensors on the default device.
+        other_tokenizer=not encodes and default_device is None and draw(st.integers(0, 7)) == 5,
+        speculation=speculation,
+    )
+
+
+@st.composite
+def speculations(draw: st.DrawFn) -> dict[str, Any]:
+    """The package's own arguments."""
     strategy = draw(st.sampled_from(["speculative", "speculative", *LOSSLESS_LIMITS]))
     speculation = {
         "generation_strategy": strategy,
@@ -152,25 +191,18 @@ def cases(draw: st.DrawFn) -> Case:
         speculation["fallback_threshold"] = draw(st.sampled_from([0.0, 0.3, 0.6, 1.0]))
     if draw(st.integers(0, 3)) == 0:
         speculation["entropy_threshold"] = draw(st.sampled_from([0.0, 0.4, 1.0]))
+    return {name: value for name, value in speculation.items() if value is not None}
+
+
+@st.composite
+def calls(draw: st.DrawFn, encodes: bool, length: int, new_tokens: int) -> dict[str, Any]:
+    """Arguments of plain `generate`."""
     call: dict[str, Any] = {"max_new_tokens": new_tokens}
+    if draw(st.integers(0, 3)) == 0:
+        call = {"max_length": new_tokens + (1 if encodes else length)}
     if draw(st.integers(0, 3)) == 0:
         call["use_cache"] = False
     elif not encodes:
         call["cache_implementation"] = draw(st.sampled_from([None, None, "static"]))
     call["return_dict_in_generate"] = call["output_scores"] = draw(st.booleans())
-    drafts = ["noisy", "noisy", "smaller", "larger"] if family in ("llama", "qwen2") else ["noisy"]
-    return Case(
-        family=family,
-        draft=draw(st.sampled_from(drafts)),
-        short_context=short_context,
-        inputs={"input_ids": ids, "attention_mask": masks},
-        call=call,
-        processor=draw(st.sampled_from(sorted(PROCESSORS))),
-        stop_at=draw(st.sampled_from([None, None, 3, 7])),
-        end_at=draw(st.one_of(st.none(), st.integers(0, new_tokens - 1))),
-        pad_is_eos=draw(st.booleans()),
-        streams=draw(st.booleans()),
-        prepared=draw(st.booleans()),
-        default_dtype=draw(st.sampled_from(["float32", "float32", "float64", "bfloat16"])),
-        speculation={name: value for name, value in speculation.items() if value is not None},
-    )
+    return call

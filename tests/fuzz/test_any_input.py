@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz.cases import PROCESSORS, Case, Collects, StopsAt, cases, models
+from fuzz.cases import CASES, PROCESSORS, Case, Collects, StopsAt, cases, models
+from helpers.families import VOCABULARY
+from helpers.word_tokenizer import word_tokenizer
 from hypothesis import HealthCheck, event, given, settings
 
 import hf_specdec
 from hf_specdec.prepared import cuda_graphs
 
-CASES = int(os.environ.get("HF_SPECDEC_FUZZ_CASES", "0"))
 PACKAGE = Path(hf_specdec.__file__).parent
 
 
@@ -43,8 +43,12 @@ def check(case: Case) -> None:
     target, draft = models(case.family, case.draft, case.short_context)
     call = arguments(case, target)
     expected = attempt(target, case, call)
+    if isinstance(expected, Exception) and (case.default_device or not case.inputs["input_ids"]):
+        event("plain generate fails, for want of rows or on a default device without memory")
+        return
+    tokenizers = {"tokenizer": word_tokenizer(VOCABULARY), "assistant_tokenizer": word_tokenizer(VOCABULARY, -1)}
     with engine(case.prepared), hf_specdec.enable(target, assistant_model=draft):
-        found = attempt(target, case, {**call, **case.speculation})
+        found = attempt(target, case, {**call, **case.speculation, **(tokenizers if case.other_tokenizer else {})})
     if isinstance(found, Exception):
         event(f"error: {str(found)[:40]}")
         if isinstance(expected, Exception) and type(found) is type(expected):
@@ -53,21 +57,25 @@ def check(case: Case) -> None:
         assert isinstance(found, ValueError) and PACKAGE in raised_in.parents, f"{found!r} instead of {expected!r}"
         return
     assert not isinstance(expected, Exception), f"plain generate raises {expected!r}"
-    event(f"{case.speculation['drafter']}, prepared: {case.prepared}")
+    rounds = "compiled" if case.speculation.get("compile") else "prepared" if case.prepared else "general"
+    event(f"{case.speculation['drafter']}, {rounds} rounds")
+    for name in ("default_device", "other_tokenizer"):
+        event(f"{name}: {getattr(case, name)}")
     for name, value in expected.items():
         assert found[name] == value, name
 
 
 def arguments(case: Case, target: Any) -> dict[str, Any]:
     """The arguments of both calls; the end of text is a token that plain decoding chooses."""
-    call = {name: torch.tensor(value) for name, value in case.inputs.items()}
+    shape = (len(case.inputs["input_ids"]), -1 if case.inputs["input_ids"] else 5)
+    call = {name: torch.tensor(value, dtype=torch.long).reshape(shape) for name, value in case.inputs.items()}
     call |= {**case.call, **PROCESSORS[case.processor], "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     if case.stop_at is not None:
         call["stopping_criteria"] = [StopsAt(case.stop_at)]
     if case.end_at is not None:
         plain = attempt(target, case, call)
-        if not isinstance(plain, Exception):
-            new_tokens = plain["sequences"][0][-case.call["max_new_tokens"] :]
+        if not isinstance(plain, Exception) and plain["sequences"]:
+            new_tokens = plain["sequences"][0][-case.new_tokens :]
             eos = new_tokens[min(case.end_at, len(new_tokens) - 1)]
             call |= {"eos_token_id": eos, "pad_token_id": eos if case.pad_is_eos else 0}
     return call
@@ -78,12 +86,14 @@ def attempt(target: Any, case: Case, call: dict[str, Any]) -> dict[str, Any] | E
     streamer = Collects() if case.streams else None
     call = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
     torch.set_default_dtype(getattr(torch, case.default_dtype))
+    torch.set_default_device(case.default_device)
     try:
         output = target.generate(**call, streamer=streamer)
     except Exception as error:
         return error
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
     stream = streamer.seen if streamer else []
     if isinstance(output, torch.Tensor):
         return {"sequences": output.tolist(), "stream": stream}

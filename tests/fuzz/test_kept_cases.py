@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.families import pair
+from fuzz.cases import PROCESSORS
+from helpers.families import pair, prompts
 
 import hf_specdec
 
@@ -25,3 +26,22 @@ def test_a_row_whose_mask_is_all_zeros(family: str, use_cache: bool) -> None:
     expected = target.generate(**call)
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         assert torch.equal(target.generate(**call, num_assistant_tokens=1), expected)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_the_default_device_is_not_that_of_the_models(cache: str | None) -> None:
+    """Processors that read the text got the scores of other positions."""
+    target, draft = pair("llama")
+    call = {**prompts(3), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "repetition_penalty": 1.7}
+    call["logits_processor"] = [PROCESSORS["own"]["logits_processor"][0]]
+    expected = target.generate(**call)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"), torch.device("meta"):
+        assert torch.equal(target.generate(**call, cache_implementation=cache), expected)
+
+
+def test_a_batch_without_rows_is_refused_by_name() -> None:
+    target, draft = pair("llama")
+    empty = torch.zeros(0, 5, dtype=torch.long)
+    enabled = hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative")
+    with enabled, pytest.raises(ValueError, match=r"input_ids has the shape \[0, 5\]"):
+        target.generate(empty, max_new_tokens=3)
