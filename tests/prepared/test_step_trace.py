@@ -46,7 +46,12 @@ def _several(given: Tensor) -> list[Tensor]:
     return [best, where, first + third, torch.arange(3) + where.sum()]
 
 
-@pytest.mark.parametrize("step", [_composite, _in_place, _several])
+def _places(given: Tensor) -> list[Tensor]:
+    """Indexes by integers that were computed, as the verification of sampled drafts does."""
+    return [given[torch.arange(2), given[:, :, 0].argmax(dim=1)]]
+
+
+@pytest.mark.parametrize("step", [_composite, _in_place, _several, _places])
 def test_the_graph_is_that_of_make_fx_and_computes_what_the_step_does(step: Callable[[Tensor], list[Tensor]]) -> None:
     with torch.no_grad():
         graph, asked = trace(step, GIVEN.clone()), make_fx(step)(GIVEN.clone()).graph
