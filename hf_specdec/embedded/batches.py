@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from hf_specdec.embedded.corpus.examples import SUBTASKS, Example, generate
 from hf_specdec.embedded.corpus.prompts import encoder_text, prompt_ids, render_prompt
 
-PROMPT_WEIGHT = 0.1  # of a prompt token's loss; with a little of it the model learns to copy sooner
 IGNORED = -100
 
 # The subtasks named again are drawn more often, because they take longer to learn.
@@ -31,7 +30,9 @@ class Batch:
     weights: torch.Tensor
 
 
-def _dialogue(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[float]]:
+def _dialogue(
+    tokenizer: PreTrainedTokenizerBase, example: Example, prompt_weight: float
+) -> tuple[list[int], list[float]]:
     """The token ids of an example with its answers, and the loss weight of each token."""
     texts: list[str] = []
     for turn, reference in enumerate(example.references):
@@ -39,11 +40,13 @@ def _dialogue(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[lis
         texts += [question, reference + tokenizer.eos_token]
     parts = tokenizer(texts, add_special_tokens=False)["input_ids"]
     ids = [token for part in parts for token in part]
-    weights = [PROMPT_WEIGHT if i % 2 == 0 else 1.0 for i, part in enumerate(parts) for _ in part]
+    weights = [prompt_weight if i % 2 == 0 else 1.0 for i, part in enumerate(parts) for _ in part]
     return ids, weights
 
 
-def packed_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, mix: Sequence[str]) -> Batch:
+def packed_batch(
+    tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, mix: Sequence[str], prompt_weight: float
+) -> Batch:
     """Rows `[B, length]` of `<bos>` and several examples with answers; half of the rows begin inside an example."""
     all_ids, all_weights = [], []
     for _ in range(rows):
@@ -53,12 +56,32 @@ def packed_batch(tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, len
         few = rng.sample(SUBTASKS, rng.randrange(1, 9)) if rng.random() < 0.3 else mix
         wanted = length + (110 if begins_inside else 0)
         while len(ids) < wanted:
-            more, their_weights = _dialogue(tokenizer, generate(rng.choice(few), "train", rng))
+            more, their_weights = _dialogue(tokenizer, generate(rng.choice(few), "train", rng), prompt_weight)
             ids += more
             weights += their_weights
         start = rng.randrange(1, 110) if begins_inside else 0
         all_ids.append([tokenizer.bos_token_id, *ids[start : start + length]])
         all_weights.append(weights[start : start + length])
+    tokens = torch.tensor(all_ids)
+    return Batch({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous(), torch.tensor(all_weights))
+
+
+def whole_batch(
+    tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, mix: Sequence[str], prompt_weight: float
+) -> Batch:
+    """Rows `[B, length]` of `<bos>` and whole examples only, padded on the right: no answer lacks its text."""
+    all_ids, all_weights = [], []
+    for _ in range(rows):
+        ids: list[int] = []
+        weights: list[float] = []
+        for _ in range(3 * length // 100):
+            more, their_weights = _dialogue(tokenizer, generate(rng.choice(mix), "train", rng), prompt_weight)
+            if len(ids) + len(more) <= length:
+                ids += more
+                weights += their_weights
+        rest = length - len(ids)
+        all_ids.append([tokenizer.bos_token_id, *ids, *[tokenizer.pad_token_id] * rest])
+        all_weights.append(weights + [0.0] * rest)
     tokens = torch.tensor(all_ids)
     return Batch({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous(), torch.tensor(all_weights))
 
@@ -97,6 +120,8 @@ def batch_for_step(
     seed: int,
     step: int,
     emphasis: Sequence[str] = (),
+    prompt_weight: float = 0.1,
+    whole: bool = False,
 ) -> Batch:
     """The batch of a step, about `rows` x 256 tokens.
 
@@ -110,4 +135,5 @@ def batch_for_step(
         pairs, length = (rows // 2, 512) if few_shot else (rows * 2, 160)
         return pair_batch(tokenizer, rng, pairs, length, few_shot, mix)
     length = 1024 if step % 32 == 31 else 512 if step % 4 == 3 else 256
-    return packed_batch(tokenizer, rng, max(1, rows * 256 // length), length, mix)
+    make = whole_batch if whole else packed_batch
+    return make(tokenizer, rng, max(1, rows * 256 // length), length, mix, prompt_weight)

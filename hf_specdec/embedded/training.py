@@ -24,6 +24,9 @@ class Recipe:
     Attributes:
         decay: the last share of the steps, over which the learning rates fall to 0.
         emphasis: subtasks to draw more often; each mention adds two chances to the eleven of the usual mix.
+        prompt_weight: the weight of a prompt token's loss, if an answer token's is 1. With a little of it a
+            decoder-only model learns to copy sooner; later it is noise.
+        whole: rows of a decoder-only model hold whole examples only, so that no answer lacks its text.
         until: stop after this many steps, although the learning rates are scheduled for `steps`; None: don't.
         seedling: the recipe of a shallower model, which is trained first and then deepened into this one. That is
             much cheaper than training all layers from the start.
@@ -40,6 +43,8 @@ class Recipe:
     decay: float = 0.5
     until: int | None = None
     emphasis: tuple[str, ...] = ()
+    prompt_weight: float = 0.1
+    whole: bool = False
     seedling: Recipe | None = None
 
 
@@ -163,7 +168,8 @@ def train(
     while record["steps"] < last:
         step = record["steps"]
         batch = batch_for_step(tokenizer, encoder_decoder=recipe.shape.encoder_layers > 0, rows=recipe.rows,
-                               seed=recipe.seed, step=step, emphasis=recipe.emphasis)  # fmt: skip
+                               seed=recipe.seed, step=step, emphasis=recipe.emphasis,
+                               prompt_weight=recipe.prompt_weight, whole=recipe.whole)  # fmt: skip
         loss = _loss(model, batch, device)
         loss.backward()
         optimizers.step(step)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from statistics import mean
 
 import pytest
@@ -18,6 +19,7 @@ from hf_specdec import embedded
 from hf_specdec.bench.figures import quality
 from hf_specdec.embedded import report
 from hf_specdec.embedded.architectures import SHAPES, Shape, build, is_encoder_decoder, parameter_counts
+from hf_specdec.embedded.batches import packed_batch, whole_batch
 from hf_specdec.embedded.evaluate import (
     Agreement,
     agreements,
@@ -277,6 +279,22 @@ def test_reported_figures_come_out_again(claims, models, tokenizer):
 
 
 # The trainer
+
+
+def test_whole_rows_hold_no_answer_without_its_text(tokenizer):
+    """From `<bos>` on, whole dialogues and nothing else; the loss is on their answers. Packed rows are cut."""
+
+    def are_whole(make):
+        batch = make(tokenizer, Random(0), 8, 256, embedded.SUBTASKS, 0.0)
+        known = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+        texts = [tokenizer.decode(ids) for ids in batch.inputs["input_ids"]]
+        for labels, weights in zip(batch.labels, batch.weights, strict=True):
+            assert not weights[labels == tokenizer.pad_token_id].any()
+        begins = all(text.startswith(f"{tokenizer.bos_token}<|user|>") for text in texts)
+        return begins and all(int(labels[-1]) in known for labels in batch.labels)
+
+    assert are_whole(whole_batch)
+    assert not are_whole(packed_batch)
 
 
 @pytest.mark.parametrize("killed_in", ["micro-seedling", "micro"])

@@ -1,4 +1,8 @@
-"""Subtasks that look up facts: qa, rag and multi-turn."""
+"""Subtasks that look up facts: qa, rag and multi-turn.
+
+What is asked for is told apart from the rest by what it is (a job, a home, a year) or by the number of a passage. To
+tell several people apart by their names, models of four million parameters need far longer training.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +33,19 @@ def _portrait(rng: Random, person: Person) -> str:
     return f"{person.name} {order[0]} and {order[1]}. {person.first} {order[2]} and {order[3]}."
 
 
+def _beside_a_building(rng: Random, text: str) -> str:
+    """The text, with a sentence on a building before or after it."""
+    building = f"The {rng.choice(words.BUILDINGS)} nearby has {rng.randrange(10, 99)} {rng.choice(words.FEATURES)}."
+    sentences = [text, building]
+    rng.shuffle(sentences)
+    return " ".join(sentences)
+
+
 def qa(rng: Random) -> Dialogue:
-    """The text describes three people; the question asks for three attributes of one of them."""
-    cast = words.people(rng, 3)
-    person = rng.choice(cast)
+    """The text describes a person, and mentions a building; the question asks for three attributes of the person."""
+    (person,) = words.people(rng, 1)
     asked = rng.sample(tuple(_ATTRIBUTES), 3)
-    context = " ".join(_portrait(rng, p) for p in cast)
+    context = _beside_a_building(rng, _portrait(rng, person))
     opening = rng.choice(("Tell me", "Report", "State"))
     question = f"{opening} {asked[0]}, {asked[1]} and {asked[2]} of {person.name}."
     told = [_ATTRIBUTES[a](person) for a in asked]
@@ -44,7 +55,7 @@ def qa(rng: Random) -> Dialogue:
 
 
 def rag(rng: Random) -> Dialogue:
-    """One of four passages holds the answer; the others describe buildings of the same kind."""
+    """The question names one of four passages by its number; the others describe buildings of the same kind."""
     kind = rng.choice(words.BUILDINGS)
     features = rng.sample(words.FEATURES, 2)
     passages, facts = [], []
@@ -58,7 +69,8 @@ def rag(rng: Random) -> Dialogue:
         )
     index = rng.randrange(4)
     place, year, builder, count, feature = facts[index]
-    question = rng.choice((f"Who built the {kind} of {place}?", f"What is known about the {kind} of {place}?"))
+    ask = rng.choice(("By passage [{}], who built the {} of {}?", "What does passage [{}] say about the {} of {}?"))
+    question = ask.format(index + 1, kind, place)
     answer = (
         f"The {kind} of {place} is described in passage [{index + 1}]. According to this passage, "
         f"it was built in {year} by {builder}, "
@@ -69,11 +81,11 @@ def rag(rng: Random) -> Dialogue:
 
 def multi_turn(rng: Random) -> Dialogue:
     """The first turn asks who owns a thing, the second what else the text says about that person."""
-    cast = words.people(rng, 3)
-    person = rng.choice(cast)
-    context = " ".join(
-        f"{p.name}, {with_article(p.job)} from {p.town}, was born in {p.year} and owns {with_article(p.owned)}."
-        for p in cast
+    (person,) = words.people(rng, 1)
+    context = _beside_a_building(
+        rng,
+        f"{person.name}, {with_article(person.job)} from {person.town}, was born in {person.year} "
+        f"and owns {with_article(person.owned)}.",
     )
     first = rng.choice((f"Who owns the {person.thing}?", f"To whom does the {person.thing} belong?"))
     answer = (
