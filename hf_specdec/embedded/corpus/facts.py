@@ -1,7 +1,7 @@
 """Subtasks that look up facts: qa, rag and multi-turn.
 
-What is asked for is told apart from the rest by what it is (a job, a home, a year) or by the number of a passage. To
-tell several people apart by their names, models of four million parameters need far longer training.
+What is asked for is told apart from the rest by what it is (a job, a home, a builder). To tell several people or
+buildings apart by their names, models of four million parameters need far longer training.
 """
 
 from __future__ import annotations
@@ -55,28 +55,22 @@ def qa(rng: Random) -> Dialogue:
 
 
 def rag(rng: Random) -> Dialogue:
-    """The question names one of four passages by its number; the others describe buildings of the same kind."""
-    kind = rng.choice(words.BUILDINGS)
-    features = rng.sample(words.FEATURES, 2)
-    passages, facts = [], []
-    for place in words.towns(rng, 4):
-        fact = (place, rng.randrange(1700, 1950), words.full_name(rng), rng.randrange(10, 99),
-                rng.choice(features))  # fmt: skip
-        facts.append(fact)
-        place, year, builder, count, feature = fact
-        passages.append(
-            f"[{len(facts)}] The {kind} of {place} was built in {year} by {builder} and has {count} {feature}."
-        )
+    """One of four passages says who built a building; the others are about other buildings and don't."""
+    kind, *others = rng.sample(words.BUILDINGS, 4)
+    (place,) = words.towns(rng, 1)
+    year, builder = rng.randrange(1700, 1950), words.full_name(rng)
+    count, feature = rng.randrange(10, 99), rng.choice(words.FEATURES)
+    texts = [f"The {other} nearby has {rng.randrange(10, 99)} {rng.choice(words.FEATURES)}." for other in others]
     index = rng.randrange(4)
-    place, year, builder, count, feature = facts[index]
-    ask = rng.choice(("By passage [{}], who built the {} of {}?", "What does passage [{}] say about the {} of {}?"))
-    question = ask.format(index + 1, kind, place)
+    texts.insert(index, f"The {kind} of {place} was built in {year} by {builder} and has {count} {feature}.")
+    passages = " ".join(f"[{number}] {text}" for number, text in enumerate(texts, start=1))
+    question = rng.choice((f"Who built the {kind} of {place}?", f"What is known about the {kind} of {place}?"))
     answer = (
         f"The {kind} of {place} is described in passage [{index + 1}]. According to this passage, "
         f"it was built in {year} by {builder}, "
         f"and it has {count} {feature}. Source: passage [{index + 1}]."
     )
-    return (f"Use the passages. {' '.join(passages)} {question}",), (answer,)
+    return (f"Use the passages. {passages} {question}",), (answer,)
 
 
 def multi_turn(rng: Random) -> Dialogue:
