@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_pair import save_pair
+from helpers.tiny_pair import CONTEXT, save_pair
 
 from hf_specdec.bench.figures import bandwidth, passes
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
@@ -168,7 +168,7 @@ def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
 
 def test_bare_passes_leave_the_cache_as_it_was(pair: LoadedPair) -> None:
     """So that every sample meets the same context: a hundred passes of the widest would not fit into it."""
-    prompts = benchmark_prompts(pair, (180,), 1, 12)
+    prompts = benchmark_prompts(pair, (CONTEXT - 20,), 1, 12)
     for engine in ("generate", "eager"):
         bare = BarePasses(pair, 12, [1, 5])
         for _ in range(5):
@@ -189,7 +189,7 @@ def test_prepared_steps_are_timed_for_their_own_batch_size(
     settings: Settings, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What would be compiled runs as it is, which takes no minute.
-    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, *, compile: step)
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, name, *, compile: step)
     lengths = cycle((0, 4))
     monkeypatch.setattr(AutoLength, "_choose", lambda self: setattr(self, "limit", next(lengths)))
     asked = replace(settings, engines=("compiled",))

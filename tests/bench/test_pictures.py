@@ -138,7 +138,7 @@ def test_findings_beneath_a_picture_follow_from_the_interval(results: dict[str, 
         return result
 
     assert "drafting decodes at" in (gains.headline(timed(40.0)) or "")
-    unsure = timed(1.0)
+    unsure = timed(1.5)
     gain = speed.speedup(unsure, "speculative", "none eager")
     assert gain is not None and not gain.faster and not gain.slower, "the control"
     assert gains.headline(unsure) is None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.script import load_script
-from helpers.tiny_pair import save_pair
+from helpers.tiny_pair import CONTEXT, save_pair
 
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.settings import BenchError, Settings
@@ -116,9 +116,9 @@ def test_bad_arguments(script: ModuleType, line: str, words: list[str], capsys: 
         (["--assistant_model", "no/such/draft"], ["--assistant_model", "'no/such/draft'", "local folder"]),
         (["--device", "cuda:77"], ["--device", "'cuda:77'", "cpu"]),
         (["--draft_device", "toaster"], ["--draft_device", "'toaster'", "cpu"]),
-        (["--prompt_lengths", "500"], ["--prompt_lengths", "500", "200", "shorter"]),
+        (["--prompt_lengths", "500"], ["--prompt_lengths", "500", str(CONTEXT), "shorter"]),
         (["--task", "decode", "--prompt", " "], ["--prompt", "' '", "give some text"]),
-        (["--task", "decode", "--max_new_tokens", "500"], ["--max_new_tokens", "500", "200", "fewer"]),
+        (["--task", "decode", "--max_new_tokens", "500"], ["--max_new_tokens", "500", str(CONTEXT), "fewer"]),
     ],
 )
 def test_what_the_user_can_put_right(

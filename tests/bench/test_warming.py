@@ -72,6 +72,7 @@ def test_calls_in_which_something_was_prepared_are_made_again(clock: SimpleNames
 def test_recordings_are_counted(saved_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     # Other tests of this process may have made as many traces as it may make.
     monkeypatch.setattr(recorded_passes, "_traces", count(1))
+    monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     target, draft = map(str, saved_pair)
     settings = Settings(model_name=target, assistant_model=draft, assisted_generation=True, max_new_tokens=12)
     pair = load_pair(settings)

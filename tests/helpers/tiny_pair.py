@@ -12,7 +12,7 @@ from helpers import models
 from hf_specdec import embedded
 
 VOCABULARY = 320
-CONTEXT = 200
+CONTEXT = 160
 
 
 def save_pair(folder: Path, encoder_decoder: bool = False) -> tuple[Path, Path]:

@@ -86,6 +86,13 @@ def test_a_result_is_never_a_view_of_an_argument(segments: list[Any]) -> None:
     assert torch.equal(view, torch.tensor([1.0, 2.0, 3.0]))
 
 
+@pytest.fixture
+def bars() -> None:
+    """transformers' progress bars, which other tests of this process may have switched off."""
+    logging.enable_progress_bar()
+
+
+@pytest.mark.usefixtures("bars")
 def test_progress_names_the_step_and_counts_its_segments(
     segments: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +111,7 @@ def test_progress_names_the_step_and_counts_its_segments(
         logging.enable_progress_bar()
 
 
+@pytest.mark.usefixtures("bars")
 def test_what_is_compiled_already_shows_no_progress(segments: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     for expected in (True, False):
         CompiledStep(Step(), CPU, "draft step")((torch.ones(3),), torch.ones(3))

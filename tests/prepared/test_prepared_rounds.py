@@ -160,7 +160,7 @@ VARIANTS = [
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_auto_gives_plain_tokens_in_prepared_rounds(batch_size: int, fast_rounds, monkeypatch) -> None:
     """By the lengths that it finds itself; what would be compiled runs as it is."""
-    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, *, compile: step)
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, name, *, compile: step)
     target, draft = pair("llama")
     settings = {**GREEDY, "assistant_model": draft, "num_assistant_tokens": "auto", "compile": True}
     for variant in VARIANTS:
@@ -267,7 +267,7 @@ def test_preparing_is_no_part_of_a_round(fast_rounds, monkeypatch) -> None:
         now[0] += 1.0
         return now[0]
 
-    def slow(step, device, *, compile):
+    def slow(step, device, name, *, compile):
         runs = [0]
 
         def run(*args):
@@ -385,7 +385,7 @@ def test_a_failed_compilation_is_told_once_and_general_rounds_go_on(fails_at: in
         prepare(self, lookahead)
 
     monkeypatch.setattr(Engine, "prepare", failing)
-    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, *, compile: step)
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, name, *, compile: step)
     choose_in_turn(monkeypatch, 2, 4, 0, 1)
     target, draft = pair("llama")
     settings = {**GREEDY, "assistant_model": draft, "num_assistant_tokens": "auto", "cache_implementation": "static"}
