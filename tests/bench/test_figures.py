@@ -339,6 +339,5 @@ def test_tokens_until_a_cold_start_pays() -> None:
 
 
 def test_load_before_the_start_is_said() -> None:
-    assert speed.busy({"environment": {"load_average": 0.5}}) is None
-    assert "0.51 cores" in str(speed.busy({"environment": {"load_average": 0.51}}))
-    assert speed.busy({"environment": {"load_average": None}}) is None
+    assert speed.busy({"environment": {"busy_cores": 0.5}}) is None
+    assert "0.51 cores" in str(speed.busy({"environment": {"busy_cores": 0.51}}))

@@ -218,7 +218,7 @@ def test_engines_say_where_drafting_is_faster_by_the_interval(results: dict[str,
 def test_the_load_of_the_machine_is_said_above_half_a_core(results: dict[str, Result]) -> None:
     result = results["benchmark"]
     for cores, said in ((0.4, False), (0.6, True)):
-        changed = result | {"environment": result["environment"] | {"load_average": cores}}
+        changed = result | {"environment": result["environment"] | {"busy_cores": cores}}
         assert any("load was 0.60 cores" in line for line in remarks(changed)) == said
 
 

@@ -69,7 +69,7 @@ def result_of(calls: list[Call], methods: list[dict[str, Any]], **more: Any) -> 
     prompts = [{"index": index, "question": index, "label": "qa", "tokens": 100} for index in indexes]
     return {
         "calls": calls, "methods": methods, "prompts": prompts, "passes": [], "cold": [], "loading_seconds": {},
-        "environment": {"load_average": 0.0}, "sampling": False, "quality": [], "notes": [], **more,
+        "environment": {"busy_cores": 0.0}, "sampling": False, "quality": [], "notes": [], **more,
     }  # fmt: skip
 
 

@@ -220,10 +220,10 @@ def tokens_until_it_pays(result: Result, ours: str, base: str, batch: int = 1) -
 
 def busy(result: Result) -> str | None:
     """A sentence where other work was on the machine at the start."""
-    load = result["environment"].get("load_average")
-    if load is None or load <= _IDLE:
+    busy_cores = result["environment"]["busy_cores"]
+    if busy_cores <= _IDLE:
         return None
-    return f"The machine was not quiet: its load was {load:.2f} cores at the start."
+    return f"The machine was not quiet: other work kept {busy_cores:.2f} cores busy at the start."
 
 
 def unsettled(result: Result) -> str | None:

@@ -10,10 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import hf_specdec
 
+_MOMENT = 0.2  # seconds
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
@@ -28,16 +30,19 @@ def describe() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "load_average": load_average(),
+        "busy_cores": busy_cores(),
         "commit": _git("rev-parse", "HEAD"),
         # None outside a checkout, where the version above has to do.
         "dirty": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
     }
 
 
-def load_average() -> float | None:
-    """Processes running or waiting, over the last minute; None where the system doesn't tell."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+def busy_cores() -> float:
+    """How many cores are busy with other work, while this process waits for a moment.
+
+    The load average would do less well: it remembers what this process itself did in the minutes before.
+    """
+    return float(round(psutil.cpu_percent(_MOMENT) / 100 * (psutil.cpu_count() or 1), 2))
 
 
 def _version(package: str) -> str | None:

@@ -117,7 +117,7 @@ class RunSession:
                 f"Begun with {begun} parallel processes and finished with {self._processes}: each had another share of "
                 "the processor, so times can't be compared safely."
             )
-        result["environment"] = {**before, "load_average_at_end": environment.load_average()}
+        result["environment"] = {**before, "busy_cores_at_end": environment.busy_cores()}
 
 
 def _without_kind(record: Record) -> dict[str, Any]:
