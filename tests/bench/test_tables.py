@@ -219,7 +219,7 @@ def test_the_load_of_the_machine_is_said_above_half_a_core(results: dict[str, Re
     result = results["benchmark"]
     for cores, said in ((0.4, False), (0.6, True)):
         changed = result | {"environment": result["environment"] | {"busy_cores": cores}}
-        assert any("load was 0.60 cores" in line for line in remarks(changed)) == said
+        assert any("kept 0.60 cores busy" in line for line in remarks(changed)) == said
 
 
 def test_unsteady_times_are_warned_about(results: dict[str, Result]) -> None:
