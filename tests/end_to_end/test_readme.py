@@ -166,7 +166,7 @@ def test_figures_are_those_of_the_results() -> None:
 
 
 def test_parts_taken_from_results_are_up_to_date() -> None:
-    paths = (ROOT / "results").rglob(f"*{results.SUFFIX}")
+    paths = sorted((ROOT / "results").rglob(f"*{results.SUFFIX}"))
     loaded = {path.with_name(path.name.removesuffix(results.SUFFIX)): results.load(path) for path in paths}
     assert readme.has_parts(read("README.md"))
     for name in ("README.md", "results/README.md"):
