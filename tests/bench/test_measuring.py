@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny_pair import VOCABULARY, save_pair
+from helpers.tiny_pair import CONTEXT, VOCABULARY, save_pair
 
 from hf_specdec import embedded
 from hf_specdec.bench.figures.rounds import acceptance_rate
@@ -68,15 +68,16 @@ def test_chat_template_goes_around_the_text(pair: LoadedPair, monkeypatch: pytes
 
 
 def test_lengths_that_do_not_fit_are_refused(pair: LoadedPair) -> None:
-    with pytest.raises(BenchError, match=r"--prompt_lengths: 196 tokens and --max_new_tokens 5 .* 200 tokens"):
-        benchmark_prompts(pair, (196,), 1, new_tokens=5)
-    benchmark_prompts(pair, (195,), 1, new_tokens=5)
+    message = rf"--prompt_lengths: {CONTEXT - 4} tokens and --max_new_tokens 5 .* {CONTEXT} tokens"
+    with pytest.raises(BenchError, match=message):
+        benchmark_prompts(pair, (CONTEXT - 4,), 1, new_tokens=5)
+    benchmark_prompts(pair, (CONTEXT - 5,), 1, new_tokens=5)
 
 
 def test_decode_prompts_are_cut_on_the_left_and_that_is_said(pair: LoadedPair) -> None:
     text = "word " * 300
     (prompt,), notes = decode_prompts(pair, [text], new_tokens=10)
-    assert list(prompt.token_ids) == pair.tokenizer(text).input_ids[-190:]
+    assert list(prompt.token_ids) == pair.tokenizer(text).input_ids[-(CONTEXT - 10) :]
     assert len(notes) == 1 and "cut on the left" in notes[0]
     built_in, _ = decode_prompts(pair, [], new_tokens=10)
     assert [prompt.label for prompt in built_in] == list(embedded.SUBTASKS)
