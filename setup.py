@@ -21,7 +21,7 @@ setup(
     package_data={
         "hf_specdec": [
             "py.typed",
-            "prepared/*.cpp",
+            "prepared/kernels/*.cpp",
             "hub/README.md",
             "embedded/*.json",
             "embedded/*.md",

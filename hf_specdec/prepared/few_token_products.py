@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-SOURCE = Path(__file__).with_name("few_token_products.cpp")
+KERNELS = [Path(__file__).parent / "kernels" / f"{part}.cpp" for part in ("vectors", "linear", "attention", "register")]
 MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -40,7 +40,7 @@ def load() -> None:
     from torch._inductor.codecache import CppCodeCache
 
     with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
-        CppCodeCache.load(SOURCE.read_text())
+        CppCodeCache.load("\n".join(part.read_text() for part in KERNELS))
     torch.library.register_fake("hf_specdec::linear", _linear_shape)
     torch.library.register_fake("hf_specdec::attention", _attention_shape)
 

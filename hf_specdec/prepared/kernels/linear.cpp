@@ -1,0 +1,110 @@
+// Products of few tokens and a matrix.
+
+namespace {
+
+// The sums of four vectors.
+template <class A> inline Four<A> sums_of(Four<A> a, Four<A> b, Four<A> c, Four<A> d) {
+  using Index = typename Lanes<std::conditional_t<sizeof(A) == 8, int64_t, int32_t>, 4>::type;
+  auto ab = __builtin_shuffle(a, b, Index{0, 4, 1, 5}) + __builtin_shuffle(a, b, Index{2, 6, 3, 7});
+  auto cd = __builtin_shuffle(c, d, Index{0, 4, 1, 5}) + __builtin_shuffle(c, d, Index{2, 6, 3, 7});
+  return __builtin_shuffle(ab, cd, Index{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Index{2, 3, 6, 7});
+}
+
+// Adds the products of R rows of `w` and T rows of `x`, over `width` columns, to sums[t][r]. Rows have `k`
+// columns, `left` of them from `w` on.
+template <class T, class A, int R, int N>
+void tile(const T* w, const A* x, int64_t k, int64_t left, int64_t width, Four<A>* sums) {
+  Vector<A> acc[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < N; ++t) acc[r][t] = Vector<A>{};
+  // The processor does not foresee the jumps between rows: what is read next is the rest of the row, then the next
+  // tile's. Long rows of one token's pass it foresees by itself.
+  const bool foresee = k <= kColumns || N > 1 || sizeof(T) < sizeof(float);
+  int64_t i = 0;
+  for (; i + kLanes<A> <= width; i += kLanes<A>) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      if (foresee) __builtin_prefetch(w + r * k + i + kAhead + (i + kAhead < left ? 0 : 3 * k), 0, 2);
+      Vector<A> weights = load<T, A>(w + r * k + i);
+#pragma GCC unroll 8
+      for (int t = 0; t < N; ++t) acc[r][t] += weights * load<A, A>(x + t * k + i);
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < N; ++t) {
+    Four<A> rows[4] = {};
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) rows[r] = fold<A>(acc[r][t]);
+    sums[t] += sums_of<A>(rows[0], rows[1], rows[2], rows[3]);
+  }
+  for (; i < width; ++i)
+    for (int t = 0; t < N; ++t)
+      for (int r = 0; r < R; ++r) sums[t][r] += A(widen(w[r * k + i])) * x[t * k + i];
+}
+
+template <class T, class A, int N>
+void tile_of(int rows, const T* w, const A* x, int64_t k, int64_t left, int64_t width, Four<A>* sums) {
+  if (rows == 4) return tile<T, A, 4, N>(w, x, k, left, width, sums);
+  // The last rows of a matrix, if their number is no multiple of four: one after another.
+  for (int r = 0; r < rows; ++r)
+    for (int t = 0; t < N; ++t) {
+      Four<A> one = {};
+      tile<T, A, 1, 1>(w + r * k, x + t * k, k, left, width, &one);
+      sums[t][r] += one[0];
+    }
+}
+
+// The products of up to four rows of weights and all tokens. Tokens come in groups of about equal size, which read the
+// same columns of the weights one after another, from the cache.
+template <class T, class A>
+void products(int rows, const T* w, const A* x, int64_t tokens, int64_t k, Four<A>* sums) {
+  const int64_t groups = (tokens + kTokens - 1) / kTokens;
+  for (int64_t at = 0; at < k; at += kColumns) {
+    const int64_t width = std::min(kColumns, k - at);
+    for (int64_t group = 0, t = 0; group < groups; ++group) {
+      const int64_t size = (tokens - t + groups - group - 1) / (groups - group);
+      const A* tokens_from = x + t * k + at;
+      switch (size) {
+        case 1: tile_of<T, A, 1>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 2: tile_of<T, A, 2>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 3: tile_of<T, A, 3>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 4: tile_of<T, A, 4>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 5: tile_of<T, A, 5>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 6: tile_of<T, A, 6>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+      }
+      t += size;
+    }
+  }
+}
+
+template <class T>
+void linear_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& output) {
+  using A = typename SumOf<T>::type;
+  const int64_t n = weight.size(0), k = weight.size(1), tokens = output.numel() / n;
+  const T* w = static_cast<const T*>(weight.data_ptr());
+  const T* b = bias ? static_cast<const T*>(bias->data_ptr()) : nullptr;
+  const T* given = static_cast<const T*>(input.data_ptr());
+  T* out = static_cast<T*>(output.data_ptr());
+  const Aligned<A> widened(std::is_same_v<T, A> ? 0 : tokens * k);
+  const A* x = widened.data;
+  if constexpr (std::is_same_v<T, A>) {
+    x = given;
+  } else {
+    for (int64_t i = 0; i < tokens * k; ++i) widened.data[i] = widen(given[i]);
+  }
+#pragma omp parallel if (n * k * tokens > kSerial)
+  {
+    std::vector<Four<A>> sums(tokens);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < n; row += 4) {
+      const int rows = int(std::min<int64_t>(4, n - row));
+      std::fill(sums.begin(), sums.end(), Four<A>{});
+      products<T, A>(rows, w + row * k, x, tokens, k, sums.data());
+      for (int64_t t = 0; t < tokens; ++t)
+        for (int r = 0; r < rows; ++r)
+          out[t * n + row + r] = narrow<T>(sums[t][r] + (b ? A(widen(b[row + r])) : A(0)));
+    }
+  }
+}
+
+}  // namespace

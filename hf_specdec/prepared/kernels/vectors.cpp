@@ -1,0 +1,132 @@
+// Linear layers and attention of passes over few tokens: numbers and vectors of them.
+//
+// Matrix libraries are tuned for many rows. Here every weight is read from memory once per pass and multiplied with all
+// tokens while it is in a register, so that a pass over five tokens takes little more than a pass over one.
+// Numbers narrower than float are widened as they are read, sums are kept in float (in double for double), and results
+// are rounded to the type of the input.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int kVectorBytes = 64;
+constexpr int64_t kTokens = 6;  // of a tile; with four rows their sums fill the registers
+#else
+constexpr int kVectorBytes = 32;
+constexpr int64_t kTokens = 3;
+#endif
+constexpr int64_t kColumns = 1024;   // of a tile; what it reads of the input stays in the first-level cache
+constexpr int64_t kAhead = 1024;     // columns from what is read to what is fetched from memory
+constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
+
+struct BFloat16 { uint16_t bits; };
+struct Half { uint16_t bits; };
+
+template <class T> struct SumOf { using type = float; };
+template <> struct SumOf<double> { using type = double; };
+
+template <class T, int N> struct Lanes { typedef T type __attribute__((vector_size(N * sizeof(T)))); };
+template <class A> constexpr int kLanes = kVectorBytes / sizeof(A);
+template <class A> using Vector = typename Lanes<A, kLanes<A>>::type;
+template <class A> using Four = typename Lanes<A, 4>::type;
+
+template <class T, class A> inline Vector<A> load(const T* from) {
+  static_assert(std::is_same_v<T, A>);
+  Vector<A> v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+#ifdef __AVX512F__
+template <> inline Vector<float> load<BFloat16, float>(const BFloat16* from) {
+  return (Vector<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+}
+template <> inline Vector<float> load<Half, float>(const Half* from) {
+  return (Vector<float>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+}
+#else
+template <> inline Vector<float> load<BFloat16, float>(const BFloat16* from) {
+  return (Vector<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+}
+template <> inline Vector<float> load<Half, float>(const Half* from) {
+  return (Vector<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+}
+#endif
+
+template <class A> inline A widen(A v) { return v; }
+inline float widen(BFloat16 v) {
+  uint32_t wide = uint32_t(v.bits) << 16;
+  float f;
+  std::memcpy(&f, &wide, sizeof f);
+  return f;
+}
+inline float widen(Half v) { return _cvtsh_ss(v.bits); }
+
+template <class T> inline T narrow(typename SumOf<T>::type v) {
+  if constexpr (std::is_same_v<T, Half>) {
+    return {_cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT)};
+  } else if constexpr (std::is_same_v<T, BFloat16>) {  // to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    return {v != v ? uint16_t(0x7fc0) : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+  } else {
+    return v;
+  }
+}
+
+template <class A> inline Four<A> fold(Vector<A> v) {
+  Four<A> parts[kLanes<A> / 4];
+  std::memcpy(parts, &v, sizeof v);
+  for (int i = 1; i < kLanes<A> / 4; ++i) parts[0] += parts[i];
+  return parts[0];
+}
+
+// Memory that vectors are read from without crossing a line of the cache.
+template <class A> struct Aligned {
+  explicit Aligned(int64_t count) : data(static_cast<A*>(::operator new(count * sizeof(A), kAlignment))) {}
+  ~Aligned() { ::operator delete(data, kAlignment); }
+  Aligned(const Aligned&) = delete;
+  static constexpr std::align_val_t kAlignment{64};
+  A* const data;
+};
+
+template <class A> constexpr A kNever = -std::numeric_limits<A>::infinity();
+
+// e^x by lanes, for x of at most 0; float within two units in the last place, 0 below its normal numbers.
+template <class A> inline Vector<A> exponential(Vector<A> x) {
+  if constexpr (std::is_same_v<A, float>) {
+    using Bits = typename Lanes<int32_t, kLanes<A>>::type;
+    constexpr float least = -87.3f, whole = 12582912.f;  // adding 1.5 · 2²³ rounds to a whole number, in the low bits
+    const Vector<A> bounded = x < least ? Vector<A>{} + least : x;
+    const Vector<A> shifted = bounded * 1.44269504f + whole, power = shifted - whole;
+    const Vector<A> r = bounded - power * 0.693359375f + power * 2.12194440e-4f;
+    Vector<A> sum = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    for (float term : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) sum = sum * r + term;
+    sum = sum * r * r + r + 1.f;
+    return x < least ? Vector<A>{} : (Vector<A>)((Bits)sum + ((Bits)shifted << 23));
+  } else {
+    for (int i = 0; i < kLanes<A>; ++i) x[i] = std::exp(x[i]);
+    return x;
+  }
+}
+
+}  // namespace
