@@ -48,7 +48,7 @@ def packed_batch(
     tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, mix: Sequence[str], prompt_weight: float
 ) -> Batch:
     """Rows `[B, length]` of `<bos>` and several examples with answers; half of the rows begin inside an example."""
-    all_ids, all_weights = [], []
+    packed = []
     for _ in range(rows):
         ids: list[int] = []
         weights: list[float] = []
@@ -60,17 +60,15 @@ def packed_batch(
             ids += more
             weights += their_weights
         start = rng.randrange(1, 110) if begins_inside else 0
-        all_ids.append([tokenizer.bos_token_id, *ids[start : start + length]])
-        all_weights.append(weights[start : start + length])
-    tokens = torch.tensor(all_ids)
-    return Batch({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous(), torch.tensor(all_weights))
+        packed.append((ids[start : start + length], weights[start : start + length]))
+    return _after_bos(tokenizer, packed)
 
 
 def whole_batch(
     tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, mix: Sequence[str], prompt_weight: float
 ) -> Batch:
     """Rows `[B, length]` of `<bos>` and whole examples only, padded on the right: no answer lacks its text."""
-    all_ids, all_weights = [], []
+    padded = []
     for _ in range(rows):
         ids: list[int] = []
         weights: list[float] = []
@@ -80,10 +78,15 @@ def whole_batch(
                 ids += more
                 weights += their_weights
         rest = length - len(ids)
-        all_ids.append([tokenizer.bos_token_id, *ids, *[tokenizer.pad_token_id] * rest])
-        all_weights.append(weights + [0.0] * rest)
-    tokens = torch.tensor(all_ids)
-    return Batch({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous(), torch.tensor(all_weights))
+        padded.append((ids + [tokenizer.pad_token_id] * rest, weights + [0.0] * rest))
+    return _after_bos(tokenizer, padded)
+
+
+def _after_bos(tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[list[int], list[float]]]) -> Batch:
+    """Rows of token ids and weights, all `length` long, each after a `<bos>`."""
+    tokens = torch.tensor([[tokenizer.bos_token_id, *ids] for ids, _ in rows])
+    weights = torch.tensor([weights for _, weights in rows])
+    return Batch({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous(), weights)
 
 
 def pair_batch(

@@ -82,12 +82,8 @@ def speculative_sampling(
     """
     assert uniforms is not None
     lookahead = draft_tokens.shape[1]
-    p_token = overlap = _of_tokens(target_probs, draft_tokens)
-    bar = uniforms[:, :lookahead]
-    if draft_probs is not None:
-        bar = bar * _of_tokens(draft_probs, draft_tokens)
-        overlap = _overlap(target_probs, draft_probs)
-    n_accepted = _leading((bar < p_token) & _drafted(lengths, lookahead))
+    p_token, q_token, overlap = _at_drafts(target_probs, draft_tokens, draft_probs)
+    n_accepted = _leading((uniforms[:, :lookahead] * q_token < p_token) & _drafted(lengths, lookahead))
     weights = _residual(target_probs, draft_tokens, lengths, draft_probs, n_accepted)
     return Verification(n_accepted, draw(weights, uniforms[:, -1]), overlap)
 
@@ -111,13 +107,9 @@ def block_verification(
     """
     assert uniforms is not None
     lookahead = draft_tokens.shape[1]
-    p_token = overlap = _of_tokens(target_probs, draft_tokens)
-    ratios = p_token
-    if draft_probs is not None:
-        ratios = p_token / _of_tokens(draft_probs, draft_tokens)
-        overlap = _overlap(target_probs, draft_probs)
+    p_token, q_token, overlap = _at_drafts(target_probs, draft_tokens, draft_probs)
     products = [torch.ones_like(uniforms[:, 0])]
-    for ratio in ratios.unbind(1):
+    for ratio in (p_token / q_token).unbind(1):
         products.append((products[-1] * ratio).clamp(max=1.0))
     passes = torch.stack(products, dim=1)
     # Blocks of 1 to γ drafts. No longer block competes with the whole draft, so it passes with its own probability.
@@ -175,13 +167,16 @@ def _leading(accepted: Tensor) -> Tensor:
     return accepted.cumprod(dim=1).sum(dim=1)
 
 
-def _of_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
-    return probs.gather(2, tokens.unsqueeze(2)).squeeze(2)
-
-
-def _overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """`[B, γ]`: Σ_x min(p(x), q(x)) at each drafted position."""
-    return torch.minimum(target_probs[:, : draft_probs.shape[1]], draft_probs).sum(dim=2)
+def _at_drafts(
+    target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None
+) -> tuple[Tensor, Tensor | float, Tensor]:
+    """p and q of the drafted tokens, each `[B, γ]`, and Σ_x min(p(x), q(x)) `[B, γ]`; q is 1 for point masses."""
+    tokens = draft_tokens.unsqueeze(2)
+    p_token = target_probs.gather(2, tokens).squeeze(2)
+    if draft_probs is None:
+        return p_token, 1.0, p_token
+    overlap = torch.minimum(target_probs[:, : draft_probs.shape[1]], draft_probs).sum(dim=2)
+    return p_token, draft_probs.gather(2, tokens).squeeze(2), overlap
 
 
 def _block_residuals(target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None, passes: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from helpers import families
+from helpers.resolution import resolution
 from optimum.quanto.library.extensions import get_extension
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 import hf_specdec
 from hf_specdec.bench.figures.divergence import divergence, first_divergence, next_logits
 from hf_specdec.bench.models import precision
-from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantized_layers, resolution
+from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantized_layers
 from hf_specdec.bench.settings import BenchError
 from hf_specdec.models.better_transformer import to_better_transformer
 from hf_specdec.models.traits import pass_mode

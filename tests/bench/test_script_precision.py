@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers.integrations.accelerate as placement
+from helpers.resolution import resolution
 from helpers.script import load_script
 from helpers.tiny_pair import save_pair
 
 from hf_specdec.bench.figures.divergence import divergence, first_divergence, next_logits
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
-from hf_specdec.bench.models.precision import quantized_layers, resolution
+from hf_specdec.bench.models.precision import quantized_layers
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage.results import SUFFIX, load
 

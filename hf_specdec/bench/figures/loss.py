@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.figures.quality import difference
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.figures.speed import calls_of
 from hf_specdec.bench.figures.tradeoff import JUDGED
-
-Result = Mapping[str, Any]
 
 
 def worst_difference(result: Result, method: str, plain: str) -> Interval | None:

@@ -7,15 +7,13 @@ otherwise. Decode rates count what came after it only; a call in which nothing d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from hf_specdec.bench.figures.bootstrap import Cells, Interval, Ratio, interval
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.running.timed_call import Call
 from hf_specdec.config import STRATEGIES
-
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 
 BASELINES = {
     "plain": "plain generate()",
@@ -80,25 +78,10 @@ def decode_rate(calls: Iterable[Call]) -> float | None:
     return sum(tokens for _, tokens in parts) / sum(seconds for seconds, _ in parts) if parts else None
 
 
-def mean_decode_rate(calls: Iterable[Call]) -> float | None:
-    """Mean of the calls' own decode rates."""
-    rates = [part[1] / part[0] for call in calls if (part := decode_part(call)) is not None]
-    return mean(rates) if rates else None
-
-
 def end_to_end_rate(calls: Iterable[Call]) -> float | None:
     """New tokens / total seconds, the prompt's pass included: all tokens / all seconds."""
     listed = list(calls)
     return sum(map(new_tokens, listed)) / sum(call.seconds for call in listed) if listed else None
-
-
-def macro_rate(result: Result, calls: Sequence[Call]) -> float | None:
-    """Mean over questions of (new tokens of all turns / wall time of all turns), prompt passes included.
-
-    As in Spec-Bench's evaluation/speed.py; a repeat counts as a further question.
-    """
-    totals = _question_totals(result, calls).values()
-    return mean(tokens / seconds for tokens, seconds in totals) if totals else None
 
 
 def typical_calls(calls: Iterable[Call]) -> list[Call]:
@@ -144,7 +127,9 @@ def speedup(
     """The ratio of two methods' rates over the examples and repeats that both have, with its 95% interval.
 
     Args:
-        by: "micro" (`decode_rate`), "macro" (`macro_rate`), "decode mean" (`mean_decode_rate`) or "end to end".
+        by: "micro", all tokens / all seconds after the first delivery (`decode_rate`); "end to end", prompt passes
+            included (`end_to_end_rate`); "macro", as Spec-Bench's evaluation/speed.py: the mean over questions of
+            (new tokens of all turns / wall time of all turns), a repeat counting as a further question.
 
     Returns:
         None where they have no example in common.
@@ -246,11 +231,6 @@ def _decode_parts(result: Result, calls: Sequence[Call]) -> _Quantities:
     return found
 
 
-def _decode_rates(result: Result, calls: Sequence[Call]) -> _Quantities:
-    parts = _decode_parts(result, calls)
-    return {key: {r: (tokens / seconds, 1.0) for r, (tokens, seconds) in one.items()} for key, one in parts.items()}
-
-
 def _totals(result: Result, calls: Sequence[Call]) -> _Quantities:
     found: _Quantities = {}
     for call in calls:
@@ -293,6 +273,5 @@ def _ratio(ours: Any, our_seconds: Any, base: Any, base_seconds: Any) -> Any:
 _RATIOS: Mapping[str, tuple[Callable[[Result, Sequence[Call]], _Quantities], Callable[..., Any]]] = {
     "micro": (_decode_parts, _ratio),
     "macro": (_question_rates, _ratio),
-    "decode mean": (_decode_rates, _ratio),
     "end to end": (_totals, _ratio),
 }

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hf_specdec.bench.figures import speed, tradeoff
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.heading import split_of
 from hf_specdec.bench.reports.markdown import ratio
 from hf_specdec.config import STRATEGIES, STRATEGY_SETTINGS
-
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 
 # Where and in which precision a row ran, with the defaults of these arguments: they are part of its command.
 _PLACES = {

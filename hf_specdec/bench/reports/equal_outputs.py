@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.divergence import first_divergence
+from hf_specdec.bench.figures.result import Result
 
-Result = Mapping[str, Any]
 Place = tuple[int, int]  # batch size, prompt
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.markdown import percent
-
-Result = Mapping[str, Any]
 
 # Tasks that are measured on questions of a data set.
 DATA_TASKS = ("subtasks", "sweep", "ablation", "tune", "align")
@@ -34,6 +33,12 @@ def remarks(result: Result) -> list[str]:
     """Notes of the run, and warnings where its times can't be trusted."""
     found = [speed.busy(result), speed.unsettled(result), _unrest(result)]
     return [*result["notes"], *(line for line in found if line)]
+
+
+def joined(parts: Iterable[str], lines: Sequence[str]) -> str:
+    """The parts of a report and, where there are any, its remarks."""
+    listed = "\n".join(f"- {line}" for line in lines)
+    return "\n\n".join([*parts, *([f"## Remarks\n\n{listed}"] if lines else [])]) + "\n"
 
 
 def split_of(result: Result) -> str | None:

@@ -11,12 +11,10 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.summary import engine_rows, setting, summary_table
 from hf_specdec.bench.reports.tables import methods
-
-Result = Mapping[str, Any]
 
 _PART = re.compile(r"(<!-- (summary|pays|speed|picture)((?: [^\s>]+)*) -->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.tables import ablation, align, benchmark, engines, growth, rollback, subtasks, sweep, tune
 
-_RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+_RENDERERS: Mapping[str, Callable[[Result], str]] = {
     "benchmark": benchmark.render,
     "decode": benchmark.render,
     "subtasks": subtasks.render,
@@ -21,10 +21,8 @@ _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "align": align.render,
 }
 
-TASKS = tuple(_RENDERERS)
 
-
-def render(result: Mapping[str, Any]) -> str:
+def render(result: Result) -> str:
     """The whole report of a result; every title says where weights are random or acceptance is imposed."""
     text = _RENDERERS[result["task"]](result)
     if note := title_note(result):
@@ -32,6 +30,6 @@ def render(result: Mapping[str, Any]) -> str:
     return text
 
 
-def title_note(result: Mapping[str, Any]) -> str | None:
+def title_note(result: Result) -> str | None:
     """What every title has to say about the models; None for pairs with trained weights."""
     return "synthetic pair, acceptance imposed" if "synthetic" in result["models"]["target"] else None

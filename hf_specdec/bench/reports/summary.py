@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_specdec.bench.figures import quality, speed, tradeoff
 from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.best_settings import fastest_of, methods_of
 from hf_specdec.bench.reports.markdown import capital, table
 from hf_specdec.bench.reports.rendering import title_note
@@ -16,8 +17,6 @@ from hf_specdec.bench.reports.tables.ablation import base_of
 from hf_specdec.bench.reports.tables.benchmark import chosen_method
 from hf_specdec.bench.reports.tables.engines import DRAFTING, batch_sizes, engines_of
 from hf_specdec.bench.reports.tables.subtasks import MEASURE_TITLES
-
-Result = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

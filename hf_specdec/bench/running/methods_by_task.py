@@ -98,11 +98,6 @@ def of_rollback(settings: Settings, pair: LoadedPair) -> list[Method]:
     return [plain(), plain_on_engine({}), ours("speculative", {"num_assistant_tokens": tokens}, pair)]
 
 
-def engine_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Of keywords of generate() those that choose the engine."""
-    return {name: keywords[name] for name in ("compile", "cache_implementation") if keywords.get(name)}
-
-
 def _baselines(settings: Settings, pair: LoadedPair, keywords: Mapping[str, Any]) -> list[Method]:
     found = [plain(), plain_on_engine(keywords)]
     if pair.draft is not None and assisted_refusal(settings, pair) is None:

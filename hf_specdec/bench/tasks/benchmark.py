@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
 
-from hf_specdec.bench.inputs.prompts import Prompt, benchmark_prompts
-from hf_specdec.bench.models.loading import LoadedPair, load_pair
+from hf_specdec.bench.inputs.prompts import benchmark_prompts
+from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.running.methods import Method
 from hf_specdec.bench.running.methods_by_task import of_benchmark
-from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_refusal
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import results
-from hf_specdec.bench.storage.run_session import RunSession, finish
-from hf_specdec.bench.tasks.interleaving import batches_of, measure
+from hf_specdec.bench.storage.run_session import finish
+from hf_specdec.bench.tasks.interleaving import batches_of, measured
 
 PROMPTS_PER_LENGTH = 5
 
@@ -30,19 +26,9 @@ def run_benchmark(settings: Settings) -> None:
     pair = load_pair(settings)
     count = max(PROMPTS_PER_LENGTH, settings.batch_size)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens)
-    result = measured(settings, pair, of_benchmark(settings, pair), prompts)
+    batches = batches_of(prompts, settings, len(prompts))
+    result = measured(settings, pair, of_benchmark(settings, pair), prompts, batches)
     if settings.assisted_generation and (refusal := assisted_refusal(settings, pair)):
         result["notes"].append(refusal)
     finish(result, settings)
     sys.stdout.write(rendering.render(result))
-
-
-def measured(
-    settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts: Sequence[Prompt]
-) -> dict[str, Any]:
-    """All calls and bare passes, as the dict that the JSON will hold; what the journal holds is not run again."""
-    result = results.new(settings, pair, methods, prompts)
-    session = RunSession(settings, Processes())
-    measure(settings, pair, methods, batches_of(prompts, settings, len(prompts)), session)
-    session.conclude(result)
-    return result

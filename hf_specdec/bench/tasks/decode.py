@@ -12,12 +12,11 @@ from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.reports import rendering
 from hf_specdec.bench.running.methods import Method
 from hf_specdec.bench.running.methods_by_task import of_benchmark
-from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import results
-from hf_specdec.bench.storage.run_session import RunSession, finish
-from hf_specdec.bench.tasks.interleaving import measure
+from hf_specdec.bench.storage.run_session import finish
+from hf_specdec.bench.tasks.interleaving import measured
 
 
 def run_decode(settings: Settings) -> None:
@@ -34,15 +33,12 @@ def run_decode(settings: Settings) -> None:
     for note in notes:
         print(note, file=sys.stderr)
     methods = of_benchmark(settings, pair)
-    result = results.new(settings, pair, methods, prompts)
-    result["notes"] += notes
-    session = RunSession(settings, Processes())
     size = settings.batch_size
     batches = [tuple(prompts[at : at + size]) for at in range(0, len(prompts), size)]
     for batch in batches:
         _show(pair, methods[-1], batch, settings)
-    measure(settings, pair, methods, [batches], session)
-    session.conclude(result)
+    result = measured(settings, pair, methods, prompts, [batches])
+    result["notes"] += notes
     finish(result, settings)
     sys.stdout.write("\n" + rendering.render(result))
 

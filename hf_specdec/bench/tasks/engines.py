@@ -10,12 +10,11 @@ from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.reports import rendering
 from hf_specdec.bench.running.llama_cpp_methods import check_llama_cpp, llama_cpp_refusal
 from hf_specdec.bench.running.methods_by_task import of_engines
-from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_refusal
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import results
-from hf_specdec.bench.storage.run_session import RunSession, finish
-from hf_specdec.bench.tasks.interleaving import batches_of, measure
+from hf_specdec.bench.storage.run_session import finish
+from hf_specdec.bench.tasks.interleaving import batches_of, measured
 
 PROMPTS_PER_LENGTH = 8
 
@@ -34,10 +33,7 @@ def run_engines(settings: Settings) -> None:
     spare = max(method.longest for method in methods)
     count = max(rows, *settings.batch_sizes)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens, spare=spare)
-    result = results.new(settings, pair, methods, prompts)
-    session = RunSession(settings, Processes())
-    measure(settings, pair, methods, batches_of(prompts, settings, rows), session)
-    session.conclude(result)
+    result = measured(settings, pair, methods, prompts, batches_of(prompts, settings, rows))
     result["memory"] = bandwidth.describe(pair, settings.prompt_lengths[0] + settings.max_new_tokens // 2)
     for refusal in (assisted_refusal(settings, pair), llama_cpp_refusal(settings, pair)):
         if refusal is not None:

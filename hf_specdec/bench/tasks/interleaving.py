@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,8 +14,10 @@ from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
 from hf_specdec.bench.running.methods import Method
 from hf_specdec.bench.running.methods_by_task import engines_of
+from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.storage import results
 from hf_specdec.bench.storage.run_session import RunSession, passes_key
 
 Batch = tuple[Prompt, ...]
@@ -35,18 +38,34 @@ def batches_of(prompts: Sequence[Prompt], settings: Settings, most: int) -> list
     return found
 
 
-def measure(
+def measured(
+    settings: Settings,
+    pair: LoadedPair,
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    groups: Sequence[Sequence[Batch]],
+) -> dict[str, Any]:
+    """All calls and bare passes, as the dict that the JSON will hold; what the journal holds is not run again.
+
+    Args:
+        prompts: all that the groups hold.
+        groups: of batches that a method needs to be warmed up for only once.
+    """
+    result = results.new(settings, pair, methods, prompts)
+    session = RunSession(settings, Processes())
+    _measure(settings, pair, methods, groups, session)
+    session.conclude(result)
+    return result
+
+
+def _measure(
     settings: Settings,
     pair: LoadedPair,
     methods: Sequence[Method],
     groups: Sequence[Sequence[Batch]],
     session: RunSession,
 ) -> None:
-    """Everything that the journal does not hold yet, each record written before the next is measured.
-
-    Args:
-        groups: of batches that a method needs to be warmed for only once.
-    """
+    """Everything that the journal does not hold yet, each record written before the next is measured."""
     bare = BarePasses(pair, settings.max_new_tokens, widths_for(methods))
     warm: set[tuple[str, int]] = set()
     work = list(in_turn(methods, groups, settings.repeats))

@@ -6,14 +6,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports import readme, rendering
 from hf_specdec.bench.reports.tables import pairs
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import results
-
-Result = Mapping[str, Any]
 
 # What has to be equal for times to be comparable, and what to call it.
 _COMPARED = {

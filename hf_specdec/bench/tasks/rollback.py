@@ -8,13 +8,12 @@ from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.reports import rendering
 from hf_specdec.bench.running.methods_by_task import of_rollback
-from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.rollback_passes import rollback_times
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import results
 from hf_specdec.bench.storage.columns import rounded
-from hf_specdec.bench.storage.run_session import RunSession, finish
-from hf_specdec.bench.tasks.interleaving import batches_of, measure
+from hf_specdec.bench.storage.run_session import finish
+from hf_specdec.bench.tasks.interleaving import batches_of, measured
 from hf_specdec.models.cache_rollback import has_recurrent_layers
 
 PROMPTS, REPEATS = 1, 7  # of the passes; calls are repeated as often as asked for
@@ -36,10 +35,7 @@ def run_rollback(settings: Settings) -> None:
     spare = max(method.longest for method in methods)
     rows = settings.limit or PROMPTS
     prompts = benchmark_prompts(pair, settings.prompt_lengths, rows, settings.max_new_tokens, spare=spare)
-    result = results.new(settings, pair, methods, prompts)
-    session = RunSession(settings, Processes())
-    measure(settings, pair, methods, batches_of(prompts, settings, rows), session)
-    session.conclude(result)
+    result = measured(settings, pair, methods, prompts, batches_of(prompts, settings, rows))
     result["rollback"] = rounded(rollback_times(pair, prompts[0].token_ids, spare, REPEATS))
     finish(result, settings)
     sys.stdout.write(rendering.render(result))

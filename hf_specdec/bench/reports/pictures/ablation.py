@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.pictures.drawing import BY_KIND, caption, new_figure, ratio_panel
 from hf_specdec.bench.reports.pictures.gains import HOLLOW
 from hf_specdec.bench.reports.tables.ablation import base_of, short_title
-
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 
 
 def ablation_gains(result: Result) -> Figure:

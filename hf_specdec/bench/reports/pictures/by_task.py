@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from matplotlib.figure import Figure
 
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.figures.tradeoff import lossy_methods
 from hf_specdec.bench.reports.best_settings import methods_of
 from hf_specdec.bench.reports.pictures import (
@@ -27,8 +25,6 @@ from hf_specdec.bench.reports.tables.engines import batch_sizes
 from hf_specdec.bench.reports.tables.subtasks import drafting_methods
 from hf_specdec.bench.reports.tables.sweep import thresholds
 from hf_specdec.bench.reports.tables.tune import tried
-
-Result = Mapping[str, Any]
 
 _ENOUGH = 3  # points that make a line, or a map, worth a picture
 

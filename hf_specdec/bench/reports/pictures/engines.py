@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.markdown import approximate
 from hf_specdec.bench.reports.pictures.drawing import BY_ENGINE, caption, errors, legend, new_figure, sure
 from hf_specdec.bench.reports.pictures.gains import HOLLOW, best_on
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.engines import batch_sizes, engines_of
-
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 
 _TOKENS = [10 ** (power / 8) for power in range(57)]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.markdown import capital, ratio
 from hf_specdec.bench.reports.pictures.drawing import (
     BY_ENGINE,
@@ -20,9 +20,6 @@ from hf_specdec.bench.reports.pictures.drawing import (
 )
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.config import STRATEGIES
-
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 
 HOLLOW = "Bars: 95% interval, paired bootstrap over examples and repeats. Hollow points: the interval includes 1."
 _PANELS = ("engine", "plain")
@@ -68,12 +65,6 @@ def waterfall(result: Result, batch: int | None = None) -> Figure:
     figure.suptitle(f"Decoding speed by engine, without and with a draft{_at(batch)}")
     caption(figure, *_drafting_gains(result, steps, batch), "Bars: 95% interval, paired bootstrap.")
     return figure
-
-
-def headline(result: Result, batch: int | None = None) -> str | None:
-    """What drafting brings over plain decoding on the same engine, on the last engine that ran; None without one."""
-    found = _drafting_gains(result, _waterfall_steps(result, batch), batch)
-    return found[-1] if found else None
 
 
 def best_on(result: Result, engine: str, batch: int | None) -> MethodDict | None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import LINES, legend, new_figure
 from hf_specdec.bench.reports.tables.growth import MIB, samples_of
-
-Result = Mapping[str, Any]
 
 
 def memory_over_calls(result: Result) -> Figure:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import rounds, speed
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import (
     BLUE,
@@ -21,9 +21,6 @@ from hf_specdec.bench.reports.pictures.drawing import (
     offset,
     title_of,
 )
-
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 
 _PARTS = {"Draft": ("draft", SKY), "Verification": ("verify", BLUE), "Rest": ("overhead", PALE)}
 FEW = 30  # drafted tokens; positions that fewer reached are drawn faded

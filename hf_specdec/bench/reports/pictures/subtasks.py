@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed, tradeoff
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import BY_KIND, caption, draw_ratio, legend, new_figure, offset
 from hf_specdec.bench.reports.pictures.gains import HOLLOW
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.subtasks import drafting_methods
-
-Result = Mapping[str, Any]
 
 
 def speedup_by_subtask(result: Result, which: str) -> Figure:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import passes, quality, tradeoff
 from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.best_settings import methods_of
 from hf_specdec.bench.reports.pictures.drawing import (
     LINES,
@@ -24,8 +24,6 @@ from hf_specdec.bench.reports.pictures.drawing import (
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.sweep import parameters, thresholds
 
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 Grid = Mapping[tuple[float, float], Interval]
 
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import quality, rejections, speed, tradeoff
 from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import (
     BY_KIND,
@@ -27,9 +28,6 @@ from hf_specdec.bench.reports.pictures.drawing import (
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.running.methods import STRATEGY_TITLES
 from hf_specdec.config import LOSSY_STRATEGIES
-
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 
 _CROWDED = 12  # methods
 _COLUMNS = 3  # of panels, one a subtask

@@ -10,11 +10,10 @@ from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.pictures.drawing import BY_KIND, PALE, caption, new_figure, ratio_panel, title_of
 from hf_specdec.bench.reports.pictures.gains import HOLLOW
 from hf_specdec.bench.reports.tables.tune import tried
-
-Result = Mapping[str, Any]
 
 
 def candidates_by_stage(result: Result, tuned: Mapping[str, Any]) -> Figure:

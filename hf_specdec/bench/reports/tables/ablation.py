@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hf_specdec.bench.figures import rounds, speed
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.equal_outputs import equal_outputs
 from hf_specdec.bench.reports.heading import heading, remarks
 from hf_specdec.bench.reports.markdown import capital, number, percent, ratio, table
 
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 SWITCHES = ("speculative", "cache", "better_transformer")
 # Baselines with the same cache and attention, by column.
 _SAME_SWITCHES = {

@@ -7,12 +7,11 @@ from statistics import mean
 from typing import Any
 
 from hf_specdec.bench.figures import rounds, speed
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.equal_outputs import differences, equal_outputs
-from hf_specdec.bench.reports.heading import heading, remarks
+from hf_specdec.bench.reports.heading import heading, joined, remarks
 from hf_specdec.bench.reports.markdown import capital, number, percent, ratio, table
 from hf_specdec.bench.reports.tables import methods
-
-Result = Mapping[str, Any]
 
 EXAMPLES = (
     "Prefill runs from the call to the first delivery (one token in plain decoding, up to lookahead + 1 with a draft). "
@@ -46,9 +45,7 @@ def render(result: Result) -> str:
     parts += [
         f"### {capital(method['title'])}\n\n{example_table(result, method['name'])}" for method in result["methods"]
     ]
-    if lines := remarks(result):
-        parts.append("## Remarks\n\n" + "\n".join(f"- {line}" for line in lines))
-    return "\n\n".join(parts) + "\n"
+    return joined(parts, remarks(result))
 
 
 def example_table(result: Result, method: str) -> str:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hf_specdec.bench.figures import bandwidth, passes, rounds, speed
-from hf_specdec.bench.reports.heading import heading, remarks
+from hf_specdec.bench.figures.result import Result
+from hf_specdec.bench.reports.heading import heading, joined, remarks
 from hf_specdec.bench.reports.markdown import capital, number, percent, ratio, table
 from hf_specdec.bench.reports.tables import llama_cpp, methods
-
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 
 DRAFTING = ("speculative", "bild")
 
@@ -38,8 +33,7 @@ def render(result: Result) -> str:
     parts.append(f"## What bare passes allow\n\n{ALLOWED}\n\n{allowed_table(result)}")
     parts.append(f"## Cold cost\n\n{methods.COLD}")
     parts += [f"Batch size {batch}:\n\n{methods.cold_table(result, batch)}" for batch in batch_sizes(result)]
-    parts.append("## Remarks\n\n" + "\n".join(f"- {line}" for line in conclusions(result)))
-    return "\n\n".join(parts) + "\n"
+    return joined(parts, conclusions(result))
 
 
 def batch_sizes(result: Result) -> list[int]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.heading import heading
 from hf_specdec.bench.reports.markdown import capital, table
-
-Result = Mapping[str, Any]
 
 # By this share of the calls every prompt length has come up and allocators hold what they keep.
 _SETTLED = 0.25

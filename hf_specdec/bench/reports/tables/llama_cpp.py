@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.markdown import number, ratio, table
-
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 
 LEGEND = (
     "Speedups of our loop over llama.cpp, each in the best of its draft settings: the same models, prompts, number of "

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_specdec.bench.figures import passes, rounds, speed
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.equal_outputs import equal_outputs
 from hf_specdec.bench.reports.markdown import approximate, capital, number, percent, ratio, table
 
-Result = Mapping[str, Any]
 Prompts = Sequence[int] | None
 
 SPEED = (

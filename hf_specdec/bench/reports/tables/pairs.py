@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_specdec.bench.figures import speed, tradeoff
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.markdown import capital, ratio, table
 from hf_specdec.bench.reports.rendering import title_note
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.subtasks import drafting_methods
-
-Result = Mapping[str, Any]
 
 LEGEND = (
     "Each column of a subtask shows the micro speedup on its examples; bold where its 95% interval lies above 1. The "

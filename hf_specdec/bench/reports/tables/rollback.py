@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import median
-from typing import Any
 
 from hf_specdec.bench.figures import passes, rounds, speed
-from hf_specdec.bench.reports.heading import heading, remarks
+from hf_specdec.bench.figures.result import Result
+from hf_specdec.bench.reports.heading import heading, joined, remarks
 from hf_specdec.bench.reports.markdown import number, table
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.benchmark import chosen_method
-
-Result = Mapping[str, Any]
 
 MB = 1e6
 
@@ -35,9 +32,7 @@ def render(result: Result) -> str:
         f"## Decoding\n\n{methods.SPEED}\n\n{methods.speed_table(result)}",
         f"{methods.ROUNDS}\n\n{methods.round_table(result, {'all': None}, 'Prompts')}",
     ]
-    if lines := remarks(result):
-        parts.append("## Remarks\n\n" + "\n".join(f"- {line}" for line in lines))
-    return "\n\n".join(parts) + "\n"
+    return joined(parts, remarks(result))
 
 
 def rollback_table(result: Result) -> str:

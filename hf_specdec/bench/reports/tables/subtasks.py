@@ -7,12 +7,11 @@ from statistics import mean
 from typing import Any
 
 from hf_specdec.bench.figures import quality, rounds, speed, tradeoff
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.figures.tradeoff import labels, prompts_of
-from hf_specdec.bench.reports.heading import heading, remarks
+from hf_specdec.bench.reports.heading import heading, joined, remarks
 from hf_specdec.bench.reports.markdown import capital, difference, number, ratio, table
 from hf_specdec.bench.reports.tables import methods
-
-Result = Mapping[str, Any]
 
 SHORT = {
     "plain": "AS",
@@ -66,9 +65,7 @@ def render(result: Result) -> str:
         parts.append(f"### Differences to plain generate()\n\n{LOSS}\n\n{difference_table(result)}")
     if not result["sampling"]:
         parts.append(f"## Outputs that differ from plain generate()\n\n{divergence_table(result)}")
-    lines = [average_alpha(result), *remarks(result)]
-    parts.append("## Remarks\n\n" + "\n".join(f"- {line}" for line in lines))
-    return "\n\n".join(parts) + "\n"
+    return joined(parts, [average_alpha(result), *remarks(result)])
 
 
 def terminal(result: Result) -> str:

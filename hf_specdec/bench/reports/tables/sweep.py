@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hf_specdec.bench.figures import passes, rejections, rounds, speed, tradeoff
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.figures.tradeoff import labels
 from hf_specdec.bench.reports.best_settings import methods_of, recommendations, won_subtasks
 from hf_specdec.bench.reports.equal_outputs import equal_outputs
@@ -15,8 +13,6 @@ from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.subtasks import MEASURE_TITLES
 from hf_specdec.bench.running.methods import STRATEGY_TITLES
 
-Result = Mapping[str, Any]
-MethodDict = Mapping[str, Any]
 # Keywords that have a column of their own.
 _COLUMNS = ("generation_strategy", "num_assistant_tokens", "fallback_threshold", "rollback_threshold")
 _QUALITY = ("bleu", "rougeL", "exact_match")

@@ -8,12 +8,12 @@ from typing import Any
 
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports import other_engines
 from hf_specdec.bench.reports.best_settings import at_the_edge, command, keywords
 from hf_specdec.bench.reports.heading import heading
 from hf_specdec.bench.reports.markdown import capital, difference, number, ratio, table
 
-Result = Mapping[str, Any]
 Tuned = Mapping[str, Any]
 
 LEGEND = (
