@@ -240,8 +240,8 @@ def _add_align_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     losses = ("cross_entropy", "forward_kl", "reverse_kl", "total_variation")
     add("--loss", choices=losses, default="forward_kl", help="what training lowers (%(default)s)")
-    add("--steps", type=_at_least(1), default=300, metavar="N", help="training steps, --batch_size texts each (300)")
-    add("--learning_rate", type=_above(0), default=1e-4, metavar="R", help="its peak (%(default)s)")
+    add("--steps", type=_at_least(1), metavar="N", help="steps of --batch_size texts (5 passes, at least 300)")
+    add("--learning_rate", type=_above(0), metavar="R", help="its peak (by the draft's size: 1e-4 to 4e-3)")
     stored = "store the target's K most likely tokens with its answers, so that training doesn't run the target"
     add("--top_k_targets", type=_at_least(1), metavar="K", help=stored)
     add("--lora_rank", type=_at_least(1), metavar="R", help="train LoRA matrices of this rank, then merge them")

@@ -72,8 +72,8 @@ class Settings:
     offload_folder: Path | None = None
     allow_pickle: bool = False
     loss: str = "forward_kl"  # this and the next five: of the task `align`
-    steps: int = 300
-    learning_rate: float = 1e-4
+    steps: int | None = None  # by the number of answers
+    learning_rate: float | None = None  # by the draft's size
     top_k_targets: int | None = None
     lora_rank: int | None = None
     on_policy: float = 0.0

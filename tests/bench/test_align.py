@@ -241,6 +241,25 @@ def test_training_goes_on_from_its_checkpoint(
         torch.testing.assert_close(ends["cut"][key], weight)
 
 
+def test_steps_and_learning_rate_follow_data_and_draft(
+    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where none are given; the report names what was chosen."""
+    from hf_specdec.bench.aligning import training
+
+    assert training.default_steps(8000, 16) == 2500 and training.default_steps(10, 8) == 300
+    rates = [training.default_learning_rate(count) for count in (10**5, 10**7, 10**8, 10**9)]
+    assert rates[0] == 4e-3 and rates[0] > rates[1] > rates[2] == rates[3] == 1e-4
+    monkeypatch.setattr(training, "_LEAST_STEPS", 3)
+    settings = settings_for(kinds["decoder"], questions_file, tmp_path, steps=None, learning_rate=None)
+    run_align(settings, ALONE)
+    facts = result_in(tmp_path)["alignment"]
+    # Five passes over 18 answers, four a step.
+    assert facts["steps"] == 23 == facts["curve"][-1][0] and facts["learning_rate"] == 4e-3
+    (report,) = tmp_path.glob("*.md")
+    assert "|      23 |" in report.read_text() and "0.004" in report.read_text()
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,6 +29,19 @@ from hf_specdec.bench.settings import Settings
 _POINTS = 40  # of the loss curve
 _EVALUATIONS = 4  # of the held-out loss after the first, each with a checkpoint
 _WARM_UP = 0.05  # of the steps
+_PASSES, _LEAST_STEPS = 5, 300
+_LEAST_RATE, _MOST_RATE = 1e-4, 4e-3
+_LARGE = 100_000_000  # trained parameters from which on the least rate is right
+
+
+def default_steps(texts: int, rows: int) -> int:
+    """Steps of `rows` texts: five passes over all `texts`, and at least 300."""
+    return max(_LEAST_STEPS, math.ceil(_PASSES * texts / rows))
+
+
+def default_learning_rate(parameters: int) -> float:
+    """The peak for so many trained parameters: 1e-4 from 100M on, 4e-3 below 1M, between them a power law."""
+    return min(_MOST_RATE, _LEAST_RATE * max(1.0, _LARGE / parameters) ** 0.8)
 
 
 class AlignmentTrainer(Trainer):
@@ -105,7 +120,8 @@ def train(
         folder: of this training alone; it is made.
 
     Returns:
-        `curve` and `held_out_curve` ([step, loss]), `seconds` of the last start, and the `parameters` trained.
+        `curve` and `held_out_curve` ([step, loss]), `seconds` of the last start, the `parameters` trained, and the
+        `steps` and `learning_rate` that were chosen or given.
     """
     finished, facts_file = folder / "draft", folder / "training.json"
     if not finished.exists():
@@ -113,6 +129,7 @@ def train(
         # Weights in half precision would lose small steps: they are kept in float32, and passes run in half.
         model = draft.float() if dtype in (torch.float16, torch.bfloat16) else draft
         model = model if settings.lora_rank is None else _with_lora(model, settings.lora_rank)
+        settings = _chosen(settings, model, len(learned), shared.count)
         trainer = AlignmentTrainer(
             model, _arguments(settings, folder, pair, dtype), data_collator=Collator(pair), train_dataset=learned,
             eval_dataset=held_out, settings=settings, pair=pair,
@@ -123,6 +140,7 @@ def train(
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
         facts = _facts(trainer) | {"seconds": time.perf_counter() - start}
+        facts |= {"steps": settings.steps, "learning_rate": settings.learning_rate}
         if shared.main:
             model = trainer.accelerator.unwrap_model(trainer.model)
             model = model if settings.lora_rank is None else model.merge_and_unload()
@@ -133,8 +151,19 @@ def train(
     return found
 
 
+def _chosen(settings: Settings, model: Any, texts: int, processes: int) -> Settings:
+    """With steps and learning rate where none are given."""
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    rate, steps = settings.learning_rate, settings.steps
+    return replace(
+        settings,
+        steps=default_steps(texts, settings.batch_size * processes) if steps is None else steps,
+        learning_rate=default_learning_rate(trained) if rate is None else rate,
+    )
+
+
 def _arguments(settings: Settings, folder: Path, pair: LoadedPair, dtype: torch.dtype) -> TrainingArguments:
-    assert pair.draft is not None
+    assert pair.draft is not None and settings.steps is not None and settings.learning_rate is not None
     on_cpu = pair.draft.device.type == "cpu"
     apart = max(1, settings.steps // _EVALUATIONS)
     arguments = TrainingArguments(

@@ -86,6 +86,6 @@ def training_table(result: Result) -> str:
         loss += f", {arguments['on_policy']:.0%} on-policy"
     header = ["Loss", "Prompts", "Answer tokens", "Steps", "Texts/Step", "Learning rate", "Trained parameters"]
     header += ["Training (s)", "Held-out loss before", "After"]
-    cells = [loss, f"{facts['prompts']:,}", f"{facts['tokens']:,}", str(arguments["steps"]), str(facts["rows"])]
-    cells += [f"{arguments['learning_rate']:g}", f"{facts['parameters']:,}", number(facts["seconds"], 1), *ends]
+    cells = [loss, f"{facts['prompts']:,}", f"{facts['tokens']:,}", str(facts["steps"]), str(facts["rows"])]
+    cells += [f"{facts['learning_rate']:.2g}", f"{facts['parameters']:,}", number(facts["seconds"], 1), *ends]
     return table(header, [cells])
