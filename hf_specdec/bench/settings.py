@@ -1,4 +1,4 @@
-"""The arguments of a run of the script, and the one exception that its user is meant to read."""
+"""The arguments of a run of the script, and the exception whose message its user reads."""
 
 from __future__ import annotations
 
@@ -81,17 +81,17 @@ class Settings:
 
     @property
     def sampling(self) -> bool:
-        """Whether tokens are drawn: temperature 0 is greedy decoding, whatever else was asked for."""
+        """Whether tokens are drawn; temperature 0 always means greedy decoding."""
         return self.do_sample and self.temperature > 0
 
     @property
     def batch_size(self) -> int:
-        """Rows that are decoded at once, where a task has one batch size."""
+        """The rows that are decoded at once, for tasks with one batch size."""
         return self.batch_sizes[0]
 
     @property
     def endless(self) -> bool:
-        """Whether texts go on to `max_new_tokens`, EOS or not, so that all methods decode as many tokens."""
+        """Whether EOS is ignored, so that all methods decode exactly `max_new_tokens` tokens."""
         return self.task in ("engines", "growth", "rollback")
 
     @property

@@ -28,7 +28,7 @@ def describe(pair: LoadedPair, context: int) -> dict[str, Any]:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that every step reads: all but an input embedding of its own, of which it reads one row."""
+    """Bytes of the weights that every step reads: all, without an untied input embedding, of which it reads one row."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     unread = 0 if tied else embedding.weight.nbytes
@@ -37,7 +37,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 @torch.inference_mode()
 def cache_bytes(model: PreTrainedModel, context: int) -> int:
-    """Bytes of keys and values of one row of `context` tokens: what a cache of a token holds, that often."""
+    """Bytes of keys and values of one row of `context` tokens: `context` times those of one token."""
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
     return context * sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -46,7 +46,7 @@ def cache_bytes(model: PreTrainedModel, context: int) -> int:
 def read_rate(device: torch.device, size: int) -> float:
     """Bytes per second of reading `size` bytes of the device's memory, in the fastest of several sums over them.
 
-    The fastest, since it is a limit: whatever slows a sum down slows decoding down as well.
+    The fastest, because the figure is a limit: what slows a sum down slows decoding down as well.
     """
     numbers = torch.ones(size // 4, device=device)
     return size / min(_seconds_to_sum(numbers) for _ in range(_READS))

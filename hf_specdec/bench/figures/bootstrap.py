@@ -42,7 +42,7 @@ class Ratio(Interval):
 
 
 def interval(cells: Cells, figure: Figure) -> Interval | None:
-    """A figure of sums over examples × repeats, with the percentile interval of its paired bootstrap.
+    """A figure computed from sums over examples and repeats, with the percentile interval of a paired bootstrap.
 
     Examples are drawn with replacement, and for each one drawn its repeats: how answers differ counts as well as how
     the machine does. Each cell holds the numbers of both sides, so that they stay paired. Seeded: the same cells give

@@ -1,4 +1,4 @@
-"""Where two outputs for the same prompt part, and how close the model's choice was there."""
+"""Where two outputs for the same prompt first differ, and how close the model's choice was there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two outputs for the same prompt part, and how sure the model was there.
+    """Where two outputs for the same prompt first differ, and how sure the model was there.
 
     Args:
         position: index of the first new token that differs.
@@ -40,7 +40,7 @@ def first_divergence(tokens: Sequence[int], reference_tokens: Sequence[int]) -> 
 def divergence(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], tokens: Sequence[int], reference_tokens: Sequence[int]
 ) -> Divergence | None:
-    """The first divergence of two outputs and what the model makes of it, in one pass; None where they are equal.
+    """The first divergence of two outputs, with the model's logits there, from one pass; None if they are equal.
 
     Args:
         model: the target.

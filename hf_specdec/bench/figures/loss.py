@@ -1,4 +1,4 @@
-"""How much quality a method loses against plain decoding, by whatever measure it loses most."""
+"""How much quality a method loses against plain decoding, by the measure on which it loses most."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hf_specdec.bench.figures.tradeoff import JUDGED
 
 
 def worst_difference(result: Result, method: str, plain: str) -> Interval | None:
-    """Points that a method's answers score above plain decoding's, below 0 for a loss; of `JUDGED` the lowest end.
+    """A method's score minus plain decoding's, in points, by the measure of `JUDGED` whose interval reaches lowest.
 
-    Without references, greedy answers are held against plain decoding's own, by ROUGE-L.
+    Without references, greedy answers are compared with plain decoding's own, by ROUGE-L.
 
     Returns:
-        None where nothing tells: no example in common, or sampled answers without references.
+        None if quality is unknown: no example in common, or sampled answers without references.
     """
     if any(prompt.get("references") for prompt in result["prompts"]):
         found = [difference(result, method, plain, measure) for measure in JUDGED]

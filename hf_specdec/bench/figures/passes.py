@@ -1,4 +1,4 @@
-"""What bare passes tell: c and v, the predicted speedup, and the share η of decoding that bare passes need."""
+"""Figures from bare passes: c and v, the predicted speedup, and η, the share of the decoding time that they need."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Costs:
     target: Mapping[int, float]
 
     def drafting(self, steps: int) -> float:
-        """So many draft steps in a row."""
+        """Seconds of this many draft steps in a row."""
         return steps * _between(self.draft, steps) if steps else 0.0
 
     def verification(self, width: int) -> float:
-        """A target pass of this width."""
+        """Seconds of a target pass over this many tokens."""
         return _between(self.target, width)
 
     def ratios(self, lookahead: int) -> tuple[float, float]:
@@ -40,7 +40,7 @@ class Costs:
 
 
 def costs(result: Result, engine: str, batch: int = 1, draft: str | None = None) -> dict[int, Costs]:
-    """Of an engine at a batch size, by prompt length, over all repeats; empty where it was not timed.
+    """The costs of an engine at a batch size, by prompt length, over all repeats; empty if it was not timed.
 
     Args:
         draft: the draft's name, where the result has several; None: any.
@@ -61,7 +61,7 @@ def nearest(known: Mapping[int, Costs], length: int) -> Costs:
 
 
 def pooled(known: Mapping[int, Costs]) -> Costs | None:
-    """Means over prompt lengths, of the widths that all of them have; None without any."""
+    """The means over prompt lengths, for widths that were timed at all lengths; None without costs."""
     if not known:
         return None
     listed = list(known.values())
@@ -74,7 +74,7 @@ def pooled(known: Mapping[int, Costs]) -> Costs | None:
 
 
 def efficiency(result: Result, calls: Iterable[Call]) -> float | None:
-    """η: what bare passes on the same engine need for the decode parts of calls / what these took.
+    """η: the time that bare passes on the same engine need for the decode parts of calls / the time that these took.
 
     Bare passes hold the whole batch. Rounds that are not prepared leave out rows that have ended, so that in batches
     η is an upper bound for them. None where the engine's passes were not timed.
@@ -109,7 +109,7 @@ def _needed(call: Call, tokens: int, passes: Costs) -> float:
 def predicted_speedup(alpha: float, c: float, v: float, lookahead: int) -> float:
     """(1 - alpha^(lookahead+1)) / ((1 - alpha)(lookahead c + v)), after Leviathan et al. 2023, theorem 3.8.
 
-    An estimate: it takes acceptance for independent from position to position, which it is not.
+    An estimate: it assumes that acceptance is independent from position to position, which it is not.
     """
     # The geometric sum, which also holds at alpha = 1.
     tokens = sum(alpha**power for power in range(lookahead + 1))
@@ -119,8 +119,8 @@ def predicted_speedup(alpha: float, c: float, v: float, lookahead: int) -> float
 def predicted(result: Result, method: MethodDict, batch: int = 1, prompts: Iterable[int] | None = None) -> float | None:
     """The speedup over plain decoding on the same engine that measured α, c and v predict.
 
-    As if no row ever waited for another. None without α or bare passes of draft and target, and where drafts have no
-    fixed length or take no draft steps, which the formula takes for granted.
+    It assumes that no row waits for another. None without α or bare passes of draft and target, and if drafts have no
+    fixed length or take no draft steps, since the formula needs both.
     """
     lookahead = method["lookahead"] if _drafts_steadily(method) else None
     alpha = rounds.alpha(speed.calls_of(result, method["name"], batch=batch, prompts=prompts))
@@ -138,10 +138,10 @@ def _drafts_steadily(method: MethodDict) -> bool:
 
 
 def share_of_allowed(result: Result, method: MethodDict, batch: int = 1) -> float | None:
-    """Measured speed over the speed that the same rounds would have at no more cost than their bare passes.
+    """Measured speed / the speed of the same rounds if they took only their bare passes and no row waited for another.
 
-    And if no row waited for another: η times the share of row-rounds in which the row had not ended. It takes the
-    tokens per round as they were, so acceptance that differs from position to position can't take it above 1.
+    That is η times the share of row-rounds in which the row had not ended. Tokens per round are those measured, so
+    acceptance that differs from position to position can't raise it above 1.
     """
     calls = speed.calls_of(result, method["name"], batch=batch)
     eta, idle = efficiency(result, calls), rounds.waiting(calls)
@@ -158,7 +158,7 @@ def allowed(result: Result, method: MethodDict, batch: int = 1) -> float | None:
 
 
 def _medians(samples: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
-    """Of each number of steps or tokens, over all samples that have it."""
+    """The median of each number of steps or tokens, over all samples that have it."""
     times: dict[int, list[float]] = {}
     for sample in samples:
         for number, seconds in sample[key].items():

@@ -33,7 +33,7 @@ def has_cjk(text: str) -> bool:
 
 
 def rouge(prediction: str, references: Sequence[str]) -> dict[str, float]:
-    """ROUGE-1, ROUGE-2 and ROUGE-L F1 (Lin 2004) of one answer by rouge_score, unstemmed; the best reference counts.
+    """ROUGE-1, ROUGE-2 and ROUGE-L F1 (Lin 2004) of one answer, by rouge_score, unstemmed; the best reference counts.
 
     Tokens are rouge_score's, lower-case words of a-z and 0-9. Examples with a reference in Chinese, Japanese or
     Korean, which it would drop, are split into characters there. Two empty texts score 0.
@@ -48,7 +48,7 @@ def _rouge(prediction: str, references: tuple[str, ...]) -> Mapping[str, float]:
 
 
 def exact_match(prediction: str, references: Sequence[str]) -> float:
-    """100 for an answer that equals one of its references, blanks around both left out; 0 otherwise."""
+    """100 for an answer that equals one of its references, apart from blanks around them; 0 otherwise."""
     return 100.0 * (prediction.strip() in [text.strip() for text in references])
 
 
@@ -95,7 +95,7 @@ def per_example(result: Result, method: str, measure: str, prompts: Iterable[int
 def difference(
     result: Result, method: str, base: str, measure: str, prompts: Iterable[int] | None = None
 ) -> Interval | None:
-    """Mean over examples of a method's score less another's, in points, with its 95% paired bootstrap interval.
+    """Mean over examples of a method's score minus another's, in points, with its 95% paired bootstrap interval.
 
     None where they have no judged example in common.
     """
@@ -113,7 +113,7 @@ class _CharacterTokenizer:
 
 
 def scores(result: Result) -> list[dict[str, Any]]:
-    """One entry a method and subtask, and one with subtask None over all: `MEASURES`, and of how many `examples`.
+    """One entry per method and subtask, and one for all (subtask None): `MEASURES` and the number of `examples`.
 
     Only questions with references count; without any the list is empty.
     """

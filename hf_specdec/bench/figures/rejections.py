@@ -36,7 +36,7 @@ def answers_with_disagreements(result: Result, draft: str, prompts: Iterable[int
 
 
 def rounds_of(length: int, lookahead: int, rejected: Iterable[int]) -> tuple[int, list[int]]:
-    """How many rounds an answer takes if exactly these positions are rejected, and which of them are reached.
+    """The number of rounds of an answer if exactly these positions are rejected, and which of them are reached.
 
     A round keeps its drafts up to the first rejected position and adds the target's own token.
     """
@@ -63,7 +63,7 @@ def harmless_share(answers: Sequence[Answer], lookahead: int) -> Interval | None
 
 
 def oracle_gain(answers: Sequence[Answer], lookahead: int) -> Ratio | None:
-    """Rounds of lossless speculation / rounds of the oracle: its speed, since their rounds cost the same."""
+    """Rounds of lossless speculation / rounds of the oracle. Rounds of both cost the same, so this is its speedup."""
     cells = []
     for length, positions in answers:
         lossless, _ = rounds_of(length, lookahead, [position for position, _ in positions])

@@ -31,7 +31,7 @@ class Position:
 
 
 def row_rounds(calls: Iterable[Call]) -> Iterator[RowRound]:
-    """Every row of every round, without the rounds after the row's end."""
+    """Every row of every round, except rounds after the row's end."""
     for call in calls:
         rounds = call.rounds
         for number, new in enumerate(rounds.new_tokens if rounds else ()):
@@ -59,7 +59,7 @@ def alpha(calls: Iterable[Call]) -> float | None:
     """α (Leviathan et al. 2023): mean over the drafted positions reached of the overlap of both distributions.
 
     Reached are the accepted positions and the first that failed in each round. None for a method that doesn't
-    tell the overlap (transformers' own in sampling) and where nothing was drafted.
+    report the overlap (transformers' own in sampling), and if nothing was drafted.
     """
     listed = list(row_rounds(calls))
     reached = sum(min(accepted + 1, drafted) for drafted, accepted, *_ in listed)
@@ -70,7 +70,7 @@ def alpha(calls: Iterable[Call]) -> float | None:
 
 
 def acceptance_by_position(calls: Iterable[Call]) -> list[Position]:
-    """Of each draft position, among the rounds that reached it."""
+    """The acceptance at each draft position, among the rounds that reached it."""
     # Here because it takes a second.
     from scipy.stats import binomtest
 
@@ -99,7 +99,7 @@ def waiting(calls: Iterable[Call]) -> float | None:
 def time_per_round(calls: Iterable[Call]) -> dict[str, float] | None:
     """Mean seconds of a round's `draft`, `verify` and `overhead` (the rest of it), and mean `draft_steps`.
 
-    Without each call's first round, which holds the prompt. None for a method that doesn't tell.
+    Without each call's first round, which reads the prompt. None if the method does not report times.
     """
     told = [call for call in calls if call.spent is not None and call.rounds is not None]
     count = sum(len(call.rounds.width) - 1 for call in told if call.rounds)

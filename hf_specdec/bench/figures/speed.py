@@ -45,12 +45,12 @@ def calls_of(
 
 
 def batch_sizes(result: Result) -> list[int]:
-    """Those that were measured, ascending."""
+    """The batch sizes that were measured, ascending."""
     return sorted({call.batch for call in result["calls"]})
 
 
 def method_named(result: Result, name: str) -> MethodDict:
-    """What a result holds of a method."""
+    """The method's entry in a result."""
     found: MethodDict = next(method for method in result["methods"] if method["name"] == name)
     return found
 
@@ -61,7 +61,7 @@ def drafts_in_our_loop(method: MethodDict) -> bool:
 
 
 def new_tokens(call: Call) -> int:
-    """Of all rows."""
+    """New tokens of all rows."""
     return sum(len(row) for row in call.tokens)
 
 
@@ -85,9 +85,9 @@ def end_to_end_rate(calls: Iterable[Call]) -> float | None:
 
 
 def typical_calls(calls: Iterable[Call]) -> list[Call]:
-    """Of each group of prompts the repeat with the median total time (the lower of two).
+    """For each group of prompts, the repeat with the median total time (the lower of two).
 
-    Calls that really happened, so that their parts add up.
+    These are calls that really happened, so their parts add up.
     """
     groups: dict[tuple[int, ...], list[Call]] = {}
     for call in calls:
@@ -142,7 +142,7 @@ def speedup(
 
 
 def baseline(result: Result, method: MethodDict, which: str, batch: int | None = None) -> MethodDict | None:
-    """The method that a method is held against; None where the result has none, or it is the method itself.
+    """The baseline that a method is compared with; None if the result has none, or if it is the method itself.
 
     Args:
         which: a key of `BASELINES`; of transformers' assisted generation the fastest setting.
@@ -159,7 +159,7 @@ def baseline(result: Result, method: MethodDict, which: str, batch: int | None =
 def fastest(
     result: Result, *, batch: int | None = None, prompts: Iterable[int] | None = None, **facts: Any
 ) -> MethodDict | None:
-    """The method with the highest decode rate of those whose facts are these (a tuple: one of these)."""
+    """The method with the highest decode rate among those with these facts (a tuple means any of its values)."""
     wanted = None if prompts is None else set(prompts)
     best: tuple[float, MethodDict] | None = None
     for method in result["methods"]:
@@ -171,9 +171,9 @@ def fastest(
 
 
 def cold_seconds(result: Result, method: str, batch: int) -> float | None:
-    """What a method's warm-up calls at a batch size took beyond as many warm ones; None without warm-up calls.
+    """Seconds that a method's warm-up calls took beyond as many warm calls; None without warm-up calls.
 
-    Of recording, compiling and capturing, at the first prompt length that was warmed up.
+    The time of recording, compiling and capturing, at the first prompt length that was warmed up.
     """
     records = [item for item in result["cold"] if (item["method"], item["batch"]) == (method, batch)]
     if not records:
@@ -184,15 +184,15 @@ def cold_seconds(result: Result, method: str, batch: int) -> float | None:
 
 
 def loading_seconds(result: Result, method: MethodDict) -> float:
-    """What loading the method's draft took; the target is loaded by every method."""
+    """How long loading the method's draft took; every method needs the target."""
     return float(result["loading_seconds"].get(method["draft"], 0.0))
 
 
 def tokens_until_it_pays(result: Result, ours: str, base: str, batch: int = 1) -> float | None:
-    """New tokens after which a method has made up for its cold start, draft's loading included, against another's.
+    """The number of new tokens after which a method has made up for its longer cold start, loading the draft included.
 
     Returns:
-        0 where it costs nothing more; None where it is no faster, or a cold start is not known.
+        0 if its cold start takes no longer; None if the method is not faster, or if a cold start is unknown.
     """
     cold = [cold_seconds(result, name, batch) for name in (ours, base)]
     rates = [decode_rate(calls_of(result, name, batch=batch)) for name in (ours, base)]
@@ -204,7 +204,7 @@ def tokens_until_it_pays(result: Result, ours: str, base: str, batch: int = 1) -
 
 
 def busy(result: Result) -> str | None:
-    """A sentence where other work was on the machine at the start."""
+    """A warning if other processes kept the machine busy at the start."""
     busy_cores = result["environment"]["busy_cores"]
     if busy_cores <= _IDLE:
         return None
@@ -212,7 +212,7 @@ def busy(result: Result) -> str | None:
 
 
 def unsettled(result: Result) -> str | None:
-    """A sentence where warm-up calls reached their bound before their times had settled."""
+    """A warning if warm-up calls ended at their limit, before their times had settled."""
     items = [item for item in result["cold"] if not item["settled"]]
     if not items:
         return None

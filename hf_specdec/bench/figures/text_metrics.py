@@ -27,7 +27,7 @@ Args:
 
 
 class TextMetric(evaluate.Metric):
-    """A metric of texts, kept in memory: no files that would have to be locked and cleaned up."""
+    """A metric of texts that keeps everything in memory, so that no files have to be locked and cleaned up."""
 
     description = ""
     citation = ""
@@ -36,7 +36,7 @@ class TextMetric(evaluate.Metric):
         super().__init__(**{"keep_in_memory": True, **settings})
 
     def _build_data_dir(self) -> str:
-        """The cache that nothing is written to; `evaluate` would make a folder for each metric there."""
+        """The cache folder, without creating it: nothing is written there."""
         return self._data_dir_root
 
     def _info(self) -> evaluate.MetricInfo:

@@ -1,4 +1,4 @@
-"""Lossy strategies against speculative decoding: what they gain in speed and lose in quality, subtask by subtask."""
+"""Lossy strategies compared with speculative decoding: gain in speed and loss of quality, subtask by subtask."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Verdict:
 
     @property
     def known(self) -> bool:
-        """Whether there are rates and references to judge by."""
+        """Whether there are rates and references for a verdict."""
         return self.speed is not None and self.differences is not None
 
     @property
@@ -74,7 +74,7 @@ def prompts_of(result: Result, label: str | None) -> list[int]:
 
 
 def verdict(result: Result, label: str | None, bild: str, speculative: str) -> Verdict:
-    """Of the methods with these names, on a subtask or on all."""
+    """The verdict on the methods with these names, for a subtask or for all."""
     prompts = prompts_of(result, label)
     ratio = speed.speedup(result, bild, speculative, prompts=prompts)
     found = {name: difference(result, bild, "plain", name, prompts) for name in JUDGED}
@@ -83,12 +83,12 @@ def verdict(result: Result, label: str | None, bild: str, speculative: str) -> V
 
 
 def unknown(result: Result, bild: str, speculative: str) -> int:
-    """On how many subtasks nothing can be said."""
+    """The number of subtasks without a verdict."""
     return sum(not verdict(result, label, bild, speculative).known for label in labels(result))
 
 
 def won(result: Result, bild: str, speculative: str) -> int | None:
-    """On how many subtasks BiLD is faster at no loss of quality; None where nothing tells the quality."""
+    """The number of subtasks on which BiLD is faster without loss of quality; None if quality is unknown."""
     verdicts = [verdict(result, label, bild, speculative) for label in labels(result)]
     if all(item.differences is None for item in verdicts):
         return None
@@ -96,7 +96,7 @@ def won(result: Result, bild: str, speculative: str) -> int | None:
 
 
 def lossy_methods(result: Result) -> list[MethodDict]:
-    """The methods that may lose quality, of our loop."""
+    """The methods of this package that may lose quality."""
     return [method for method in result["methods"] if method["kind"] in LOSSY_STRATEGIES and method["same_engine"]]
 
 
@@ -112,10 +112,10 @@ def lossless_reference(result: Result, method: MethodDict) -> MethodDict | None:
 
 
 def change(result: Result, method: str, prompts: list[int]) -> Interval | None:
-    """Mean over examples of a method's `SCORE` less that of the lossless methods, in points, with its interval.
+    """Mean over examples of a method's `SCORE` minus that of the lossless methods, in points, with its interval.
 
-    The lossless methods' scores are averaged: in sampling each is another draw from the same distribution. None without
-    references.
+    The lossless methods' scores are averaged: in sampling each is a separate draw from the same distribution.
+    None without references.
     """
     bases = [
         per_example(result, m["name"], SCORE, prompts)

@@ -1,4 +1,4 @@
-"""Prompts: of an exact number of tokens for the benchmark, or as the user wrote them for decoding."""
+"""Prompts: of an exact number of tokens (benchmark), or as the user wrote them (decode)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def benchmark_prompts(
 
 
 def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> tuple[list[Prompt], list[str]]:
-    """The user's prompts, or without any one held-out example of each subtask; and notes on what was cut.
+    """The user's prompts (if there are none, one held-out example of each subtask), and notes on what was cut.
 
     A prompt that does not fit into the context together with `new_tokens` is cut on the left.
     """
@@ -99,7 +99,7 @@ def question_prompt(
 
 
 def _room(pair: LoadedPair, new_tokens: int) -> int | None:
-    """Tokens that a prompt may have; None without a limit. Raises `BenchError` if none are left."""
+    """The number of tokens that a prompt may have; None without a limit. Raises `BenchError` if none are left."""
     room = context_length(pair)
     if room is None or pair.encoder_decoder:
         return room

@@ -89,7 +89,7 @@ def dialogues(settings: Settings) -> list[list[Question]]:
 
 
 def split_of(settings: Settings) -> str | None:
-    """Which split of the data set is read; None where it has none."""
+    """The split of the data set that is read; None if it has no splits."""
     if settings.dataset == "spec_bench" or _is_file(settings.dataset):
         return None
     return settings.split or ("heldout" if is_embedded(settings.dataset) else "test")
@@ -192,7 +192,7 @@ def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
 
 
 def _from_hub(name: str, config: str, split: str) -> Iterable[Mapping[str, Any]]:
-    """A data set's split; of one that needs a loading script, which `datasets` no longer runs, the hub's Parquet copy.
+    """A data set's split. Of one that needs a loading script, which `datasets` no longer runs, the hub's Parquet copy.
 
     The hub keeps such copies on the branch refs/convert/parquet, as CONFIG/SPLIT/*.parquet.
     """
@@ -235,7 +235,7 @@ def json_lines(path: Path, argument: str) -> Iterator[tuple[int, Mapping[str, An
 
 
 def _cell(row: Mapping[str, Any], column: str, argument: str, number: int) -> Any:
-    """A column; dots lead into nested ones, as in translation.de."""
+    """A column's value; dots lead into nested columns, as in translation.de."""
     value: Any = row
     for key in [column] if column in row else column.split("."):
         if not isinstance(value, Mapping) or key not in value:

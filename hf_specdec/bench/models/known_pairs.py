@@ -1,4 +1,4 @@
-"""Targets with the drafts that are known to go with them, and the short names by which both may be called."""
+"""Known targets and the drafts that go with them, and short names for both."""
 
 from __future__ import annotations
 

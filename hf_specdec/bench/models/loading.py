@@ -1,4 +1,4 @@
-"""Loads a target, its draft and their tokenizers; what is missing is said in one line, before heavy work."""
+"""Loads a target, its draft and their tokenizers. If something is missing, one line says so before heavy work."""
 
 from __future__ import annotations
 

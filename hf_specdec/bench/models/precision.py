@@ -85,7 +85,7 @@ def check_loaded(
     *,
     argument: str = "--precision",
 ) -> None:
-    """Refuse a model that didn't become what was asked for, or that speculation can't run where it lies.
+    """Refuse a model that was not quantized as requested, or that is offloaded so far that speculation can't use it.
 
     Weights offloaded to memory or disk are fetched for each pass and work as target and as draft, but for those of
     the first layer: its place is where transformers says that the model is, and offloaded that is `meta`.

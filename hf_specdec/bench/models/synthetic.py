@@ -39,7 +39,7 @@ _WRITES = 0.1
 
 @dataclass(frozen=True)
 class Spec:
-    """What a name such as `synthetic:smollm-135m:alpha=0.7:draft=128x2` asks for.
+    """The parts of a name such as `synthetic:smollm-135m:alpha=0.7:draft=128x2`.
 
     Args:
         shape: a key of `SHAPES`.
@@ -149,7 +149,7 @@ def build(
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """What real weights of these shapes are used in: bfloat16, but float32 on a CPU."""
+    """The dtype in which real weights of these shapes are used: bfloat16, on a CPU float32."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""The best rows of a sweep, as the command and the keywords of generate() that repeat them."""
+"""The best rows of a sweep, as a command and as keywords of generate()."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OPEN_ENDED = (
 
 
 def recommendations(result: Result) -> list[str]:
-    """The fastest row of each strategy; of BiLD also the fastest without loss, and the one that wins most subtasks."""
+    """Each strategy's fastest row as a sentence; for BiLD also the fastest without loss, and the most subtasks won."""
     lines = []
     for strategy in STRATEGIES:
         best = fastest_of(result, methods_of(result, strategy))
@@ -64,13 +64,13 @@ def without_loss(result: Result) -> list[MethodDict]:
 
 
 def won_subtasks(result: Result, method: MethodDict) -> int | None:
-    """On how many subtasks a row of BiLD is faster than the fastest speculative row, at no loss of quality."""
+    """The number of subtasks on which a row of BiLD beats the fastest speculative row without loss of quality."""
     speculative = fastest_of(result, methods_of(result, "speculative"))
     return None if speculative is None else tradeoff.won(result, method["name"], speculative["name"])
 
 
 def chosen_row(result: Result) -> MethodDict:
-    """The row of BiLD that wins most subtasks; of several the fastest."""
+    """The row of BiLD that wins most subtasks; if there are several, the fastest of them."""
     counts = {method["name"]: won_subtasks(result, method) or 0 for method in methods_of(result, "bild")}
     most = [method for method in methods_of(result, "bild") if counts[method["name"]] == max(counts.values())]
     return fastest_of(result, most) or most[0]

@@ -24,7 +24,7 @@ def equal_outputs(
 def differences(
     result: Result, method: str, baseline: str, *, prompts: Iterable[int] | None = None, batch: int | None = None
 ) -> list[tuple[Place, int]]:
-    """The outputs that differ from the baseline's at the same batch size, each with its first token that does."""
+    """The outputs that differ from the baseline's at the same batch size, each with the first position that differs."""
     mine, theirs = (_outputs(result, name, prompts, batch) for name in (method, baseline))
     found = ((place, first_divergence(tokens, theirs[place])) for place, tokens in mine.items() if place in theirs)
     return [(place, position) for place, position in found if position is not None]

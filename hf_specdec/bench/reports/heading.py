@@ -42,7 +42,7 @@ def joined(parts: Iterable[str], lines: Sequence[str]) -> str:
 
 
 def split_of(result: Result) -> str | None:
-    """The split of the data that was measured; None for a file, which has none."""
+    """The split of the data that was measured; None for a file, which has no splits."""
     found: str | None = result.get("split")
     return found
 
@@ -88,14 +88,14 @@ def _shape(result: Result) -> str:
 
 
 def _values(result: Result, name: str) -> list[str]:
-    """All values of a setting over our methods that draft, in order."""
+    """All values of a setting among this package's drafting methods, in order."""
     ours = [m for m in result["methods"] if speed.drafts_in_our_loop(m) and m.get("role") != "floor"]
     found = dict.fromkeys(method[name] for method in ours if method.get(name) is not None)
     return [str(value) for value in sorted(found, key=lambda value: (isinstance(value, str), value))]
 
 
 def _unrest(result: Result) -> str | None:
-    """A warning where repeats of the same work took very different times, or there are none."""
+    """A warning if repeats of the same work took very different times, or if there are no repeats."""
     if not result["calls"]:
         return None
     spread = speed.spread(result["calls"])

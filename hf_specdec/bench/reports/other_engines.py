@@ -1,6 +1,6 @@
-"""A choice of draft and lookahead as commands for engines that serve many callers.
+"""A draft and lookahead as commands for vLLM, SGLang and llama.cpp.
 
-Option names were looked up in the sources of the versions that are named; they change from version to version.
+Option names are those of the named versions and may change in others.
 """
 
 from __future__ import annotations

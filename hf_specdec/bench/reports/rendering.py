@@ -1,4 +1,4 @@
-"""From a result to its markdown whatever its task."""
+"""From a result of any task to its markdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RENDERERS: Mapping[str, Callable[[Result], str]] = {
 
 
 def render(result: Result) -> str:
-    """The whole report of a result; every title says where weights are random or acceptance is imposed."""
+    """The whole report of a result; for a synthetic pair, every title says that acceptance is imposed."""
     text = _RENDERERS[result["task"]](result)
     if note := title_note(result):
         text = re.sub(r"^(#+ .*)$", rf"\1 ({note})", text, flags=re.MULTILINE)
@@ -31,5 +31,5 @@ def render(result: Result) -> str:
 
 
 def title_note(result: Result) -> str | None:
-    """What every title has to say about the models; None for pairs with trained weights."""
+    """The note on the models that every title carries; None for pairs with trained weights."""
     return "synthetic pair, acceptance imposed" if "synthetic" in result["models"]["target"] else None

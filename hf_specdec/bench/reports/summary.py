@@ -1,4 +1,4 @@
-"""The summary over a folder of results: one row a claim, with its figure, interval, file and machine."""
+"""The summary of a folder of results: one row per claim, with its figure, interval, file and machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Claim:
 def summary_table(results: Mapping[str, Result]) -> str:
     """All claims of all results, by the link of each result's report.
 
-    Where a claim is of the fastest of several settings, it was chosen on the calls that it is measured on.
+    Where a claim is about the fastest of several settings, the setting was chosen on the calls that it is measured on.
     """
     rows = []
     for link, result in results.items():
@@ -83,7 +83,7 @@ def _figures(claim: Claim) -> list[str]:
 
 
 def _over(result: Result, method: Mapping[str, Any], words: str, *which: str, **where: Any) -> Iterator[Claim]:
-    """A method over baselines; over all of them where none is named."""
+    """A method's speedups over the named baselines, or over all if none is named."""
     for name in which or speed.BASELINES:
         gain = methods.over(result, method, name, **where)
         if gain is not None:

@@ -1,4 +1,4 @@
-"""Bare forward passes on each engine, at the shapes of a run: what its decoding could cost at best."""
+"""Times of bare forward passes on each engine, at the shapes of a run: the least that its decoding can cost."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def widths_for(methods: Sequence[Method]) -> list[int]:
 def generate_step(
     pair: LoadedPair, model: PreTrainedModel, rows: Sequence[Sequence[int]], behind: int, widest: int
 ) -> Step:
-    """Passes as transformers' loops make them: calls of the model with a dynamic cache.
+    """Passes as in transformers' loops: calls of the model with a dynamic cache.
 
     Args:
         pair: whose context bounds the text in the cache.
@@ -136,7 +136,7 @@ def our_step(
     *,
     always: bool = False,
 ) -> Step:
-    """Passes as our loop makes them, recorded sooner or later; as `generate_step` where it uses a dynamic cache.
+    """Passes as in this package's loop, recorded after some calls; as `generate_step` if it uses a dynamic cache.
 
     Args:
         always: from a static cache wherever the model takes one, as under `cache_implementation="static"`.
@@ -178,7 +178,7 @@ def _recurrent_step(
 
 @contextmanager
 def keeping_engines(count: int) -> Iterator[None]:
-    """Lets a target keep so many engines: methods that take turns would compile again and again otherwise."""
+    """Lets a target keep this many engines; otherwise, methods that take turns would compile again and again."""
     saved = engine_store.KEPT_ENGINES
     engine_store.KEPT_ENGINES = max(saved, count)
     try:
@@ -208,7 +208,7 @@ def _prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
 
 
 def timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:
-    """What a step returns, and the seconds that it took."""
+    """A step's result and its seconds."""
     synchronize(pair)
     start = time.perf_counter()
     result = step()

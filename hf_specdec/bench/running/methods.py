@@ -1,4 +1,4 @@
-"""The ways of decoding that are compared: what each is, how it is asked for, and what its rounds were."""
+"""The decoding methods that are compared: their settings, how they are called, and how their rounds are read."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ class Method:
         return {**self.models, **self.keywords}
 
     def takes(self, rows: int) -> bool:
-        """Whether it takes batches of so many rows."""
+        """Whether it takes batches of this many rows."""
         return self.most_rows is None or rows <= self.most_rows
 
     def describe(self) -> dict[str, Any]:
-        """What results hold of it, JSON-serialisable."""
+        """The method's entry in a result, JSON-serialisable."""
         names = ("name", "title", "kind", "engine", "lookahead", "same_engine")
         return {
             **{name: getattr(self, name) for name in names},
@@ -104,7 +104,7 @@ def plain() -> Method:
 
 
 def engine_of(keywords: Mapping[str, Any]) -> str:
-    """How our rounds run under these keywords of generate()."""
+    """The engine that these keywords of generate() choose."""
     if keywords.get("compile"):
         return "compiled"
     return "static" if keywords.get("cache_implementation") == "static" else "eager"
@@ -129,7 +129,7 @@ def plain_on_engine_name(engine: str) -> str:
 def ours(
     strategy: str, keywords: Mapping[str, Any], pair: LoadedPair, *, name: str | None = None, title: str | None = None
 ) -> Method:
-    """Our own decoding, the way a user asks for it.
+    """This package's decoding, called as a user would.
 
     Args:
         strategy: a key of `STRATEGY_TITLES`.
@@ -163,7 +163,7 @@ def chosen_keywords(settings: Settings, pair: LoadedPair) -> dict[str, Any]:
 
 
 def lookahead(settings: Settings, pair: LoadedPair) -> int | str:
-    """Draft tokens a round (γ): as asked for, otherwise the default of the drafter or of the target's family."""
+    """Draft tokens per round (γ): as given, otherwise the default of the drafter or of the target's family."""
     config = hf_specdec.SpeculationConfig(
         num_assistant_tokens=cast(Any, settings.num_assistant_tokens), drafter=settings.drafter or "model"
     )
@@ -202,7 +202,7 @@ def _of_our_loop(name: str, title: str, kind: str, keywords: Mapping[str, Any], 
 
 
 def _title(strategy: str, keywords: Mapping[str, Any]) -> str:
-    """The strategy, and what it is asked for beyond the defaults."""
+    """The strategy, and its settings that differ from the defaults."""
     values = " ".join(f"{keywords[name]:g}" for name in STRATEGY_SETTINGS[strategy] if name in keywords)
     parts = [f"{STRATEGY_TITLES[strategy]} {values}".rstrip()]
     if strategy == "bild":

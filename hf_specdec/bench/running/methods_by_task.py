@@ -1,4 +1,4 @@
-"""Which methods each task compares: everywhere plain generate(), plain on our engine, transformers' own, and ours."""
+"""The methods that each task compares: plain generate(), plain on our engine, transformers' own, and ours."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def of_engines(settings: Settings, pair: LoadedPair) -> list[Method]:
 
 
 def of_growth(settings: Settings, pair: LoadedPair) -> list[Method]:
-    """Of each engine the method with the default lookahead."""
+    """The method with the default lookahead on each engine."""
     chosen = replace(settings, grid={"num_assistant_tokens": (fixed_lookahead(settings, pair),)})
     found = [method for engine in settings.engines for method in _on_engine(chosen, pair, engine)]
     return [method for method in found if method.facts.get("role") == "fixed"]

@@ -1,4 +1,4 @@
-"""One process or several (torchrun, accelerate): who works on what, and how it comes together."""
+"""One process or several (torchrun, accelerate): sharing the work and gathering the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Processes:
 
     @property
     def main(self) -> bool:
-        """Whether this process speaks to the user and writes the result."""
+        """Whether this process prints and writes the result."""
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
@@ -42,7 +42,7 @@ class Processes:
 
 
 def processes(cpu: bool) -> Processes:
-    """As `torchrun` or `accelerate launch` started us; `cpu` keeps accelerate from looking for a GPU."""
+    """The processes that `torchrun` or `accelerate launch` started; `cpu` keeps accelerate from looking for a GPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return Processes()
     from accelerate import Accelerator

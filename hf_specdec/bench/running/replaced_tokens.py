@@ -1,4 +1,4 @@
-"""What becomes of the target's greedy answer where one of its tokens is replaced by the draft's."""
+"""The target's greedy answers that follow when one token is replaced by the draft's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def replaced(pair: LoadedPair, prompt: Prompt, answer: Sequence[int], most: int)
 
 
 def _fit_together(pair: LoadedPair, prompt: list[int], places: list[int], most: int) -> bool:
-    """Whether answers begun up to these places can be continued in one batch, whose rows all grow alike.
+    """Whether answers that begin with this many tokens can be continued in one batch.
 
     Those of an encoder-decoder model would need padding between its start token and the text.
     """

@@ -1,4 +1,4 @@
-"""What the rounds of a call were, in columns: of our loop, and of transformers' loops, read off from outside."""
+"""The rounds of a call in columns: of this package's loop, and of transformers' loops, seen from outside."""
 
 from __future__ import annotations
 

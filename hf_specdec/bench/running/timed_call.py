@@ -1,4 +1,4 @@
-"""One timed call of generate() on a batch of prompts, and all that figures need from it; one prompt is a batch of 1."""
+"""One timed call of generate() on a batch of prompts, with everything that figures need from it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TimingStreamer(BaseStreamer):
 
 
 def synchronize(pair: LoadedPair) -> None:
-    """Waits until every device of the pair has done what was queued on it."""
+    """Waits until every device of the pair has finished its queued work."""
     for device in {model.device for model in pair.models}:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

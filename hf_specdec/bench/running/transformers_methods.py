@@ -1,4 +1,4 @@
-"""transformers' own ways of speculating, at each of their settings, and how their rounds are read off from outside."""
+"""transformers' own ways of speculating, at each of their settings, and how their rounds are observed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm and cold: calls go on until their times have settled, and what they took before that is kept."""
+"""Warm-up: calls are repeated until their times have settled; the times before that are kept as cold times."""
 
 from __future__ import annotations
 

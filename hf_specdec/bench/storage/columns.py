@@ -25,7 +25,7 @@ def rounded(value: Any) -> Any:
 
 
 class _Shared:
-    """Values in the order in which they first came, each once."""
+    """Each value once, in the order of first appearance."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []

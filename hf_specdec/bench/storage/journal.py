@@ -1,4 +1,4 @@
-"""What a long run has measured so far, on disk: a SQLite file in which every record is safe before work goes on."""
+"""What a long run has measured so far: a SQLite file to which every record is written before the next measurement."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ class Journal:
 
 
 def path_of(folder: Path, stem: str) -> Path:
-    """Where the journal of a run lies."""
+    """The file of a run's journal."""
     return folder / f"{stem}.journal.sqlite"
 
 
 def discard(folder: Path, stem: str) -> None:
-    """Deletes a run's journal, once everything stands in its result."""
+    """Deletes a run's journal, once its result has been saved."""
     path_of(folder, stem).unlink(missing_ok=True)

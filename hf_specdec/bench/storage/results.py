@@ -66,7 +66,7 @@ def check_writable(folder: Path) -> None:
 
 
 def stem(settings: Settings) -> str:
-    """What the files of a run are called.
+    """The name of a run's files, without suffix.
 
     `<task>-<target>[-<draft>]-<strategy, or data set and split>-<greedy|sampling>`, so that several pairs and data
     sets live in one folder. A sweep's drafts are named where they were chosen.

@@ -1,4 +1,4 @@
-"""A run's records, kept as they are measured: an interrupted run begins with what is in the journal."""
+"""A run's records, saved as they are measured; an interrupted run starts with those in the journal."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RunSession:
             self.keep("cold", asdict(cold))
 
     def call(self, method: str, prompts: tuple[int, ...], repeat: int) -> Call:
-        """A call that is there."""
+        """A call that has been measured."""
         return from_record(self.records[call_key(method, prompts, repeat)])
 
     def has_call(self, method: str, prompts: tuple[int, ...], repeat: int) -> bool:
@@ -125,6 +125,6 @@ def _without_kind(record: Record) -> dict[str, Any]:
 
 
 def finish(result: dict[str, Any], settings: Settings) -> None:
-    """Saves the result and its rendering; the journal has then done its work."""
+    """Saves the result and its rendering, and deletes the journal."""
     results.save(result, settings)
     discard(settings.output_dir, results.stem(settings))

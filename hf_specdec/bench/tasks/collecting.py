@@ -90,7 +90,7 @@ class Collection:
         return index in self._batch_of
 
     def _middling(self, groups: Sequence[Sequence[Batch]]) -> set[tuple[int, ...]]:
-        """Of each subtask the batch whose first prompt is of middling length, among first turns."""
+        """For each subtask, the batch whose first prompt has the median length, among first turns."""
         lengths: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
         for group in groups:
             prompt = self._prompt(group[0][0], ())[0]

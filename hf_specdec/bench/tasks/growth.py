@@ -1,4 +1,4 @@
-"""The task `growth`: many calls in a row on each engine; neither resident memory nor compiled graphs may grow."""
+"""The task `growth`: many calls in a row on each engine, to see whether memory or compiled graphs grow."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_growth(settings: Settings) -> None:
 
 
 def calls(settings: Settings, pair: LoadedPair, method: Method, prompts: list[Prompt]) -> Iterator[dict[str, Any]]:
-    """`settings.calls` calls on the prompts in turn; yields a sample of the process now and then, first and last."""
+    """Calls on the prompts in turn, `settings.calls` in all; yields `SAMPLES` evenly spaced samples of the process."""
     wanted = {round(1 + (settings.calls - 1) * number / (SAMPLES - 1)) for number in range(SAMPLES)}
     for number in tqdm(range(1, settings.calls + 1), desc=method.name, unit="call", file=sys.stderr):
         # Neighbours differ in length, so that an engine that depends on it would compile again.

@@ -1,4 +1,4 @@
-"""Successive halving within a given time: after each stage the slower half is left behind, the others go on.
+"""Successive halving within a given time: after each stage, the slower half drops out.
 
 The algorithm of Karnin et al. 2013 (Almost Optimal Exploration in Multi-Armed Bandits), with time as its budget.
 """
@@ -124,7 +124,7 @@ def _measure_all(
 
 
 def overall_ranking(stages: Sequence[Stage]) -> list[str]:
-    """All candidates with a measurement: those of the last stage first, then those left behind, the latest first."""
+    """All measured candidates: those of the last stage first, then those that dropped out, the latest first."""
     found: dict[str, None] = {}
     for stage in reversed(stages):
         found |= dict.fromkeys(stage.kept)

@@ -64,7 +64,7 @@ def run_report(settings: Settings) -> None:
 
 
 def differences(loaded: Sequence[tuple[Path, Result]]) -> list[str]:
-    """A warning for each thing in which results differ so that their times should not be compared."""
+    """A warning for each difference that makes times of results incomparable."""
     lines = []
     for key, name in _COMPARED.items():
         groups: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The task `rollback`: what it costs to take rejected drafts out of recurrent states, and what drafting brings then."""
+"""The task `rollback`: the cost of taking rejected drafts out of recurrent states, and the speedup that is left."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Race:
 
 
 class Contest:
-    """All races at one batch size, and what came of them."""
+    """All races at one batch size, and their outcome."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ def _result(
 
 
 def _some(titles: Sequence[str]) -> str:
-    """The first three, and how many more."""
+    """The first three names, and how many more there are."""
     more = [f"and {len(titles) - 3} more"] if len(titles) > 3 else []
     return "; ".join([*titles[:3], *more])
 

@@ -1,4 +1,4 @@
-"""What the task `tune` tries: first on the engine that needs no preparation, then the best of it on the others."""
+"""The candidates of the task `tune`: first on the engine that needs no preparation, then the best of them on others."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _contender(strategy: str, keywords: Keywords, pair: LoadedPair, engine: str)
 
 
 def _again(one: Contender, engine: str, tokens: int | None = None) -> Contender:
-    """The same on another engine, with another lookahead if one is given."""
+    """A candidate on another engine, with another lookahead if one is given."""
     engines = {name for keywords in ENGINES.values() for name in keywords}
     kept = {name: value for name, value in one.method.keywords.items() if name not in engines}
     more = {} if tokens is None else {"num_assistant_tokens": tokens}

@@ -12,7 +12,7 @@ from hf_specdec.bench.reports.tables.ablation import base_of, short_title
 
 
 def ablation_gains(result: Result) -> Figure:
-    """The speedup of each combination over the row with nothing switched on, and of drafting in each, sorted."""
+    """The speedup of each combination over the first row (everything off), and of drafting within each; sorted."""
     first = result["methods"][0]["name"]
     gains = {m["name"]: speed.speedup(result, m["name"], first) for m in result["methods"][1:]}
     shown = sorted((m for m in result["methods"][1:] if gains[m["name"]]), key=lambda m: -_value(gains[m["name"]]))

@@ -30,7 +30,7 @@ _ENOUGH = 3  # points that make a line, or a map, worth a picture
 
 
 def pictures(result: Result) -> dict[str, Figure]:
-    """The pictures of a result by what they show; none of what it does not hold."""
+    """The pictures of a result, by name; those without data are left out."""
     found = _DRAWN.get(result["task"], lambda _: {})(result)
     if note := title_note(result):
         for figure in found.values():

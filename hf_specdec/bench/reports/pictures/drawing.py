@@ -1,4 +1,4 @@
-"""Colours, figures, intervals and captions that all pictures share."""
+"""What all pictures share: colours, sizes, intervals and captions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def new_figure(height: float, columns: int = 1, *, sharey: bool = False) -> tupl
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG with few colours, without the version of the library."""
+    """The figure as a small PNG with few colours."""
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
     # An octree keeps thin coloured lines apart, which the default merges with others.
@@ -93,7 +93,7 @@ def draw_ratio(axes: Axes, place: float, found: Interval, colour: str, *, label:
 
 
 def ratio_panel(axes: Axes, rows: Sequence[tuple[str, Interval | None, str]], *, numbers: bool = True) -> None:
-    """One row a ratio, the first on top, with a line at 1 and the figures at the right edge."""
+    """One row per ratio, the first on top, with a line at 1 and the figures at the right edge."""
     for place, (_, found, colour) in enumerate(rows):
         if found is None:
             continue
@@ -115,12 +115,12 @@ def ratio_panel(axes: Axes, rows: Sequence[tuple[str, Interval | None, str]], *,
 
 
 def offset(place: float, number: int, count: int) -> float:
-    """The place of one of `count` neighbours."""
+    """The position of one of `count` points side by side around `place`."""
     return place + 0.8 * ((number + 0.5) / count - 0.5)
 
 
 def wide_enough(values: Iterable[float], span: float) -> tuple[float, float]:
-    """Lowest and highest, moved apart to `span` where they are closer, so that noise doesn't look like a difference."""
+    """Lowest and highest value, at least `span` apart, so that noise doesn't look like a difference."""
     listed = list(values)
     low, high = min(listed, default=0.0), max(listed, default=0.0)
     more = max(0.0, span - (high - low)) / 2

@@ -47,7 +47,7 @@ def gain_by_batch(result: Result) -> Figure:
 
 
 def time_until_it_pays(result: Result, batch: int) -> Figure:
-    """Seconds for so many new tokens, the cold calls included, of plain generate() and the fastest on each engine."""
+    """Seconds over new tokens, cold calls included, of plain generate() and the fastest method of each engine."""
     figure, (axes,) = new_figure(4.4)
     plain = next(m for m in result["methods"] if m["kind"] == "plain")
     shown = [("plain generate()", plain), *((engine, best_on(result, engine, batch)) for engine in engines_of(result))]

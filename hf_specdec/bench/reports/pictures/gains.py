@@ -1,4 +1,4 @@
-"""What drafting and what the engine bring, of any task."""
+"""What drafting brings and what the engine brings, for any task."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def waterfall(result: Result, batch: int | None = None) -> Figure:
 
 
 def best_on(result: Result, engine: str, batch: int | None) -> MethodDict | None:
-    """The fastest method that drafts on an engine of ours."""
+    """The fastest drafting method on one of this package's engines."""
     return speed.fastest(result, batch=batch, kind=STRATEGIES, engine=engine)
 
 
@@ -78,7 +78,7 @@ def _gains(result: Result, method: MethodDict, batch: int | None) -> dict[str, s
 
 
 def _waterfall_steps(result: Result, batch: int | None) -> list[tuple[MethodDict, MethodDict | None, str]]:
-    """(method, the one that its gain is over, that one in words), from plain generate() to the fastest engine."""
+    """(method, its baseline, the baseline in words), from plain generate() to the fastest engine."""
     plain = next(m for m in result["methods"] if m["kind"] == "plain")
     steps: list[tuple[MethodDict, MethodDict | None, str]] = [(plain, None, "")]
     before: tuple[MethodDict, str] = plain, "plain generate()"
@@ -115,7 +115,7 @@ def _step_name(result: Result, method: MethodDict) -> str:
 
 
 def engine_words(result: Result, engine: str) -> str:
-    """An engine by what it does; the eager one records its passes on a CPU."""
+    """An engine in words; on a CPU, the eager one records its passes."""
     on_cpu = result["models"]["target"]["device"].startswith("cpu")
     return "recorded" if engine == "eager" and on_cpu else _ENGINES[engine]
 

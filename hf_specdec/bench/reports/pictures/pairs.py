@@ -59,7 +59,7 @@ def greedy_and_sampling(results: Sequence[Result], which: str = "plain") -> Figu
 
 
 def _rows(results: Sequence[Result]) -> list[tuple[str, list[tuple[Result, list[int]]]]]:
-    """(name, [(result, prompts)]): the pairs; of one pair only, its subtasks and all."""
+    """(name, [(result, prompts)]) of each pair; if there is only one, of each of its subtasks and of all."""
     pairs: dict[str, list[Result]] = {}
     for result in results:
         target, draft, data, _ = about(result)

@@ -1,4 +1,4 @@
-"""What a round takes and how far drafts get."""
+"""How long a round takes, and at which positions drafts are accepted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FEW = 30  # drafted tokens; positions that fewer reached are drawn faded
 
 
 def time_per_round(result: Result) -> Figure:
-    """Mean time of a round after the first, by part; of methods that tell."""
+    """Mean time of a round after the first, by part, for methods that report it."""
     found = [(m, parts) for m in timed_methods(result) if (parts := rounds.time_per_round(_calls(result, m)))]
     found.sort(key=lambda item: sum(item[1][key] for key, _ in _PARTS.values()))
     figure, (axes,) = new_figure(1.5 + 0.5 * len(found))
@@ -89,7 +89,7 @@ def acceptance_by_position(result: Result) -> Figure:
 
 
 def timed_methods(result: Result) -> list[MethodDict]:
-    """The methods that tell what their rounds took."""
+    """The methods that report the times of their rounds."""
     return [m for m in result["methods"] if m["kind"] != "none" and rounds.time_per_round(_calls(result, m))]
 
 

@@ -1,4 +1,4 @@
-"""Speed against quality, of subtasks and sweep: all methods, and the lossy strategies by subtask."""
+"""Speed against quality in subtasks and sweep: all methods, and the lossy strategies by subtask."""
 
 from __future__ import annotations
 
@@ -162,14 +162,14 @@ def _draw_oracle(axes: Axes, result: Result, draft: str, lookahead: int | str, l
 
 
 def quality_differs(result: Result) -> bool:
-    """Whether any method's answers are judged otherwise than plain decoding's."""
+    """Whether any method's answers have another score than plain decoding's."""
     plain, prompts = methods.plain_name(result), tradeoff.prompts_of(result, None)
     found = (quality.difference(result, m["name"], plain, "rougeL", prompts) for m in result["methods"])
     return any(change is not None and (change.value, change.low, change.high) != (0.0, 0.0, 0.0) for change in found)
 
 
 def _named(method: MethodDict, drafts: list[str]) -> tuple[str, str]:
-    """(label, colour): of a sweep by strategy and draft, elsewhere by method."""
+    """(label, colour): in a sweep by strategy and draft, otherwise by method."""
     ours = speed.drafts_in_our_loop(method)
     words = "speculative" if method["kind"] == "speculative" else STRATEGY_TITLES.get(method["kind"], "")
     if ours and len(drafts) > 1:

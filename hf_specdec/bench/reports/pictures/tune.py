@@ -17,7 +17,7 @@ from hf_specdec.bench.reports.tables.tune import tried
 
 
 def candidates_by_stage(result: Result, tuned: Mapping[str, Any]) -> Figure:
-    """One point a candidate, its speedup in the last stage that it reached, with a line between stages."""
+    """One point per candidate: its speedup in the last stage that it reached, with lines between the stages."""
     found = tried(tuned)
     rows: list[tuple[str, Interval | None, str]] = []
     for name, stage, gain, examples in found:

@@ -34,7 +34,7 @@ def terminal(result: Result) -> str:
 
 
 def ablation_table(result: Result) -> str:
-    """One row a combination."""
+    """One row per combination."""
     header = ["Method", "Speculative decoding", "KV cache", "Better Transformer", "Tokens/Sec"]
     header += ["Speedup over the first row", *_SAME_SWITCHES, "Tokens/Sec, end to end"]
     header += ["Acceptance", "Tokens/Round", "Outputs as the first row's"]

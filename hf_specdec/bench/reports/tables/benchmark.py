@@ -49,7 +49,7 @@ def render(result: Result) -> str:
 
 
 def example_table(result: Result, method: str) -> str:
-    """One row an example and one for all of them; the last columns only for methods that draft."""
+    """One row per example and one for all; the last columns only for methods that draft."""
     calls = speed.calls_of(result, method)
     typical = speed.typical_calls(calls)
     drafting = any(call.rounds is not None for call in typical)
@@ -60,7 +60,7 @@ def example_table(result: Result, method: str) -> str:
 
 
 def by_length(result: Result) -> dict[str, list[int] | None]:
-    """The prompts of each length, and all; all alone for `decode`, whose prompts have any length."""
+    """The prompts of each length, and all prompts; for `decode`, whose lengths vary, only all prompts."""
     if result["task"] == "decode":
         return {"all": None}
     groups: dict[str, list[int] | None] = {}
@@ -72,7 +72,7 @@ def by_length(result: Result) -> dict[str, list[int] | None]:
 
 
 def chosen_method(result: Result) -> Mapping[str, Any]:
-    """The strategy that the run is about; plain decoding where there is none."""
+    """The method of the chosen strategy; plain decoding if there is none."""
     ours = [method for method in result["methods"] if speed.drafts_in_our_loop(method)]
     found: Mapping[str, Any] = [*ours, result["methods"][0]][0]
     return found

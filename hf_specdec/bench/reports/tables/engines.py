@@ -47,7 +47,7 @@ def engines_of(result: Result) -> list[str]:
 
 
 def allowed_table(result: Result) -> str:
-    """One row a batch size and a method of ours with a constant lookahead."""
+    """One row per batch size and method of this package with a constant lookahead."""
     header = ["Batch size", "Method", "α", "c", "v", "Waiting", "Allowed", "Measured", "Share"]
     rows = []
     for batch in batch_sizes(result):
@@ -94,7 +94,7 @@ def _where_it_pays(result: Result, engine: str) -> str | None:
 
 
 def _bandwidth_lines(result: Result) -> list[str]:
-    """What share of the memory's bandwidth plain decoding reaches; none for a model that a CPU's caches may hold."""
+    """The share of the memory's bandwidth that plain decoding reaches; none if the CPU's caches may hold the model."""
     memory = result["memory"]
     on_cpu = result["models"]["target"]["device"].startswith("cpu")
     if (on_cpu and memory["weight_bytes"] < bandwidth.BUFFER["cpu"]) or 1 not in batch_sizes(result):

@@ -29,7 +29,7 @@ def render(result: Result) -> str:
 
 
 def growth_table(result: Result) -> str:
-    """One row a method: what grew once things had settled."""
+    """One row per method: what grew after the first calls."""
     rows = []
     for method in result["methods"]:
         first, last = settled_and_last(result, method["name"])
@@ -62,7 +62,7 @@ def sample_table(result: Result, method: str) -> str:
 
 
 def samples_of(result: Result, method: str) -> list[Mapping[str, Any]]:
-    """In the order of the calls."""
+    """A method's samples in the order of the calls."""
     return [item for item in result["samples"] if item["method"] == method]
 
 

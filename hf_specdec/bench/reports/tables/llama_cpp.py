@@ -1,4 +1,4 @@
-"""Our engines beside llama.cpp on the same weights, as a table of the task engines."""
+"""This package's engines beside llama.cpp on the same weights: a table of the task engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def engines_of(result: Result) -> list[str]:
 
 
 def table_over_llama_cpp(result: Result) -> str:
-    """One row a batch size and engine of ours, plain and with the draft."""
+    """One row per batch size and engine of this package, plain and with the draft."""
     theirs = engines_of(result)
     header = ["Batch size", "Engine", "Decoding", "Tokens/Sec", *(f"Speedup over {engine}" for engine in theirs)]
     rows = []

@@ -1,4 +1,4 @@
-"""Tables that the tasks share, one row a method: speed, rounds, bare passes and cold cost."""
+"""Tables that the tasks share, one row per method: speed, rounds, bare passes and cold cost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def over(
     batch: int | None = None,
     by: str = "micro",
 ) -> speed.Ratio | None:
-    """The speedup over a baseline; None where there is none, and for the baseline itself."""
+    """The speedup over a baseline; None if there is none, and for the baseline itself."""
     base = speed.baseline(result, method, which, batch)
     if base is None and which == "plain" and method["kind"] != "plain":
         # Without a decode rate there is no fastest row, but there are times from end to end.
@@ -87,7 +87,7 @@ def speed_table(result: Result, *, prompts: Prompts = None, batch: int | None = 
 
 
 def round_table(result: Result, groups: Mapping[str, Prompts], group: str, batch: int | None = None) -> str:
-    """What each method's rounds were, one row a group of prompts and method that drafts."""
+    """The rounds of each drafting method, one row per group of prompts and method."""
     header = [
         group,
         "Method",
@@ -124,7 +124,7 @@ def round_table(result: Result, groups: Mapping[str, Prompts], group: str, batch
 
 
 def _times(calls: Sequence[Any]) -> list[str]:
-    """Of a round: draft steps, and milliseconds of draft, verification and overhead."""
+    """Per round: draft steps, and milliseconds of draft, verification and overhead."""
     found = rounds.time_per_round(calls)
     if found is None:
         return ["–"] * 4
@@ -154,7 +154,7 @@ def _passes_used(result: Result, batch: int) -> list[tuple[str, str, int]]:
 
 
 def cold_table(result: Result, batch: int = 1) -> str:
-    """What the calls before the warm ones took, and after how many tokens that has paid."""
+    """How long the calls before the warm ones took, and after how many tokens this has paid off."""
     rows = []
     for method in shown_methods(result, batch=batch):
         cold, base = speed.cold_seconds(result, method["name"], batch), speed.baseline(result, method, "plain", batch)

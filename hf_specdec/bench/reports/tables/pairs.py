@@ -29,7 +29,7 @@ def render(results: Sequence[Result]) -> str:
 
 
 def pair_table(results: Sequence[Result], which: str) -> str:
-    """One row a pair, data set, way of choosing tokens and method."""
+    """One row per pair, data set, method, and greedy decoding or sampling."""
     labels = list(dict.fromkeys(label for result in results for label in tradeoff.labels(result)))
     rows = []
     for result in results:

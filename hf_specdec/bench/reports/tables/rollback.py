@@ -59,7 +59,7 @@ def rollback_table(result: Result) -> str:
 
 
 def _predicted(result: Result, step: float, verification: float) -> float | None:
-    """The speedup with a verification that takes so many seconds, its rollback included."""
+    """The speedup if a verification, its rollback included, takes this many seconds."""
     method = chosen_method(result)
     alpha = rounds.alpha(speed.calls_of(result, method["name"]))
     bare = passes.pooled(passes.costs(result, method["engine"], 1, method["draft"]))

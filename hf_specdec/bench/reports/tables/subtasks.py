@@ -101,7 +101,7 @@ def terminal(result: Result) -> str:
 
 
 def drafting_methods(result: Result, which: str) -> list[Mapping[str, Any]]:
-    """All methods that have this baseline, plain generate() and the baseline itself left out."""
+    """All methods that have this baseline, except plain generate() and the baseline itself."""
     return [
         method
         for method in result["methods"]
@@ -110,7 +110,7 @@ def drafting_methods(result: Result, which: str) -> list[Mapping[str, Any]]:
 
 
 def speedup_table(result: Result, which: str) -> str:
-    """One row a subtask, one column a method: micro speedups over a baseline."""
+    """One row per subtask and one column per method: micro speedups over a baseline."""
     shown = drafting_methods(result, which)
     rows = []
     for label in (*labels(result), None):
@@ -121,12 +121,12 @@ def speedup_table(result: Result, which: str) -> str:
 
 
 def group_table(result: Result, label: str | None) -> str:
-    """One row a method for the examples of a subtask, or for all."""
+    """One row per method, for the examples of a subtask or for all."""
     return methods.speed_table(result, prompts=prompts_of(result, label), macro=True)
 
 
 def quality_table(result: Result) -> str:
-    """One row a subtask and method: how good the outputs are against the references."""
+    """One row per subtask and method: the quality of outputs against the references."""
     titles = {method["name"]: capital(method["title"]) for method in result["methods"]}
     order = [*labels(result), None]
     rows = [
@@ -142,7 +142,7 @@ def quality_table(result: Result) -> str:
 
 
 def difference_table(result: Result) -> str:
-    """One row a method: what it changes in quality over all examples."""
+    """One row per method: its change in quality over all examples."""
     plain, prompts = methods.plain_name(result), prompts_of(result, None)
     rows = []
     for method in result["methods"][1:]:
@@ -152,7 +152,7 @@ def difference_table(result: Result) -> str:
 
 
 def divergence_table(result: Result) -> str:
-    """One row a method: how many outputs leave plain decoding's, where first, and how close the choice was."""
+    """One row per method: how many outputs differ from plain decoding's, where first, and how close the choice was."""
     rows = []
     for method in result["methods"][1:]:
         found = [p["divergences"][method["name"]] for p in result["prompts"] if method["name"] in p["divergences"]]
@@ -171,7 +171,7 @@ def divergence_table(result: Result) -> str:
 
 
 def average_alpha(result: Result) -> str:
-    """α over all examples, of each method that tells it."""
+    """α over all examples, for each method that reports it."""
     values = []
     for method in result["methods"]:
         value = rounds.alpha(speed.calls_of(result, method["name"]))
@@ -181,7 +181,7 @@ def average_alpha(result: Result) -> str:
 
 
 def bild_table(result: Result) -> str:
-    """One row a subtask: BiLD's speed over speculative decoding's, its quality less plain decoding's, the verdict."""
+    """One row per subtask: BiLD's speed over speculative decoding's, its change in quality over plain, the verdict."""
     rows = []
     for label in (*labels(result), None):
         found = tradeoff.verdict(result, label, "bild", "speculative")
@@ -196,7 +196,7 @@ def bild_table(result: Result) -> str:
 
 
 def count_line(result: Result) -> str:
-    """On how many subtasks BiLD is faster at no loss."""
+    """A sentence: the number of subtasks on which BiLD is faster without loss."""
     count = tradeoff.won(result, "bild", "speculative")
     if count is None:
         return "Whether BiLD loses quality is not known: the data have no references."

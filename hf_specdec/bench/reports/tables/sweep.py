@@ -52,7 +52,7 @@ def terminal(result: Result) -> str:
 
 
 def draft_table(result: Result) -> str:
-    """One row a draft and lookahead: the published columns, and what they predict."""
+    """One row per draft and lookahead: measured and predicted figures."""
     header = ["Draft", "Parameters", "n_lookahead", "Mean acceptance rate", "Inference speed ratio (c)"]
     header += [*(f"Speedup over {title}" for title in speed.BASELINES.values())]
     header += ["Predicted over plain on the same engine", "Tokens/Round", "α", "Tokens/Sec", "Outputs as plain"]
@@ -77,7 +77,7 @@ def draft_table(result: Result) -> str:
 
 
 def threshold_table(result: Result) -> str:
-    """One row a draft, lookahead and pair of BiLD's thresholds: speed and quality, beside the lossless rows."""
+    """One row per draft, lookahead and pair of BiLD's thresholds: speed and quality, beside the lossless rows."""
     header = ["Draft", "n_lookahead", "Fallback", "Rollback", "Mean acceptance rate"]
     header += [f"Speedup over {title}" for title in speed.BASELINES.values()]
     header += ["Tokens/Round", "α", "Tokens/Sec", "Outputs as plain", "BLEU", "ROUGE-L", "Exact match", "Won"]
@@ -101,7 +101,7 @@ def threshold_table(result: Result) -> str:
 
 
 def lossy_table(result: Result) -> str:
-    """One row a lossy method: speed over lossless speculation, and the score less that of the lossless methods."""
+    """One row per lossy method: speed over lossless speculation, and the score minus that of the lossless methods."""
     header = ["Strategy", "Draft", "n_lookahead", "Mean acceptance rate", "Tokens/Round"]
     header += ["Speed over lossless speculation", f"{MEASURE_TITLES[tradeoff.SCORE]}, difference to lossless"]
     rows = []
@@ -117,7 +117,7 @@ def lossy_table(result: Result) -> str:
 
 
 def rejection_table(result: Result) -> str:
-    """One row a draft and subtask: the harmless share of lossless speculation's rejections, and the oracle's speed."""
+    """One row per draft and subtask: the harmless share of lossless speculation's rejections, the oracle's speed."""
     rows = []
     for draft, lookahead in rejections.measured(result):
         for label in [*labels(result), None]:
@@ -129,7 +129,7 @@ def rejection_table(result: Result) -> str:
 
 
 def thresholds(method: MethodDict) -> tuple[float | None, float | None]:
-    """(fallback, rollback); None for methods without."""
+    """(fallback, rollback); None for methods without thresholds."""
     if method["kind"] != "bild":
         return None, None
     return method["keywords"]["fallback_threshold"], method["keywords"]["rollback_threshold"]
@@ -161,7 +161,7 @@ def _tables(result: Result) -> str:
 
 
 def _name(method: MethodDict) -> str:
-    """The draft, and what is done with it beyond what the other columns say."""
+    """The draft's name, and settings that have no column of their own."""
     words = method["title"].removesuffix(f" with {method['draft']}")
     if speed.drafts_in_our_loop(method):
         further = [f"{k}={v}" for k, v in method["keywords"].items() if k not in _COLUMNS]

@@ -51,7 +51,7 @@ def terminal(result: Result, stem: Path) -> str:
 
 
 def choice(result: Result, tuned: Tuned) -> list[str]:
-    """The choice, how to ask for it, what it costs to prepare, and what was as fast; or that plain decoding is best."""
+    """The choice, its settings, its cost of preparation, and what was as fast; or that plain decoding is best."""
     if tuned["choice"] is None:
         best = next(iter(last_ratios(tuned).items()), None)
         if best is None:
@@ -90,7 +90,7 @@ def last_ratios(tuned: Tuned) -> dict[str, Interval]:
 
 
 def tried(tuned: Tuned) -> list[tuple[str, str, Interval, int]]:
-    """(candidate, last stage as race.stage, its ratio there, examples), those that went furthest first."""
+    """(candidate, last stage as race.stage, its ratio there, examples); those that got furthest come first."""
     found: dict[str, tuple[str, str, Interval, int]] = {}
     for number_of_race, race in reversed(list(enumerate(tuned["races"], start=1))):
         for number_of_stage, stage in reversed(list(enumerate(race, start=1))):
