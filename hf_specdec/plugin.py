@@ -27,7 +27,7 @@ from transformers import (
 from hf_specdec.checks import check_cache_implementation, check_is_model, check_synced_gpus
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
-from hf_specdec.models.traits import media_of
+from hf_specdec.models.traits import media_of, wrapped_model
 from hf_specdec.prepared.engine_store import release
 
 ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
@@ -99,7 +99,7 @@ def enable(
     else:
         SpeculationConfig(generation_strategy, **settings)
     given = {"assistant_model": assistant_model, "generation_strategy": generation_strategy, **settings}
-    enabled = Enabled(_base(model), {key: value for key, value in given.items() if value is not _UNSET})
+    enabled = Enabled(wrapped_model(model), {key: value for key, value in given.items() if value is not _UNSET})
     _stack.append(enabled)
     if not _installed:
         wrapper = _wrap(GenerationMixin.generate)
@@ -114,9 +114,9 @@ def disable(model: PreTrainedModel | None = None) -> None:
 
     Also frees what compiled and captured rounds keep between calls, see `release`.
     """
-    release(None if model is None else _base(model))
+    release(None if model is None else wrapped_model(model))
     for enabled in reversed(_stack):
-        if model is None or enabled.is_for(_base(model)):
+        if model is None or enabled.is_for(wrapped_model(model)):
             _remove(enabled)
             return
 
@@ -129,11 +129,6 @@ def _remove(enabled: Enabled) -> None:
         if GenerationMixin.generate is wrapper:
             GenerationMixin.generate = replaced
         del GenerationMixin.init_continuous_batching  # it was inherited
-
-
-def _base(model: Any) -> Any:
-    """The model that runs `generate`: an adapter model (PEFT) wraps another one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:

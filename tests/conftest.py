@@ -7,15 +7,18 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 from helpers.distributions import VOCABULARY
-from helpers.models import llama, noisy
+from helpers.models import llama, noisy, t5
 from helpers.tiny_pair import save_pair
 from transformers import PreTrainedModel
+
+import hf_specdec
 
 torch.set_num_threads(1)
 
@@ -36,6 +39,27 @@ def toy_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     """A target whose outputs can be enumerated, and a draft near it."""
     target = llama(seed=5, vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
     return target, noisy(target, 0.35)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A decoder-only target in float64 and a draft near it, which no test of a module may change."""
+    target = llama()
+    return target, noisy(target)
+
+
+@pytest.fixture(scope="module")
+def t5_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same of encoder-decoder models."""
+    target = t5()
+    return target, noisy(target)
+
+
+@pytest.fixture
+def enabled() -> Iterator[None]:
+    """All models' `generate` takes the package's settings."""
+    with hf_specdec.enable():
+        yield
 
 
 @pytest.fixture(scope="session")

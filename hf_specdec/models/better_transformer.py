@@ -15,6 +15,8 @@ from torch.nn import functional
 from transformers import Cache, PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
+from hf_specdec.models.traits import wrapped_model
+
 
 class BloomSdpaAttention(BloomAttention):
     """BLOOM's attention through SDPA, with the same weights; results differ only by rounding.
@@ -103,15 +105,15 @@ def to_eager_attention(model: PreTrainedModel) -> PreTrainedModel:
     _set_attention(model, "eager")
     if attention_of(model) != "eager":
         raise ValueError(
-            f"{type(_base(model)).__name__} can't leave its attention {attention_of(model)!r} once it is loaded: load "
-            "it with attn_implementation='eager'."
+            f"{type(wrapped_model(model)).__name__} can't leave its attention {attention_of(model)!r} once it is "
+            "loaded: load it with attn_implementation='eager'."
         )
     return model
 
 
 def better_transformer_refusal(model: PreTrainedModel) -> str | None:
     """Why `to_better_transformer` can't be applied to a model, with the way out; None if it can."""
-    name, parts = type(_base(model)).__name__, _parts(model)
+    name, parts = type(wrapped_model(model)).__name__, _parts(model)
     # First: transformers 5.17 loads Gemma 2 with SDPA, which ignores the cap.
     caps = {getattr(part.config, "attn_logit_softcapping", None) for part in parts} - {None}
     if caps:
@@ -140,16 +142,12 @@ def attention_of(model: PreTrainedModel) -> str:
     own = _bloom_attentions(model)
     if own and all(isinstance(module, BloomSdpaAttention) for module in own):
         return "sdpa"
-    return str(_base(model).config._attn_implementation)
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return str(wrapped_model(model).config._attn_implementation)
 
 
 def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
     """A model and the models that it is made of, such as an encoder and a decoder."""
-    return [module for module in _base(model).modules() if isinstance(module, PreTrainedModel)]
+    return [module for module in wrapped_model(model).modules() if isinstance(module, PreTrainedModel)]
 
 
 def _set_attention(model: PreTrainedModel, attention: str) -> None:

@@ -21,6 +21,11 @@ def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[tor
     return torch.inference_mode if plain else torch.no_grad
 
 
+def wrapped_model(model: Any) -> Any:
+    """The model that runs `generate`: an adapter model (PEFT) wraps another one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 # Prefixes of the arguments that pass pictures, video or sound to a model, encoded or not.
 MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "mm_encoder_outputs")
 

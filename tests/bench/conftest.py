@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.script import load_script
 
 from hf_specdec.bench.running import warming
 from hf_specdec.bench.running.processes import Processes
@@ -26,6 +28,11 @@ warming.MOST_WARM_UPS = 3
 SUMS = "".join(
     f'{{"q": "How much is {a} and {b}?", "a": "{a + b}", "kind": "x"}}\n' for a, b in ((2, 2), (2, 3), (4, 5))
 )
+
+
+@pytest.fixture(scope="session")
+def script() -> ModuleType:
+    return load_script()
 
 
 @pytest.fixture(scope="session")

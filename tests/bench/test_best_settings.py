@@ -7,17 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.tables import rows_of
 
 from hf_specdec.bench.figures import passes, speed
 from hf_specdec.bench.reports import best_settings
 from hf_specdec.bench.reports.tables import sweep as sweep_tables
 
 Result = dict[str, Any]
-
-
-def rows_of(text: str) -> list[dict[str, str]]:
-    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def timed(result: Result, rates: dict[str, float]) -> Result:

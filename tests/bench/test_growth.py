@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.tables import rows_of
 from helpers.tiny_pair import save_pair
 
 from hf_specdec.bench.reports.tables import growth as growth_tables
@@ -25,9 +26,7 @@ def made_up(memory: list[int], graphs: list[int]) -> dict[str, Any]:
 
 def growth_of(memory: list[int], graphs: list[int]) -> tuple[str, str, str]:
     """Calls between which growth is counted, growth of the resident memory, and of the compiled graphs."""
-    header, _, row = growth_tables.growth_table(made_up(memory, graphs)).splitlines()
-    cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in (header, row))
-    shown = dict(zip(*cells, strict=True))
+    (shown,) = rows_of(growth_tables.growth_table(made_up(memory, graphs)))
     return shown["Calls"], shown["Resident (MiB)"], shown["Compiled graphs"]
 
 

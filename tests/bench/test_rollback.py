@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tables import rows_of
 
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.reports.tables import rollback as tables
@@ -95,10 +96,8 @@ def test_each_way_is_predicted_from_its_own_passes(pair: LoadedPair, monkeypatch
     }
     monkeypatch.setattr(tables.rounds, "alpha", lambda calls: 1.0)
     monkeypatch.setattr(tables.passes, "pooled", lambda known: tables.passes.Costs({1: 0.0}, {1: 1.0}))
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in tables.rollback_table(result).splitlines()
-    ]
-    assert [(row[0], row[3], row[4]) for row in rows[2:]] == [
+    rows = rows_of(tables.rollback_table(result))
+    assert [(row[""], row["Kept (MB)"], row["Predicted speedup"]) for row in rows] == [
         ("Token by token", "3.0", "2.00"),
         ("Replay", "2.0", "1.00"),
         ("Checkpoint", "1.0", "0.50"),

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers.script import load_script
 from helpers.tiny_pair import CONTEXT, save_pair
 
 from hf_specdec.bench.inputs import questions
@@ -19,11 +18,6 @@ from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage.results import load
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load_script()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers.integrations.accelerate as placement
 from helpers.resolution import resolution
-from helpers.script import load_script
 from helpers.tiny_pair import save_pair
 
 from hf_specdec.bench.figures.divergence import divergence, first_divergence, next_logits
@@ -37,11 +36,6 @@ FOR_T5 = [
     "--dtype float32 --precision int8 --draft_precision int4",
     "--dtype float32 --device_map auto",
 ]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load_script()
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,6 @@ from hf_specdec.models.better_transformer import attention_of
 
 
 @pytest.fixture(scope="module")
-def models(saved_pair: tuple[Path, Path]) -> tuple[Path, Path]:
-    return saved_pair
-
-
-@pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three short questions, so that runs are short too."""
     path = tmp_path_factory.mktemp("data") / "three.jsonl"
@@ -37,8 +32,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def settings_for(models: tuple[Path, Path], dataset: Path, task: str, **more: Any) -> Settings:
-    target, draft = models
+def settings_for(saved_pair: tuple[Path, Path], dataset: Path, task: str, **more: Any) -> Settings:
+    target, draft = saved_pair
     return Settings(
         task=task, model_name=str(target), assistant_model=str(draft), assisted_generation=True, max_new_tokens=9,
         dataset=str(dataset), prompt_column="q", reference_column="a", repeats=2, output_dir=dataset.parent / task,
@@ -47,23 +42,23 @@ def settings_for(models: tuple[Path, Path], dataset: Path, task: str, **more: An
 
 
 @pytest.fixture(scope="module")
-def pairs(models: tuple[Path, Path], dataset: Path) -> list[LoadedPair]:
-    drafts = tuple(map(str, (models[1], models[0])))
-    return load_pairs(settings_for(models, dataset, "sweep"), drafts)
+def pairs(saved_pair: tuple[Path, Path], dataset: Path) -> list[LoadedPair]:
+    drafts = tuple(map(str, (saved_pair[1], saved_pair[0])))
+    return load_pairs(settings_for(saved_pair, dataset, "sweep"), drafts)
 
 
-def contest(models: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair], **more: Any) -> list[dict[str, Any]]:
+def contest(saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair], **more: Any) -> list[dict[str, Any]]:
     """What the methods of a sweep's grid are."""
-    settings = settings_for(models, dataset, "sweep", **more)
+    settings = settings_for(saved_pair, dataset, "sweep", **more)
     found = [one.method.describe() for one in sweep.grid(settings, pairs)]
     assert len({method["name"] for method in found}) == len(found), "names tell rows apart"
     return found
 
 
 def test_a_sweep_tries_all_lookaheads_auto_and_the_entropy_stop(
-    models: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
+    saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
 ) -> None:
-    found = contest(models, dataset, pairs)
+    found = contest(saved_pair, dataset, pairs)
     assert [method["kind"] for method in found[:4]] == ["plain", "none", "assisted", "assisted"]
     for pair in pairs:
         mine = [method for method in found[4:] if method["draft"] == pair.draft_name]
@@ -73,50 +68,52 @@ def test_a_sweep_tries_all_lookaheads_auto_and_the_entropy_stop(
     assert len(found) == 4 + 2 * (len(sweep.LOOKAHEADS) + 1)
 
 
-def test_a_sweep_crosses_what_it_is_given(models: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]) -> None:
+def test_a_sweep_crosses_what_it_is_given(
+    saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
+) -> None:
     grid = {
         "num_assistant_tokens": (2, "auto"), "verification": ("token", "block"), "drafter": ("model", "hybrid"),
         "entropy_threshold": (0.3, 0.5), "compile": (False, True),
     }  # fmt: skip
-    found = [method for method in contest(models, dataset, pairs[:1], grid=grid) if method["kind"] == "speculative"]
+    found = [method for method in contest(saved_pair, dataset, pairs[:1], grid=grid) if method["kind"] == "speculative"]
     assert len(found) == 2**5
     for name, values in grid.items():
         assert {method["keywords"].get(name, False) for method in found} == set(values)
-    baselines = [m["name"] for m in contest(models, dataset, pairs[:1], grid=grid) if m["kind"] == "none"]
+    baselines = [m["name"] for m in contest(saved_pair, dataset, pairs[:1], grid=grid) if m["kind"] == "none"]
     assert baselines == ["none eager", "none compiled"]
     assert {method["same_engine"] for method in found} == set(baselines)
 
 
-def test_thresholds_bring_bild_in(models: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]) -> None:
+def test_thresholds_bring_bild_in(saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]) -> None:
     grid = {"fallback_threshold": (0.0, 0.1), "rollback_threshold": (0.0, 3.0, 5.0)}
-    found = contest(models, dataset, pairs, grid=grid)
+    found = contest(saved_pair, dataset, pairs, grid=grid)
     bild = [method for method in found if method["kind"] == "bild"]
     places = {(m["draft"], m["keywords"]["fallback_threshold"], m["keywords"]["rollback_threshold"]) for m in bild}
     assert len(bild) == len(places) == 2 * 2 * 3
     # At the usual lookahead, beside speculative decoding at the same.
     assert {m["lookahead"] for m in found if m["kind"] in ("bild", "speculative")} == {4}
     assert sum(method["kind"] == "speculative" for method in found) == 2
-    assert [m["kind"] for m in contest(models, dataset, pairs[:1], generation_strategy="bild")][-1] == "bild"
+    assert [m["kind"] for m in contest(saved_pair, dataset, pairs[:1], generation_strategy="bild")][-1] == "bild"
 
 
 def test_lossy_strategies_come_with_their_own_settings_alone(
-    models: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
+    saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
 ) -> None:
     grid = {"lenience": (0.5, 0.1), "assistant_ensemble_weight": (0.3,), "drafter": ("model", "hybrid")}
-    found = [m for m in contest(models, dataset, pairs[:1], grid=grid) if m["kind"] in LOSSY_STRATEGIES]
+    found = [m for m in contest(saved_pair, dataset, pairs[:1], grid=grid) if m["kind"] in LOSSY_STRATEGIES]
     own = {name for names in STRATEGY_SETTINGS.values() for name in names}
     told = [(m["kind"], m["keywords"]["drafter"], *(v for k, v in m["keywords"].items() if k in own)) for m in found]
     lenient = [("lenient", drafter, value) for value in (0.5, 0.1) for drafter in ("model", "hybrid")]
     assert told == [*lenient, ("ensemble", "model", 0.3)], "an ensemble can't mix copies"
-    named = contest(models, dataset, pairs[:1], generation_strategy="typical")
+    named = contest(saved_pair, dataset, pairs[:1], generation_strategy="typical")
     assert [m["keywords"].get("posterior_threshold") for m in named if m["kind"] == "typical"] == [0.09]
 
 
-def test_a_sweep_from_end_to_end(models: tuple[Path, Path], dataset: Path) -> None:
+def test_a_sweep_from_end_to_end(saved_pair: tuple[Path, Path], dataset: Path) -> None:
     grid = {"num_assistant_tokens": (1, 3), "fallback_threshold": (0.1,), "rollback_threshold": (0.0, 3.0)}
     grid |= {"lenience": (1.0, 0.01)}
-    drafts = tuple(map(str, (models[1], models[0])))
-    settings = settings_for(models, dataset, "sweep", draft_models=drafts, grid=grid)
+    drafts = tuple(map(str, (saved_pair[1], saved_pair[0])))
+    settings = settings_for(saved_pair, dataset, "sweep", draft_models=drafts, grid=grid)
     sweep.run_sweep(settings, Processes())
     result = load(settings.output_dir / f"{stem(settings)}.json.gz")
     assert len(result["methods"]) == 2 + 2 + 4 + 8 + 8 and len(result["calls"]) == len(result["methods"]) * 3 * 2
@@ -148,8 +145,8 @@ def test_drafts_without_being_named() -> None:
         sweep.drafts_of(Settings(model_name="nobody/knows"))
 
 
-def test_rows_of_the_ablation(models: tuple[Path, Path], dataset: Path) -> None:
-    settings = settings_for(models, dataset, "ablation")
+def test_rows_of_the_ablation(saved_pair: tuple[Path, Path], dataset: Path) -> None:
+    settings = settings_for(saved_pair, dataset, "ablation")
     found = [method.describe() for method in ablation.rows(settings, load_pair(settings))]
     rows = {(m["kind"], m["cache"], m["better_transformer"]): m for m in found}
     switches = [(cache, better) for cache in (False, True) for better in (False, True)]
@@ -164,8 +161,8 @@ def test_rows_of_the_ablation(models: tuple[Path, Path], dataset: Path) -> None:
             assert method["same_engine"] == rows[("none", *switch)]["name"]
 
 
-def test_rows_really_differ_in_attention_and_cache(models: tuple[Path, Path], dataset: Path) -> None:
-    settings = settings_for(models, dataset, "ablation")
+def test_rows_really_differ_in_attention_and_cache(saved_pair: tuple[Path, Path], dataset: Path) -> None:
+    settings = settings_for(saved_pair, dataset, "ablation")
     pair = load_pair(settings)
     prompt, texts = Prompt(0, "x", tuple(range(5, 25))), []
     for method in ablation.rows(settings, pair):
@@ -177,8 +174,8 @@ def test_rows_really_differ_in_attention_and_cache(models: tuple[Path, Path], da
 
 
 def test_models_without_better_transformer_are_refused(
-    models: tuple[Path, Path], dataset: Path, monkeypatch: pytest.MonkeyPatch
+    saved_pair: tuple[Path, Path], dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_specdec.bench.models.loading.better_transformer_refusal", lambda model: "this one can't")
     with pytest.raises(BenchError, match="--better_transformer: this one can't"):
-        run_ablation(settings_for(models, dataset, "ablation"), Processes())
+        run_ablation(settings_for(saved_pair, dataset, "ablation"), Processes())

@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from helpers.tables import rows_of
 
 from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.reports import rendering
@@ -21,12 +22,6 @@ from hf_specdec.bench.running.timed_call import Call
 from hf_specdec.bench.storage.results import SUFFIX, load
 
 Result = dict[str, Any]
-
-
-def rows_of(text: str) -> list[dict[str, str]]:
-    """The rows of a table, by column."""
-    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def calls(result: Result, method: str, prompts: set[int] | None = None, batch: int | None = None) -> list[Call]:

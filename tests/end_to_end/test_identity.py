@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.families import EAGER, EOS, FAMILIES, pair, prompts
+from helpers.families import EAGER, EOS, FAMILIES, PAD, pair, prompts
 from helpers.pairwise import pairwise
 
 import hf_specdec
@@ -65,6 +65,7 @@ def test_a_row_of_a_batch_equals_its_single_run(family: str) -> None:
         for row in range(4):
             alone = target.generate(**{key: value[row : row + 1] for key, value in inputs.items()}, **settings)
             assert torch.equal(together[row, : alone.shape[1]], alone[0])
+            assert (together[row, alone.shape[1] :] == PAD).all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

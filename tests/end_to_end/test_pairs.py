@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -11,25 +10,20 @@ import torch
 from helpers.models import PAD, llama, noisy, prompts, resized, t5
 from helpers.word_tokenizer import word_tokenizer
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-import hf_specdec
 from hf_specdec import last_speculation
 
+pytestmark = pytest.mark.usefixtures("enabled")
 NEW_TOKENS = 20
 SPECULATIVE = {"generation_strategy": "speculative", "num_assistant_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    target = llama()
-    return target, noisy(target)
-
-
-@pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
-    with hf_specdec.enable():
-        yield
 
 
 def both(pair: tuple[PreTrainedModel, PreTrainedModel], **call: Any) -> tuple[Tensor, Tensor]:
@@ -75,23 +69,6 @@ def test_a_draft_in_another_dtype(pair, rows: int, dtype: torch.dtype, encoder_d
     assert stats is not None and stats.accepted > 0
 
 
-@pytest.mark.parametrize("encoder_decoder", [False, True])
-def test_several_returned_sequences(pair, encoder_decoder: bool) -> None:
-    """Greedy copies are equal, so that each has to be plain's; sampled ones are as many."""
-    models = pair if not encoder_decoder else (t5(), noisy(t5()))
-    sampled = models[0].generate(
-        **prompts(2),
-        do_sample=True,
-        top_k=1,
-        num_return_sequences=3,
-        max_new_tokens=NEW_TOKENS,
-        assistant_model=models[1],
-        **SPECULATIVE,
-    )
-    expected, _ = both(models, **prompts(2))
-    assert torch.equal(sampled, expected.repeat_interleave(3, 0))
-
-
 class StopAt(StoppingCriteria):
     """Stops all rows at a length that no round need end at."""
 
@@ -109,8 +86,7 @@ def test_a_conversation_over_a_cache_of_the_user_s(pair, stop: int | None, as_di
     """The second turn reads the cache that the first one left, which holds all but the last token shown."""
     target, draft = pair
     if window is not None:
-        settings = {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"]}
-        target = _with_window(settings)
+        target = _with_window(window)
         draft = noisy(target)
     texts = []
     for speculation in ({}, {"assistant_model": draft, **SPECULATIVE}):
@@ -137,21 +113,13 @@ def test_a_conversation_over_a_cache_of_the_user_s(pair, stop: int | None, as_di
     assert torch.equal(*texts)
 
 
-def _with_window(settings: dict[str, Any]) -> PreTrainedModel:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
+def _with_window(window: int) -> PreTrainedModel:
     torch.manual_seed(4)
     config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        use_sliding_window=True,
-        initializer_range=0.2,
-        **settings,
-    )
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, use_sliding_window=True, sliding_window=window, initializer_range=0.2,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
     return Qwen2ForCausalLM(config).to(torch.float64).eval()
 
 
@@ -165,11 +133,8 @@ def strangers() -> dict[str, Any]:
         shared = [word for word in theirs if word in ours]
         mine, other = [ours[w] for w in shared], [theirs[w] for w in shared]
         draft.load_state_dict({**noisy(target).state_dict(), **_rows_of(target, mine, other, len(theirs))})
-    return {
-        "target": target,
-        "draft": draft,
-        "tokenizers": {"tokenizer": word_tokenizer(), "assistant_tokenizer": word_tokenizer(50, order=-1)},
-    }
+    tokenizers = {"tokenizer": word_tokenizer(), "assistant_tokenizer": word_tokenizer(50, order=-1)}
+    return {"target": target, "draft": draft, "tokenizers": tokenizers}
 
 
 def _rows_of(target: PreTrainedModel, mine: list[int], other: list[int], size: int) -> dict[str, Tensor]:
@@ -211,21 +176,3 @@ def test_different_tokenizers_leave_the_draft_as_it_was(strangers, sampling: boo
     assert stats is not None and stats.accepted > 0
     if not sampling:
         assert torch.equal(output, target.generate(**call))
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_ragged_row_equals_its_run_alone_with_the_same_padding(pair, rows: int) -> None:
-    inputs = prompts(rows)
-    together = pair[0].generate(
-        **inputs, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=pair[1], **SPECULATIVE
-    )
-    for row in range(rows):
-        alone = pair[0].generate(
-            **{key: value[row : row + 1] for key, value in inputs.items()},
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            assistant_model=pair[1],
-            **SPECULATIVE,
-        )
-        assert torch.equal(together[row, : alone.shape[1]], alone[0])
-        assert (together[row, alone.shape[1] :] == PAD).all()

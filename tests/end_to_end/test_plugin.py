@@ -12,13 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.models import EOS, PAD, Passes, llama, noisy, prompts
-from helpers.word_tokenizer import word_tokenizer
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedModel,
-    pipeline,
-)
+from helpers.streamer import Streamer
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import hf_specdec
@@ -231,33 +226,9 @@ def test_transformers_own_assisted_generation_is_as_if_the_package_were_not_ther
     assert last_speculation(target) is None and last_speculation(draft) is None
 
 
-def test_a_pipeline_speculates_by_the_defaults_of_enable(pair) -> None:
-    target, draft = pair
-    tokenizer = word_tokenizer()
-    text = tokenizer.decode(prompts(1)["input_ids"][0])
-    generator = pipeline("text-generation", model=target, tokenizer=tokenizer, device="cpu")
-    plain = generator(text, **GREEDY)
-    assert last_speculation(target) is None
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        assert generator(text, **GREEDY) == plain
-    stats = last_speculation(target)
-    assert stats is not None and stats.new_tokens == 12
-
-
 def test_the_hook_without_patching(pair) -> None:
     """`custom_generate`, its streamer bound: tokens of plain `generate`, the streamer fed and ended."""
     target, draft = pair
-
-    class Streamer:
-        def __init__(self) -> None:
-            self.calls: list[Any] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.calls.append(value.tolist())
-
-        def end(self) -> None:
-            self.calls.append("end")
-
     streamer = Streamer()
     decoding = SpeculativeDecoding(draft, num_assistant_tokens=3, streamer=streamer)
     plain = target.generate(**prompts(1), **GREEDY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,17 +27,7 @@ from transformers.cache_utils import DynamicLayer, QuantizedLayer
 import hf_specdec
 from hf_specdec import SpeculationConfig, SpeculativeDecoding
 
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    target = llama()
-    return target, noisy(target)
-
-
-@pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
-    with hf_specdec.enable():
-        yield
+pytestmark = pytest.mark.usefixtures("enabled")
 
 
 def refused(target: PreTrainedModel, draft: PreTrainedModel | None, *words: str, **call: Any) -> None:
@@ -113,11 +103,6 @@ def test_the_limits_themselves_are_values(pair, settings: dict[str, Any]) -> Non
     assert output.shape[1] <= 13
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "hybrid"])
-def test_an_ensemble_with_copies(pair, drafter: str) -> None:
-    refused(*pair, f"drafter={drafter!r}", "drafter='model'", generation_strategy="ensemble", drafter=drafter)
-
-
 @pytest.mark.parametrize("name", ["rollback_treshold", "gamma"])
 def test_an_unknown_field(pair, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=3.*rollback_threshold"):
@@ -159,30 +144,49 @@ def test_a_draft_of_the_other_kind(pair) -> None:
     refused(seq2seq, pair[1], "assistant_model=LlamaForCausalLM is a decoder-only model", way_out)
 
 
-OTHER_MODES: list[dict[str, Any]] = [
-    {"dola_layers": "high"},
-    {"penalty_alpha": 0.6, "top_k": 4},
-    {"force_words_ids": [[5]]},
-    {"prompt_lookup_num_tokens": 3},
-    {"assistant_early_exit": 1},
+OTHER_MODES = {
+    "dola_layers": "high",
+    "force_words_ids": [[5]],
+    "prompt_lookup_num_tokens": 3,
+    "assistant_early_exit": 1,
+}
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    *(
+        ({name: value}, [f"{name}={value!r}", f"leave {name} out", "without speculation"])
+        for name, value in OTHER_MODES.items()
+    ),
+    ({"penalty_alpha": 0.6, "top_k": 4}, ["penalty_alpha=0.6", "leave penalty_alpha out", "without speculation"]),
+    *(
+        ({"cache_implementation": name}, [f"cache_implementation='{name}'", "'dynamic'", "without speculation"])
+        for name in ("quantized", "paged", "offloaded", "offloaded_static")
+    ),
+    *(
+        ({name: True, "return_dict_in_generate": True}, [f"{name}=True", f"leave {name} out"])
+        for name in ("output_attentions", "output_hidden_states")
+    ),
+    *(
+        ({"drafter": name, "generation_strategy": "ensemble"}, [f"drafter={name!r}", "drafter='model'"])
+        for name in ("lookup", "hybrid")
+    ),
+    ({"num_beams": 3}, ["num_beams=3", "num_beams=1"]),
+    ({"inputs_embeds": torch.zeros(1, 4, 32, dtype=torch.float64)}, ["inputs_embeds", "input_ids"]),
+    ({"guidance_scale": 1.5}, ["guidance_scale=1.5", "leave it out"]),
+    (
+        {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3]), "do_sample": True},
+        ["watermarking_config={", "'ngram_len': 3", "SynthID", "leave it out"],
+    ),
 ]
 
 
-@pytest.mark.parametrize("mode", OTHER_MODES, ids=lambda mode: next(iter(mode)))
-def test_another_way_of_decoding(pair, mode: dict[str, Any]) -> None:
-    name, value = next(iter(mode.items()))
-    refused(*pair, f"{name}={value!r}", f"leave {name} out", "without speculation", **mode)
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=lambda value: next(iter(value)))
+def test_what_a_call_can_not_have(pair, call: dict[str, Any], words: list[str]) -> None:
+    refused(*pair, *words, **call)
 
 
 def test_a_penalty_that_means_nothing_in_sampling(pair) -> None:
     """Control: there plain `generate` doesn't read it either."""
     call = {**prompts(1), "max_new_tokens": 4, "penalty_alpha": 0.6, "top_k": 4, "do_sample": True}
     assert pair[0].generate(**call, assistant_model=pair[1], generation_strategy="speculative").shape[1] <= 13
-
-
-@pytest.mark.parametrize("name", ["quantized", "paged", "offloaded", "offloaded_static"])
-def test_kinds_of_cache(pair, name: str) -> None:
-    refused(*pair, f"cache_implementation='{name}'", "'dynamic'", "without speculation", cache_implementation=name)
 
 
 def test_a_missing_draft(pair) -> None:
@@ -192,37 +196,6 @@ def test_a_missing_draft(pair) -> None:
 
 def test_a_strategy_beside_another_custom_loop(pair) -> None:
     refused(*pair, "custom_generate", "SpeculativeDecoding", custom_generate=SpeculativeDecoding(pair[1]))
-
-
-def test_beams(pair) -> None:
-    refused(*pair, "num_beams=3", "num_beams=1", num_beams=3)
-
-
-@pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
-def test_outputs_per_token_that_a_round_does_not_have(pair, name: str) -> None:
-    refused(*pair, f"{name}=True", f"leave {name} out", **{name: True, "return_dict_in_generate": True})
-
-
-def test_embeddings_as_inputs(pair) -> None:
-    embeddings = torch.randn(1, 4, 32, dtype=torch.float64)
-    refused(*pair, "inputs_embeds", "input_ids", inputs_embeds=embeddings)
-
-
-def test_classifier_free_guidance(pair) -> None:
-    refused(*pair, "guidance_scale=1.5", "leave it out", guidance_scale=1.5)
-
-
-def test_synthid(pair) -> None:
-    watermark = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])
-    refused(
-        *pair,
-        "watermarking_config={",
-        "'ngram_len': 3",
-        "SynthID",
-        "leave it out",
-        watermarking_config=watermark,
-        do_sample=True,
-    )
 
 
 class Halves(QuantizedLayer):
@@ -263,15 +236,10 @@ def test_a_cache_of_states_only_with_a_text_in_it(pair) -> None:
     refused(target, pair[1], "cache_params=DynamicCache", "how long", "leave cache_params out", cache_params=cache)
 
 
-def test_a_draft_without_weights(pair) -> None:
+def test_models_without_weights(pair) -> None:
     with torch.device("meta"):
         empty = llama()
     refused(pair[0], empty, "assistant_model=LlamaForCausalLM", "meta", "device_map")
-
-
-def test_a_target_without_weights(pair) -> None:
-    with torch.device("meta"):
-        empty = llama()
     refused(empty, pair[1], "model=LlamaForCausalLM", "meta", "device_map")
 
 
@@ -313,7 +281,7 @@ def test_no_draft_encoder_inputs() -> None:
 
 def test_refusals_leave_the_models_usable(pair) -> None:
     """Control: the same call without the refused argument runs."""
-    test_beams(pair)
+    refused(*pair, "num_beams=3", num_beams=3)
     call = {**prompts(1), "do_sample": False, "max_new_tokens": 8}
     expected = pair[0].generate(**call)
     assert torch.equal(pair[0].generate(**call, assistant_model=pair[1], generation_strategy="speculative"), expected)

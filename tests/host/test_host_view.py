@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers.models import EOS, PAD, VOCABULARY, Passes, encoder_prompts, llama, noisy, prompts, t5
+from helpers.models import EOS, PAD, VOCABULARY, Passes, encoder_prompts, llama, noisy, prompts
+from helpers.streamer import Streamer
 from helpers.word_tokenizer import word_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
 
+pytestmark = pytest.mark.usefixtures("enabled")
 NEW_TOKENS = 20
 STRATEGIES = {
     "speculative": {"generation_strategy": "speculative", "num_assistant_tokens": 4},
     "bild": {"generation_strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.05},
 }
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    target = llama()
-    return target, noisy(target)
-
-
-@pytest.fixture(scope="module")
-def t5_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    target = t5()
-    return target, noisy(target)
-
-
-@pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
-    with hf_specdec.enable():
-        yield
 
 
 def both(pair: tuple[PreTrainedModel, PreTrainedModel], strategy: str = "speculative", **call: Any) -> tuple[Any, Any]:
@@ -100,23 +83,11 @@ class Walk:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_constraints_are_asked_for_their_own_row_and_allowed_text_only(pair, strategy: str) -> None:
     inputs = prompts(4)
-    expected, output = both(
-        pair,
-        strategy,
-        **inputs,
-        prefix_allowed_tokens_fn=_padded(Walk(inputs["input_ids"].shape[1])),
-        max_new_tokens=30,
-    )
+    walk, call = Walk(inputs["input_ids"].shape[1]), {**inputs, "do_sample": False, "max_new_tokens": 30}
+    expected, output = both(pair, strategy, **call, prefix_allowed_tokens_fn=_padded(walk))
     assert torch.equal(output, expected)
-    strict = pair[0].generate(
-        **inputs,
-        do_sample=False,
-        max_new_tokens=30,
-        prefix_allowed_tokens_fn=Walk(inputs["input_ids"].shape[1]),
-        assistant_model=pair[1],
-        **STRATEGIES[strategy],
-    )
-    assert torch.equal(strict, expected)
+    call |= {"assistant_model": pair[1], **STRATEGIES[strategy]}
+    assert torch.equal(pair[0].generate(**call, prefix_allowed_tokens_fn=walk), expected)
 
 
 def _padded(walk: Walk) -> Any:
@@ -245,24 +216,6 @@ def test_lengths_are_kept_to_the_token(pair, limit: int) -> None:
     assert torch.equal(*by_length) and torch.equal(by_length[1], by_count[1])
 
 
-class Streamer:
-    """Remembers what it is fed; breaks off with `error` at a given call."""
-
-    def __init__(self, error: type[BaseException] | None = None, at: int = 4) -> None:
-        self.calls: list[Any] = []
-        self.error, self.at = error, at
-
-    def put(self, value: Tensor) -> None:
-        """A column, or the prompt."""
-        self.calls.append(value.tolist())
-        if self.error is not None and len(self.calls) == self.at:
-            raise self.error("enough")
-
-    def end(self) -> None:
-        """The end."""
-        self.calls.append("end")
-
-
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_streamer_is_fed_as_by_plain_generate(pair, rows: int) -> None:
     """Beyond batch 1 as well: one `[B]` column after another, pads for rows that have ended."""
@@ -329,33 +282,19 @@ def test_a_dict_without_scores_has_none(pair) -> None:
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_a_round_costs_at_most_one_target_pass_for_the_whole_batch(pair, t5_pair, family, rows, strategy) -> None:
     models, inputs = (pair, prompts(rows)) if family == "llama" else (t5_pair, encoder_prompts(rows))
+    call = {**inputs, "do_sample": False, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     with Passes(models[0]) as target, Passes(models[1]) as draft:
-        output = models[0].generate(
-            **inputs,
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            return_dict_in_generate=True,
-            assistant_model=models[1],
-            **STRATEGIES[strategy],
-        )
+        output = models[0].generate(**call, assistant_model=models[1], **STRATEGIES[strategy])
     assert 0 < target.count <= len(output.speculation.rounds)
     assert draft.count == sum(r.draft_steps for r in output.speculation.rounds)
     assert output.speculation.accepted > 0
 
 
-@pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_target_as_its_own_draft_accepts_everything(pair, rows: int, sampling: bool) -> None:
+def test_a_sampling_target_as_its_own_draft_accepts_everything(pair, rows: int) -> None:
     torch.manual_seed(0)
-    output = pair[0].generate(
-        **prompts(rows),
-        do_sample=sampling,
-        max_new_tokens=NEW_TOKENS,
-        return_dict_in_generate=True,
-        assistant_model=pair[0],
-        **STRATEGIES["speculative"],
-    )
-    stats = output.speculation
+    call = {**prompts(rows), "do_sample": True, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+    stats = pair[0].generate(**call, assistant_model=pair[0], **STRATEGIES["speculative"]).speculation
     assert stats.drafted == stats.accepted > 0
     assert stats.alpha == pytest.approx(1.0, abs=1e-5)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.rules.round_statistics import reached_overlap
+from hf_specdec.rules.round_statistics import Round, SpeculationStats, reached_overlap
 from hf_specdec.rules.sampling import draw
 from hf_specdec.rules.verification import Verification, block_verification, greedy, speculative_sampling
 
@@ -154,6 +154,15 @@ def test_greedy_keeps_the_longest_prefix_of_argmaxes() -> None:
         assert int(verified.n_accepted) == expected
         assert verified.overlap.tolist() == [[float(a == b) for a, b in zip(drafts, choices, strict=False)]]
         assert int(verified.next_token) == choices[expected]
+
+
+def test_rows_that_have_ended_take_part_in_no_pass() -> None:
+    """τ of two rows, of which one ends after the first round: 6 tokens in 3 passes."""
+    times = {"draft_seconds": 0.0, "verify_seconds": 0.0, "seconds": 0.0, "draft_steps": 2, "width": 3}
+    rounds = [Round((2, 2), (2, 0), (3, 1), (2.0, 0.0), **times), Round((2, 0), (1, 0), (2, 0), (1.0, 0.0), **times)]
+    stats = SpeculationStats("speculative", rounds)
+    assert (stats.target_passes, stats.tokens_per_round) == (3, 2.0)
+    assert stats.acceptance_by_position == [2 / 3, 1 / 2]
 
 
 def test_greedy_breaks_ties_as_argmax_does() -> None:

@@ -67,6 +67,11 @@ _NICKNAMES = {
 }
 
 
+def short_name(name: str) -> str:
+    """The last part of a model's name or path."""
+    return name.rstrip("/").rsplit("/", 1)[-1]
+
+
 def full_name(name: str) -> str:
     """The folder, embedded name or hub name that `name` stands for.
 
@@ -75,12 +80,12 @@ def full_name(name: str) -> str:
     """
     if (Path(name) / "config.json").is_file() or name in embedded.names():
         return name
-    short = name.lower().removesuffix("/").rsplit("/", 1)[-1]
+    short = short_name(name).lower()
     if "/" not in name:
         if short in _NICKNAMES:
             return _NICKNAMES[short]
         for known in _hub_names():
-            if known.rsplit("/", 1)[-1].lower() == short:
+            if short_name(known).lower() == short:
                 return known
     return name
 
@@ -95,7 +100,7 @@ def known_drafts(target: str) -> tuple[str, ...]:
     name = full_name(target)
     for pair in KNOWN_PAIRS:
         # A folder or a mirror of a known model keeps its draft: only the last part of the name is compared.
-        if pair.target.rsplit("/", 1)[-1].lower() == name.rstrip("/").rsplit("/", 1)[-1].lower():
+        if short_name(pair.target).lower() == short_name(name).lower():
             return pair.drafts
     return ()
 

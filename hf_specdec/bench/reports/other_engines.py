@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import shlex
 
+from hf_specdec.bench.models.known_pairs import short_name
+
 REMARK = (
-    "These engines batch requests and have kernels of their own, so the best length there is another: try shorter and "
-    "longer ones under your load. They decode losslessly, with the draft as an ordinary checkpoint."
+    "These engines batch requests and have kernels of their own, so another draft length is usually the best there: "
+    "try shorter and longer ones under your load. They decode losslessly, with the draft as an ordinary checkpoint."
 )
 
 
@@ -33,4 +35,4 @@ def commands(target: str, draft: str, lookahead: int, *, sampling: bool) -> list
 
 
 def _gguf(model: str) -> str:
-    return model.rstrip("/").rsplit("/", 1)[-1] + ".gguf"
+    return short_name(model) + ".gguf"

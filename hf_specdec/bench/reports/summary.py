@@ -9,13 +9,15 @@ from typing import Any
 from hf_specdec.bench.figures import quality, speed, tradeoff
 from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.figures.result import Result
+from hf_specdec.bench.figures.speed import batch_sizes
+from hf_specdec.bench.models.known_pairs import short_name
 from hf_specdec.bench.reports.best_settings import fastest_of, methods_of
 from hf_specdec.bench.reports.markdown import capital, table
 from hf_specdec.bench.reports.rendering import title_note
 from hf_specdec.bench.reports.tables import growth, methods
 from hf_specdec.bench.reports.tables.ablation import base_of
 from hf_specdec.bench.reports.tables.benchmark import chosen_method
-from hf_specdec.bench.reports.tables.engines import DRAFTING, batch_sizes, engines_of
+from hf_specdec.bench.reports.tables.engines import DRAFTING, engines_of
 from hf_specdec.bench.reports.tables.subtasks import MEASURE_TITLES
 
 
@@ -40,7 +42,7 @@ def summary_table(results: Mapping[str, Result]) -> str:
     rows = []
     for link, result in results.items():
         for claim in claims(result):
-            name = link.rsplit("/", 1)[-1].removesuffix(".md")
+            name = short_name(link).removesuffix(".md")
             rows.append([claim.words, *_figures(claim), f"[{name}]({link})", machine(result)])
     return table(["Claim", "Figure", "95% interval", "File", "Machine"], rows)
 
@@ -60,7 +62,7 @@ def setting(result: Result) -> str:
 
 def pair(result: Result) -> str:
     """Names of target and draft, without folders."""
-    return " + ".join(model["name"].rstrip("/").rsplit("/", 1)[-1] for model in result["models"].values())
+    return " + ".join(short_name(model["name"]) for model in result["models"].values())
 
 
 def machine(result: Result) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdec.bench.inputs.prompts import Prompt
-from hf_specdec.bench.models.known_pairs import default_draft, full_name
+from hf_specdec.bench.models.known_pairs import default_draft, full_name, short_name
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.reports import rendering
 from hf_specdec.bench.running.methods import Method, lookahead
@@ -84,7 +84,7 @@ def stem(settings: Settings) -> str:
     if settings.split is not None:
         parts.append(settings.split)
     parts.append("sampling" if settings.sampling else "greedy")
-    return "-".join(re.sub(r"[^A-Za-z0-9._-]+", "_", part.rstrip("/").rsplit("/", 1)[-1]) for part in parts)
+    return "-".join(re.sub(r"[^A-Za-z0-9._-]+", "_", short_name(part)) for part in parts)
 
 
 def save(result: Mapping[str, Any], settings: Settings) -> tuple[Path, Path]:

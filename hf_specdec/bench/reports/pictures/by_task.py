@@ -5,7 +5,9 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures.result import Result
+from hf_specdec.bench.figures.speed import batch_sizes
 from hf_specdec.bench.figures.tradeoff import lossy_methods
+from hf_specdec.bench.models.known_pairs import short_name
 from hf_specdec.bench.reports.best_settings import methods_of
 from hf_specdec.bench.reports.pictures import (
     ablation,
@@ -19,9 +21,7 @@ from hf_specdec.bench.reports.pictures import (
     tradeoff,
     tune,
 )
-from hf_specdec.bench.reports.pictures.drawing import short_name
 from hf_specdec.bench.reports.rendering import title_note
-from hf_specdec.bench.reports.tables.engines import batch_sizes
 from hf_specdec.bench.reports.tables.subtasks import drafting_methods
 from hf_specdec.bench.reports.tables.sweep import thresholds
 from hf_specdec.bench.reports.tables.tune import tried

@@ -146,10 +146,5 @@ def title_of(method: Mapping[str, Any], width: int = 50) -> str:
     return _broken(capital(method["title"]), width)
 
 
-def short_name(name: str) -> str:
-    """The last part of a model's name."""
-    return name.rstrip("/").rsplit("/", 1)[-1]
-
-
 def _broken(text: str, width: int) -> str:
     return "\n".join(textwrap.wrap(text, width, break_long_words=False))

@@ -8,11 +8,12 @@ from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.result import MethodDict, Result
+from hf_specdec.bench.figures.speed import batch_sizes
 from hf_specdec.bench.reports.markdown import approximate
 from hf_specdec.bench.reports.pictures.drawing import BY_ENGINE, caption, errors, legend, new_figure, sure
 from hf_specdec.bench.reports.pictures.gains import HOLLOW, best_on
 from hf_specdec.bench.reports.tables import methods
-from hf_specdec.bench.reports.tables.engines import batch_sizes, engines_of
+from hf_specdec.bench.reports.tables.engines import engines_of
 
 _TOKENS = [10 ** (power / 8) for power in range(57)]
 

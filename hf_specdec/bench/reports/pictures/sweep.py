@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from hf_specdec.bench.figures import passes, quality, tradeoff
 from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.figures.result import MethodDict, Result
+from hf_specdec.bench.models.known_pairs import short_name
 from hf_specdec.bench.reports.best_settings import methods_of
 from hf_specdec.bench.reports.pictures.drawing import (
     LINES,
@@ -17,7 +18,6 @@ from hf_specdec.bench.reports.pictures.drawing import (
     errors,
     legend,
     new_figure,
-    short_name,
     sure,
     wide_enough,
 )

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from hf_specdec.bench.figures import quality, rejections, speed, tradeoff
 from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.figures.result import MethodDict, Result
+from hf_specdec.bench.models.known_pairs import short_name
 from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import (
     BY_KIND,
@@ -21,7 +22,6 @@ from hf_specdec.bench.reports.pictures.drawing import (
     errors,
     legend,
     new_figure,
-    short_name,
     sure,
     wide_enough,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hf_specdec.bench.figures import bandwidth, passes, rounds, speed
 from hf_specdec.bench.figures.result import Result
+from hf_specdec.bench.figures.speed import batch_sizes
 from hf_specdec.bench.reports.heading import heading, joined, remarks
 from hf_specdec.bench.reports.markdown import capital, number, percent, ratio, table
 from hf_specdec.bench.reports.tables import llama_cpp, methods
@@ -34,11 +35,6 @@ def render(result: Result) -> str:
     parts.append(f"## Cold cost\n\n{methods.COLD}")
     parts += [f"Batch size {batch}:\n\n{methods.cold_table(result, batch)}" for batch in batch_sizes(result)]
     return joined(parts, conclusions(result))
-
-
-def batch_sizes(result: Result) -> list[int]:
-    """Ascending."""
-    return sorted({call.batch for call in result["calls"]})
 
 
 def engines_of(result: Result) -> list[str]:

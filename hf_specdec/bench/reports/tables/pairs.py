@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_specdec.bench.figures import speed, tradeoff
 from hf_specdec.bench.figures.result import Result
+from hf_specdec.bench.models.known_pairs import short_name
 from hf_specdec.bench.reports.markdown import capital, ratio, table
 from hf_specdec.bench.reports.rendering import title_note
 from hf_specdec.bench.reports.tables import methods
@@ -44,8 +45,8 @@ def pair_table(results: Sequence[Result], which: str) -> str:
 def about(result: Result) -> list[str]:
     """Target, draft, data set, and whether tokens were drawn."""
     note = title_note(result)
-    target = _short(result["models"]["target"]["name"]) + (f" ({note})" if note else "")
-    draft = _short(result["models"].get("draft", {}).get("name", "–"))
+    target = short_name(result["models"]["target"]["name"]) + (f" ({note})" if note else "")
+    draft = short_name(result["models"].get("draft", {}).get("name", "–"))
     return [target, draft, result["arguments"]["dataset"], "sampling" if result["sampling"] else "greedy"]
 
 
@@ -55,7 +56,3 @@ def _cell(result: Result, method: Mapping[str, Any], which: str, label: str) -> 
     if gain is None:
         return "–"
     return f"**{gain.value:.2f}**" if gain.faster else f"{gain.value:.2f}"
-
-
-def _short(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1]
