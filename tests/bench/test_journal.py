@@ -1,4 +1,4 @@
-"""The journal, and runs that are broken off: nothing measured is lost, and the end is the same."""
+"""The journal and interrupted runs: nothing measured is lost, and the result is the same."""
 
 from __future__ import annotations
 

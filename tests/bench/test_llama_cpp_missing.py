@@ -1,4 +1,4 @@
-"""llama.cpp asked for where it is not installed, or where no row of it exists: one clear line before any work."""
+"""llama.cpp where it is not installed or can't run the pair: one clear line before any work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every precision of target and draft against the same target's plain run; models on several places."""
+"""Every precision of target and draft against the target's own plain run; models spread over devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Harmless rejections, the oracle, and the loss of lossy strategies, against what a few lines work out anew."""
+"""Harmless rejections, the oracle, and the loss of lossy strategies, recomputed by simpler code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task `rollback`: what it keeps, what it refuses, and that the other ways are timed as exact ones."""
+"""The task `rollback`: its result, its refusals, and that all timed ways lead to the same state."""
 
 from __future__ import annotations
 

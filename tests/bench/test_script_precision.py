@@ -1,4 +1,4 @@
-"""Precision and place through the script: each combination against plain decoding with the same target's weights."""
+"""Precision and device placement through the script: each combination against plain decoding with the same weights."""
 
 from __future__ import annotations
 

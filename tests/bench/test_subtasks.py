@@ -1,4 +1,4 @@
-"""The task `subtasks`: who decodes what in which order, turns, cuts, divergences, batches; and its text, end to end."""
+"""The task `subtasks`: methods and their order, turns, cut prompts, divergences, batches, and its report."""
 
 from __future__ import annotations
 

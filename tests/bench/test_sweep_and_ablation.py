@@ -1,4 +1,4 @@
-"""The tasks `sweep` and `ablation`: which methods they cross, on which models, and what of it is kept."""
+"""The tasks `sweep` and `ablation`: the methods that they compare, and their results."""
 
 from __future__ import annotations
 

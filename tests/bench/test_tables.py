@@ -1,4 +1,4 @@
-"""The tables: figures recomputed from the calls by lines of their own, baselines named, remarks said."""
+"""The tables: figures recomputed from the calls, baselines named, and warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the script reads may be hostile: weights, code beside them, names in data. It writes to its own folder only."""
+"""Hostile input: weights, code beside them, names in data. The script writes to its own folder only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm-up: it goes on until times have settled, is bounded, and calls in which something was prepared don't count."""
+"""Warm-up: it lasts until times have settled, within a limit; calls that prepare something don't count."""
 
 from __future__ import annotations
 

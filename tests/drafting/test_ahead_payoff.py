@@ -1,4 +1,4 @@
-"""Drafting ahead goes on where rounds are faster with it, and is left where they are not."""
+"""Drafting ahead continues if rounds are faster with it, and stops if they are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting ahead: plain `generate`'s tokens and distribution, and what of it is kept."""
+"""Drafting ahead: plain `generate`'s tokens and distribution, and which drafts are used."""
 
 from __future__ import annotations
 

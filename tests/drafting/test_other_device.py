@@ -1,4 +1,4 @@
-"""A draft on a device of its own, made to be one where all is on the CPU: what is moved, and who waits for whom."""
+"""A draft on another device, simulated on the CPU: which tensors are transferred, and who waits for whom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways in which other libraries call `generate`: each gets its own plain output, from speculation."""
+"""Other libraries that call `generate`: each gets the same output with speculation as without."""
 
 from __future__ import annotations
 

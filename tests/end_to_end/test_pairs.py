@@ -1,4 +1,4 @@
-"""Pairs that don't match in every respect, and calls that go on from earlier ones: plain `generate`'s tokens."""
+"""Pairs that differ in vocabulary, dtype or tokenizer, and calls that continue a cache: plain `generate`'s tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam: what `enable` changes, what it doesn't, and that undoing it leaves no trace."""
+"""The plug-in: what `enable` changes, what it doesn't, and that undoing it leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can't be done is refused before the first decoder pass, by the argument, its value and the way out."""
+"""What is not supported is refused before the first decoder pass, with the argument, its value and the way out."""
 
 from __future__ import annotations
 

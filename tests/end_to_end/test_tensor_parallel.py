@@ -1,4 +1,4 @@
-"""A target sharded over processes (`tp_plan="auto"` under torchrun): all of them decide alike."""
+"""A target sharded over processes (`tp_plan="auto"` under torchrun): all processes decide alike."""
 
 from __future__ import annotations
 

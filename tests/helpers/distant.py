@@ -1,4 +1,4 @@
-"""Drafts that live apart and draft ahead where all is on the CPU, as they would under an accelerator."""
+"""Simulates on the CPU a draft on another device that drafts ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results made by hand, so that figures can be checked against numbers that a few lines work out anew."""
+"""Results made by hand, whose figures a few lines of a test can compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Far fewer rows than all combinations: most faults show where two settings meet."""
+"""Pairwise combinations: far fewer rows than all combinations, since most faults show where two settings meet."""
 
 from __future__ import annotations
 

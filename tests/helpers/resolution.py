@@ -1,4 +1,4 @@
-"""What a precision can resolve: the bound that outputs may part within."""
+"""How far two outputs' scores may differ by rounding alone, in a given precision."""
 
 from __future__ import annotations
 

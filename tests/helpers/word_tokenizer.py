@@ -1,4 +1,4 @@
-"""A tokenizer of whole words for the tiny models, built on the spot."""
+"""A tokenizer of whole words for the tiny models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call leaves behind is the caller's: ordinary tensors, whatever mode the passes ran in."""
+"""What a call returns or leaves behind are ordinary tensors, whatever mode the passes ran in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded for the caller takes the memory of what he gets, not that of whole rounds."""
+"""Recorded scores take as much memory as the caller gets, not that of whole rounds."""
 
 from __future__ import annotations
 

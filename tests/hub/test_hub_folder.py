@@ -1,4 +1,4 @@
-"""A folder for the hub, loaded by transformers itself: it decodes as `enable` does, and says what it needs."""
+"""The folder for the hub, loaded by transformers itself: it decodes as `enable` does, and names missing packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Better Transformer: the same numbers as eager attention, the same tokens, and a clear no elsewhere."""
+"""Better Transformer: the same numbers and tokens as eager attention, and a clear refusal where it isn't possible."""
 
 from __future__ import annotations
 

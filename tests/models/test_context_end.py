@@ -1,4 +1,4 @@
-"""The end of a model's positions: texts reach it as in plain `generate`, and drafts never look beyond its tables."""
+"""The end of a model's context: texts reach it as in plain `generate`, and drafts stay within it."""
 
 from __future__ import annotations
 

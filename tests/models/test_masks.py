@@ -1,4 +1,4 @@
-"""Ready masks: the model's own result, and no table over all pairs of a prompt's tokens."""
+"""Precomputed masks: the model's own result, and no table over all pairs of a prompt's tokens."""
 
 from __future__ import annotations
 

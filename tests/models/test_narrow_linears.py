@@ -1,4 +1,4 @@
-"""Linear layers of few tokens in oneDNN: the same products, only where it is faster, and the same text without it."""
+"""Linear layers over few tokens in oneDNN: the same products, used only where they are faster, and the same text."""
 
 from __future__ import annotations
 

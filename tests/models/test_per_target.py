@@ -1,4 +1,4 @@
-"""`lessons`: what calls teach is kept by target and situation, and no longer than its target."""
+"""`PerTarget`: what calls learn is kept by target and situation, and freed with the target."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Target:
 
 
 def test_a_lesson_is_a_situation_s_own_and_goes_with_the_target() -> None:
-    lessons: PerTarget[set[str]] = PerTarget()
+    kept: PerTarget[set[str]] = PerTarget()
     target = Target()
-    first = lessons.of(target, "greedy", set)
-    assert lessons.of(target, "greedy", set) is first
-    assert lessons.of(target, "sampling", set) is not first
-    assert lessons.of(Target(), "greedy", set) is not first
-    assert list(lessons.all_of(target)) == ["greedy", "sampling"]
+    first = kept.of(target, "greedy", set)
+    assert kept.of(target, "greedy", set) is first
+    assert kept.of(target, "sampling", set) is not first
+    assert kept.of(Target(), "greedy", set) is not first
+    assert list(kept.all_of(target)) == ["greedy", "sampling"]
     gone = weakref.ref(first)
     del target, first
     gc.collect()
@@ -27,11 +27,11 @@ def test_a_lesson_is_a_situation_s_own_and_goes_with_the_target() -> None:
 
 
 def test_of_many_situations_the_least_used_is_forgotten() -> None:
-    lessons: PerTarget[list[int]] = PerTarget()
+    kept: PerTarget[list[int]] = PerTarget()
     target = Target()
-    first, second = lessons.of(target, "first", list), lessons.of(target, "second", list)
+    first, second = kept.of(target, "first", list), kept.of(target, "second", list)
     for number in range(KEPT_SITUATIONS - 1):
-        lessons.of(target, number, list)
-        assert lessons.of(target, "first", list) is first
-    assert len(lessons.all_of(target)) == KEPT_SITUATIONS
-    assert lessons.of(target, "second", list) is not second
+        kept.of(target, number, list)
+        assert kept.of(target, "first", list) is first
+    assert len(kept.all_of(target)) == KEPT_SITUATIONS
+    assert kept.of(target, "second", list) is not second

@@ -1,4 +1,4 @@
-"""RecordedStep passes: the model's own to the bit, for all lengths of text; left alone where Python has a say."""
+"""Recorded passes equal the model's own to the last bit at every text length; models that need Python have none."""
 
 from __future__ import annotations
 

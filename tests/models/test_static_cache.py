@@ -1,4 +1,4 @@
-"""The per-row static cache: plain `generate`'s tokens, nothing moved, memory by its formula, fall-backs in silence."""
+"""The static cache with rows of different lengths: plain `generate`'s tokens, no data moved, expected memory."""
 
 from __future__ import annotations
 
