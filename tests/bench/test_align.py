@@ -234,7 +234,8 @@ def test_training_goes_on_from_its_checkpoint(
             monkeypatch.setattr(training.AlignmentTrainer, "training_step", cut)
             with pytest.raises(KeyboardInterrupt):
                 training.train(settings, pair, load_pair(settings).draft, rows, rows, tmp_path / name, ALONE)
-        training.train(settings, pair, load_pair(settings).draft, rows, rows, tmp_path / name, ALONE)
+        facts = training.train(settings, pair, load_pair(settings).draft, rows, rows, tmp_path / name, ALONE)
+        assert facts["resumed_at"] == (4 if name == "cut" else 0), "what its seconds are about"
         ends[name] = AutoModelForCausalLM.from_pretrained(tmp_path / name / "draft").state_dict()
     assert steps == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7], "from the last checkpoint"
     for key, weight in ends["through"].items():

@@ -120,8 +120,8 @@ def train(
         folder: of this training alone; it is made.
 
     Returns:
-        `curve` and `held_out_curve` ([step, loss]), `seconds` of the last start, the `parameters` trained, and the
-        `steps` and `learning_rate` that were chosen or given.
+        `curve` and `held_out_curve` ([step, loss]), `seconds` since the last start, the step it `resumed_at`, the
+        `parameters` trained, and the `steps` and `learning_rate` that were chosen or given.
     """
     finished, facts_file = folder / "draft", folder / "training.json"
     if not finished.exists():
@@ -138,9 +138,11 @@ def train(
             trainer.remove_callback(callback)
         trainer.add_callback(_Bar())
         start = time.perf_counter()
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
+        checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        trainer.train(resume_from_checkpoint=checkpoint)
         facts = _facts(trainer) | {"seconds": time.perf_counter() - start}
         facts |= {"steps": settings.steps, "learning_rate": settings.learning_rate}
+        facts["resumed_at"] = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
         if shared.main:
             model = trainer.accelerator.unwrap_model(trainer.model)
             model = model if settings.lora_rank is None else model.merge_and_unload()

@@ -84,8 +84,11 @@ def training_table(result: Result) -> str:
         loss += f", {arguments['top_k_targets']} tokens stored"
     if arguments["on_policy"]:
         loss += f", {arguments['on_policy']:.0%} on-policy"
+    seconds = number(facts["seconds"], 1)
+    if facts["resumed_at"]:
+        seconds += f" (from step {facts['resumed_at']} on)"
     header = ["Loss", "Prompts", "Answer tokens", "Steps", "Texts/Step", "Learning rate", "Trained parameters"]
     header += ["Training (s)", "Held-out loss before", "After"]
     cells = [loss, f"{facts['prompts']:,}", f"{facts['tokens']:,}", str(facts["steps"]), str(facts["rows"])]
-    cells += [f"{facts['learning_rate']:.2g}", f"{facts['parameters']:,}", number(facts["seconds"], 1), *ends]
+    cells += [f"{facts['learning_rate']:.2g}", f"{facts['parameters']:,}", seconds, *ends]
     return table(header, [cells])
