@@ -31,10 +31,15 @@ from hf_specdec.models.cache_rollback import (
     is_unused_default,
 )
 from hf_specdec.models.dynamic_runner import DynamicRunner
-from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
-from hf_specdec.models.static_runner import StaticRunner, static_cache, supports_recorded_row, supports_rows_cache
+from hf_specdec.models.static_runner import (
+    StaticRunner,
+    outgrows_windows,
+    static_cache,
+    supports_recorded_row,
+    supports_rows_cache,
+)
 from hf_specdec.models.traits import context_length, media_of, pass_mode, tensor_parallel_group, without_adapter_wrapper
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.compile_progress import tqdm_disabled
@@ -44,8 +49,6 @@ from hf_specdec.rules.round_statistics import SpeculationStats
 from hf_specdec.rules.shared_decisions import among
 from hf_specdec.rules.verification import SAMPLING_RULES, greedy
 from hf_specdec.strategies import STRATEGY_TABLE
-
-LONG_TEXT = 4096  # tokens; longer texts of models with sliding windows use caches that drop what left the window
 
 _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
 
@@ -282,15 +285,9 @@ def _static_size(
         prepared = config.compile or cuda_graphs.captures(transcript.ids.device)
         return CacheSize(prepared_capacity(tokens) if prepared else tokens)
     serves = supports_rows_cache if transcript.batch_size > 1 else supports_recorded_row
-    if is_unused_default(cache) and serves(model, model_kwargs) and not _outgrows_windows(model, tokens):
+    if is_unused_default(cache) and serves(model, model_kwargs) and not outgrows_windows(model, tokens):
         return CacheSize(tokens, grows=True)
     return None
-
-
-def _outgrows_windows(model: PreTrainedModel, tokens: int) -> bool:
-    """Whether a dynamic cache uses much less memory, since it drops tokens that left the sliding windows."""
-    windows = [window for window in attention_windows(model.config).values() if window]
-    return bool(windows) and tokens > max(2 * max(windows), LONG_TEXT)
 
 
 def _pad_token(generation_config: GenerationConfig) -> int | None:

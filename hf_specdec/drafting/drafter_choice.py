@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,11 +27,12 @@ from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.cache_rollback import cache_argument
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
-from hf_specdec.models.static_runner import static_cache, supports_recorded_row
+from hf_specdec.models.static_runner import outgrows_windows, static_cache, supports_recorded_row
 from hf_specdec.models.traits import context_length, vocabulary_size
 from hf_specdec.strategies import STRATEGY_TABLE, stop_rule
 
-# Draft steps on an accelerator between two copies to the host. Each copy waits for all steps before it.
+# Draft steps on an accelerator between two copies to the host, where a stop rule may end the draft at any step. Each
+# copy waits for all steps before it.
 ACCELERATOR_STEPS_PER_SYNC = 4
 
 
@@ -115,14 +117,14 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     if needs_translation(call.model, draft, *call.tokenizers):
         return _across_tokenizers(config, call, rule)
     kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor, call.media)
-    size = call.static_size
+    size, tokens = call.static_size, call.transcript.ids.shape[1]
     if size is None and kwargs.get("past_key_values") is not None and supports_recorded_row(draft, kwargs):
         # The target uses another kind of cache or another device, but recording the draft's passes still helps.
-        size = CacheSize(call.transcript.ids.shape[1], grows=True)
-    if size is not None:
+        size = CacheSize(tokens, grows=True)
+    if size is not None and not (size.grows and outgrows_windows(draft, tokens)):
         kwargs[cache_argument(draft)] = static_cache(draft, kwargs, size, "assistant_model")
     do_sample = bool(call.generation_config.do_sample)
-    runner = runner_for(draft, kwargs, input_ids.to(draft.device), call.transcript.ids.shape[1])
+    runner = runner_for(draft, kwargs, input_ids.to(draft.device), tokens)
     settings: dict[str, Any] = {
         "vocabulary": vocabulary_size(call.model),
         "draft_vocabulary": vocabulary_size(draft),
@@ -130,7 +132,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         "keep_probs": STRATEGY_TABLE[config.strategy].keeps_draft_probs(do_sample),
         "eos_tokens": call.transcript.eos_tokens,
         "max_positions": context_length(draft),
-        "steps_per_sync": 1 if draft.device.type == "cpu" else ACCELERATOR_STEPS_PER_SYNC,
+        "steps_per_sync": _steps_per_sync(draft.device, rule, config.longest_draft),
     }
     if not is_on_other_device(draft.device, input_ids.device, call.processors):
         return ModelDrafter(runner, call.processors, rule, **settings)
@@ -139,6 +141,13 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     ahead = steady and runner.rewinds_far and can_draft_ahead(draft.device, input_ids.device, len(input_ids))
     payoff = ahead_payoff(call.model, _situation(config, call)) if ahead else None
     return OtherDeviceDrafter(runner, call.processors, rule, device=draft.device, payoff=payoff, **settings)
+
+
+def _steps_per_sync(device: torch.device, rule: StopRule, longest: int) -> int:
+    """Draft steps between two copies to the host: a whole draft where only an end of text can stop it early."""
+    if device.type == "cpu":
+        return 1
+    return ACCELERATOR_STEPS_PER_SYNC if rule.reads_probabilities else max(longest, 1)
 
 
 def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:

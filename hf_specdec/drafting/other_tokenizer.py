@@ -46,6 +46,8 @@ class CrossTokenizerDrafter(CandidateGenerator):
         self.eos_tokens = eos_tokens
         generator.num_assistant_tokens = lookahead
         generator.generation_config.assistant_confidence_threshold = 0.0
+        # The draft's cache is cropped, which static caches can't be.
+        generator.generation_config.cache_implementation = None
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`; takes a single row."""

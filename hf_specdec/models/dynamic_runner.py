@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.narrow_linears import narrow_linears
-from hf_specdec.models.traits import media_of, pass_mode
+from hf_specdec.models.traits import media_of, on_device, pass_mode
 
 # What later passes of a text model may need besides masks, positions and tokens.
 LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
@@ -295,7 +295,7 @@ def _rows_at(table: Tensor, lags: list[int], first: int, last: int, before: int 
 
     Slots before a row's first token get its first column, or `before` if given.
     """
-    lag = torch.tensor(lags, device=table.device).unsqueeze(1)
+    lag = on_device(lags, table.device).unsqueeze(1)
     columns = torch.arange(first, last, device=table.device) - lag
     shape = (*table.shape[:-2], len(lags))
     taken = table.expand(*shape, -1).gather(-1, columns.clamp(min=0).expand(*shape, -1))

@@ -27,10 +27,11 @@ from hf_specdec.models.masks import (
 from hf_specdec.models.narrow_linears import narrow_linears
 from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
 from hf_specdec.models.static_cache import CacheSize, RowsCache
-from hf_specdec.models.traits import pass_mode
+from hf_specdec.models.traits import on_device, pass_mode
 
 Masks = Tensor | dict[str, Tensor] | None
 
+LONG_TEXT = 4096  # tokens; longer texts of models with sliding windows use caches that drop what left the window
 KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"})
 
 
@@ -49,6 +50,12 @@ def supports_rows_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
 def supports_recorded_row(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether a single row should use a `RowsCache` too, which its passes need to be recorded."""
     return supports_rows_cache(model, model_kwargs) and recordable(model)
+
+
+def outgrows_windows(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether a dynamic cache uses much less memory, since it drops tokens that left the sliding windows."""
+    windows = [window for window in attention_windows(model.config).values() if window]
+    return bool(windows) and tokens > max(2 * max(windows), LONG_TEXT)
 
 
 def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: CacheSize, argument: str) -> Cache:
@@ -135,7 +142,7 @@ class StaticRunner:
         """`[m, width]`: the next slots of each row."""
         if len(read) == 1:
             return self._all_slots[:, read[0] : read[0] + width]
-        return self._all_slots[:, :width] + torch.tensor(read, device=self._all_slots.device).unsqueeze(1)
+        return self._all_slots[:, :width] + on_device(read, self._all_slots.device).unsqueeze(1)
 
     def _recorded_pass(self, recorded: RecordedPasses, tokens: Tensor, slots: Tensor, span: int) -> Tensor:
         """A pass over few tokens, recorded after a while; it returns all logits, so one recording serves all counts."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 
@@ -34,6 +35,11 @@ def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Of a model's arguments, those that hold pictures, video or sound; `generate` makes an empty one for texts."""
     found = {key: value for key, value in model_kwargs.items() if key.startswith(MEDIA) and value is not None}
     return {key: value for key, value in found.items() if not (isinstance(value, Mapping) and not value)}
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """`[n]`: integers, copied to CUDA without waiting for it: it stages pageable memory before the call returns."""
+    return torch.tensor(numbers, device="cpu").to(device, non_blocking=device.type == "cuda")
 
 
 def context_length(model: PreTrainedModel) -> int | None:

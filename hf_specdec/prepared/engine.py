@@ -126,8 +126,9 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether its models still exist."""
-        return all(side is None or side.held() is not None for side in (self.target, self.draft))
+        """Whether its models still exist, on the device of its buffers."""
+        models = [side.held() for side in (self.target, self.draft) if side is not None]
+        return all(model is not None and model.device == self.state.device for model in models)
 
     def runs(self, model: object) -> bool:
         """Whether a model is its target or its draft."""

@@ -59,6 +59,13 @@ class EngineStore:
                 if model is None or engine.runs(model) or not engine.alive:
                     del self._kept[key]
 
+    def drop_unusable(self) -> None:
+        """Drop the engines of models that are gone or were moved to another device."""
+        with self._lock:
+            for key, engine in list(self._kept.items()):
+                if not engine.alive:
+                    del self._kept[key]
+
     def of_all(self) -> list[Engine]:
         """All idle engines."""
         with self._lock:
@@ -69,12 +76,9 @@ class EngineStore:
         return [engine for engine in self.of_all() if engine.target.held() is target and engine.compile == compile]
 
     def _forget(self, watched: int) -> None:
-        """Drop the engines of models that are gone."""
         with self._lock:
             self._watched.discard(watched)
-            for key, engine in list(self._kept.items()):
-                if not engine.alive:
-                    del self._kept[key]
+            self.drop_unusable()
 
 
 STORE = EngineStore()

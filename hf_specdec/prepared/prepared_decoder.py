@@ -161,6 +161,7 @@ def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: b
     Args:
         compile: compile the steps. Without it, prepared rounds run on CUDA only, captured.
     """
+    STORE.drop_unusable()
     plan = plan_for(decoder, transcript)
     if plan is None or not (compile or cuda_graphs.captures(transcript.ids.device)):
         yield decoder

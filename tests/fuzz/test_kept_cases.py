@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from fuzz.cases import PROCESSORS
-from helpers.families import pair, prompts
+from helpers.families import VOCABULARY, pair, prompts
+from helpers.word_tokenizer import word_tokenizer
 
 import hf_specdec
 
@@ -45,3 +46,14 @@ def test_a_batch_without_rows_is_refused_by_name() -> None:
     enabled = hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative")
     with enabled, pytest.raises(ValueError, match=r"input_ids has the shape \[0, 5\]"):
         target.generate(empty, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_static_cache_of_the_target_is_not_asked_of_a_draft_with_another_tokenizer(family: str) -> None:
+    """transformers' generators crop the draft's cache, which a static one can't be."""
+    target, draft = pair(family)
+    call = {**prompts(1), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = target.generate(**call, cache_implementation="static")
+    tokenizers = {"tokenizer": word_tokenizer(VOCABULARY), "assistant_tokenizer": word_tokenizer(VOCABULARY, -1)}
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**call, cache_implementation="static", **tokenizers), expected)

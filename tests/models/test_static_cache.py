@@ -10,6 +10,8 @@ from transformers import DynamicCache, StaticCache
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding, generation
+from hf_specdec.drafting import drafter_choice
+from hf_specdec.models import static_runner
 from hf_specdec.models.masks import SlotMasks
 from hf_specdec.models.static_cache import RowsCache, RowsLayer
 from hf_specdec.models.static_runner import StaticRunner, supports_rows_cache
@@ -210,14 +212,18 @@ def test_long_texts_of_models_with_windows_drop_what_has_left_them(rows: int, mo
     target, draft = pair("mistral-sliding")
     made: list[int] = []
     static_cache = generation.static_cache
-    monkeypatch.setattr(generation, "static_cache", lambda *args: (made.append(1), static_cache(*args))[1])
+    for module in (generation, drafter_choice):
+        monkeypatch.setattr(module, "static_cache", lambda *args: (made.append(1), static_cache(*args))[1])
     call = {**prompts(rows), "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
     expected = target.generate(**call)
-    for long_text, static in ((4096, 1), (16, 0)):
-        monkeypatch.setattr(generation, "LONG_TEXT", long_text)
+    accepted = []
+    for long_text, static in ((4096, 2), (16, 0)):
+        monkeypatch.setattr(static_runner, "LONG_TEXT", long_text)
         made.clear()
         with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
             output = target.generate(**call, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected)
         assert len(made) == static
+        accepted.append([finished.accepted for finished in output.speculation.rounds])
+    assert accepted[0] == accepted[1]
     assert output.past_key_values.layers[0].keys.shape[2] < target.config.sliding_window

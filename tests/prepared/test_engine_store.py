@@ -70,6 +70,19 @@ def test_release_of_another_model_changes_nothing() -> None:
     assert len(kept_engines(target, compile=False)) == 1
 
 
+@pytest.mark.parametrize("moved", ["target", "draft"])
+def test_the_next_call_of_any_model_gives_back_the_engines_of_one_that_was_moved(moved: str) -> None:
+    target, draft = pair("llama")
+    _call(target, draft)
+    cache = weakref.ref(kept_engines(target, compile=False)[0].target.cache)
+    others = pair("gpt2")
+    others[0].generate(**prompts(1), max_new_tokens=2, assistant_model=others[1])
+    assert cache() is not None
+    {"target": target, "draft": draft}[moved].to("meta")
+    others[0].generate(**prompts(1), max_new_tokens=2, assistant_model=others[1])
+    assert cache() is None
+
+
 def test_engines_stay_within_a_bound_before_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = pair("llama")
     _call(target, draft)
