@@ -9,7 +9,7 @@ oldest = $(shell sed -n 's/.*"$(1)>=\([0-9.]*\).*/\1/p' setup.py).0
 TORCH ?= $(call oldest,torch)
 TRANSFORMERS := $(call oldest,transformers)
 
-.PHONY: benchmark test test-install test-oldest fuzz gpu-check lint
+.PHONY: benchmark test test-install test-oldest fuzz gpu-check gpu-tables lint
 
 benchmark: $(VENV)/.ready
 	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation
@@ -34,6 +34,21 @@ fuzz: $(VENV)/.ready
 # On a machine with a GPU, in an environment of yours that has this package's requirements and pytest.
 gpu-check:
 	HF_HUB_OFFLINE=1 HF_SPECDEC_GPU_REPORT=gpu-check.jsonl $(PYTHON) -m pytest -m gpu tests/gpu
+
+# As gpu-check. One run per batch size, which writes its JSON when it ends. After 8 minutes the run is stopped; its
+# measurements are kept, and the same command continues. On a CPU: make gpu-tables SHAPE=tiny-llama DTYPE=float32.
+SHAPE ?= llama-2-7b
+DTYPE ?= bfloat16
+BATCHES ?= 1 4 16 64
+gpu-tables:
+	end=$$(($$(date +%s) + 475)); for batch in $(BATCHES); do \
+		left=$$((end - $$(date +%s))); folder=gpu-tables/batch-$$batch; \
+		if [ $$left -le 0 ] || [ -n "$$(ls $$folder/*.json.gz 2>/dev/null)" ]; then continue; fi; \
+		HF_HUB_OFFLINE=1 timeout -s INT -k 5 $$left $(PYTHON) scripts/assisted_generation.py --task engines \
+			--model_name synthetic:$(SHAPE) --dtype $(DTYPE) --engines static --num_assistant_tokens 4 auto \
+			--batch_size $$batch --limit $$batch --repeats 3 --max_new_tokens 64 --prompt_lengths 128 \
+			--output_dir $$folder; \
+	done
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .

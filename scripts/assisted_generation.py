@@ -362,7 +362,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = complete(parser, vars(parser.parse_args(arguments)))
 
     # Checked at the start, because some are imported only after everything has been measured.
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    needed = () if options["task"] == "engines" else _PACKAGES  # without them `engines` writes JSON and no tables
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         print(

@@ -15,6 +15,8 @@ PRIOR_SLOPE = 0.03  # each further token's share of a pass
 PRIOR_RATIO = 0.15  # time of a draft step / time of a target step
 # The weight of the assumed slope, in passes that are one token off the mean width.
 SLOPE_PRIOR_WEIGHT = 1.0
+# The weight of the assumption that two tokens cost one token more and nothing besides, in passes.
+JUMP_PRIOR_WEIGHT = 0.3
 # Each round multiplies the weight of earlier rounds in the acceptance estimates, down to a minimum total weight, so
 # that a single new round can't dominate.
 DECAY, MIN_WEIGHT = 0.95, 3.0
@@ -81,7 +83,7 @@ class PassTimes:
         self._medians: dict[int, tuple[float, float]] = {}  # width -> (weight, median)
         self._rounds = 0
         self._seen: dict[int, int] = {}
-        self._line = (0.0, 0.0, 0.0)
+        self._line = (0.0, 0.0, 0.0, 0.0)
         self._steps: deque[float] = deque(maxlen=TIMES_KEPT)
         self._catch_ups: deque[float] = deque(maxlen=TIMES_KEPT)
         self._ratio = 0.0 if copies else PRIOR_RATIO
@@ -121,17 +123,20 @@ class PassTimes:
     def target(self, width: float) -> float:
         """Seconds of a target pass over `width` tokens per row.
 
-        A line fitted to the medians of all widths, blended with the median of this width by its weight.
+        A fit to the medians of all widths, blended with the median of this width by its weight.
         """
         if not self._medians:
             return 1.0 + PRIOR_SLOPE * (width - 1)
-        middle, level, slope = self._line
-        line = max(level + slope * (width - middle), 0.1 * level)
+        level, single, jump, slope = self._line
+        line = max(single + jump * min(width - 1, 1.0) + slope * (width - 1), 0.1 * level)
         own = self._medians.get(width) if isinstance(width, int) else None
         return line if own is None else line + (own[1] - line) * own[0] / (own[0] + 1)
 
     def _fit(self, width: int) -> None:
-        """Update the median of `width`, and the line: (mean width, mean seconds, seconds per token)."""
+        """Update the median of `width`, and the line: (mean, one token, jump to two, each further token), in seconds.
+
+        A single token often runs in another kernel, so that two cost much more and further ones little.
+        """
         self._rounds += 1
         self._seen[width] = self._rounds
         for known_width, times in self._by_width.items():
@@ -139,14 +144,24 @@ class PassTimes:
             age = 0 if known_width == 1 else self._rounds - self._seen[known_width]
             middle = median_low(times) if known_width == width else self._medians[known_width][1]
             self._medians[known_width] = (len(times) * 0.5 ** (age / self._half_life), middle)
-        known = [(w, n, t) for w, (n, t) in self._medians.items()]
-        total = sum(n for _, n, _ in known)
-        middle = sum(w * n for w, n, _ in known) / total
-        level = sum(t * n for _, n, t in known) / total
-        spread = SLOPE_PRIOR_WEIGHT + sum(n * (w - middle) ** 2 for w, n, _ in known)
-        rise = sum(n * (w - middle) * (t - level) for w, n, t in known) + SLOPE_PRIOR_WEIGHT * PRIOR_SLOPE * level
-        # A negative slope is noise: more tokens never take less time.
-        self._line = middle, level, max(rise / spread, 0.0)
+        known = [(w > 1, w - 1, n, t) for w, (n, t) in self._medians.items()]
+        total = sum(n for _, _, n, _ in known)
+        share = sum(n * several for several, _, n, _ in known) / total
+        middle = sum(n * more for _, more, n, _ in known) / total
+        level = sum(n * seconds for _, _, n, seconds in known) / total
+        # The normal equations of a ridge regression on both features, which vary about their means.
+        features = [(several - share, more - middle, n, seconds - level) for several, more, n, seconds in known]
+        jumps = JUMP_PRIOR_WEIGHT + sum(n * x * x for x, _, n, _ in features)
+        slopes = SLOPE_PRIOR_WEIGHT + sum(n * y * y for _, y, n, _ in features)
+        both = sum(n * x * y for x, y, n, _ in features)
+        jumped = sum(n * x * t for x, _, n, t in features)
+        risen = sum(n * y * t for _, y, n, t in features) + SLOPE_PRIOR_WEIGHT * PRIOR_SLOPE * level
+        # What is negative is noise: more tokens never take less time.
+        jump = max((jumped * slopes - risen * both) / (jumps * slopes - both * both), 0.0)
+        slope = (risen - jump * both) / slopes
+        if slope < 0.0:
+            jump, slope = max(jumped / jumps, 0.0), 0.0
+        self._line = level, level - jump * share - slope * middle, jump, slope
 
     def step(self) -> float:
         """Seconds of a draft step."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from hf_specdec.models.fingerprint import has_fixed_rope, runs_custom_python, sh
 from hf_specdec.models.per_target import PerTarget
 
 EAGER_PASSES = 8  # passes of a shape before it is recorded
+SLOW_PASS = 0.1  # seconds; Python is a small part of slower passes, and recording takes as long as thirty
 AGREEING_TRIALS = 2  # passes of a shape in which recording and model have to agree in every bit
 MAX_RECORDINGS = 4  # recordings of a model in one state; shapes that none of them serves run eagerly
 MAX_TRACES = 512  # recordings ever made by a process, since torch never frees a trace
@@ -38,9 +40,10 @@ _tracing = threading.local()
 
 @dataclass
 class _Shape:
-    """The state of a shape: its passes, the recording that it tries or uses, and the trials that agreed."""
+    """A shape's passes, the seconds of the eager ones, the recording that it tries or uses, the trials that agreed."""
 
     passes: int = 0
+    seconds: list[float] = field(default_factory=list)
     recording: int = 0
     agreed: int = 0
 
@@ -80,7 +83,13 @@ class RecordedStep:
             shape.passes += 1
             if shape.recording < len(self._recordings):
                 return self._try(step, inputs, shape)
-            if shape.passes < EAGER_PASSES or len(self._recordings) == MAX_RECORDINGS or self._refused:
+            if shape.passes < EAGER_PASSES:
+                start = perf_counter()
+                result = step(*inputs)
+                shape.seconds.append(perf_counter() - start)
+                return result
+            slow = min(shape.seconds, default=0.0) > SLOW_PASS
+            if slow or len(self._recordings) == MAX_RECORDINGS or self._refused:
                 return step(*inputs)
             return self._record(step, inputs)
         finally:

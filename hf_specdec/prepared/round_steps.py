@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel, TopKLogitsWarper
+from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_specdec.drafting.model_drafter import align_vocabulary
 from hf_specdec.host.relaxations import Relaxation
@@ -19,7 +19,6 @@ from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import static_pass
-from hf_specdec.prepared.blockwise_top_k import keep_top_k
 from hf_specdec.rules import sampling
 from hf_specdec.rules.verification import Rule
 
@@ -195,8 +194,7 @@ def verify_step(
 
 def _process(processors: Sequence[LogitsProcessor], tokens: Tensor, scores: Tensor) -> Tensor:
     for processor in processors:
-        by_blocks = type(processor) is TopKLogitsWarper and scores.device.type == "cpu"
-        scores = keep_top_k(processor, scores) if by_blocks else processor(tokens, scores)
+        scores = processor(tokens, scores)
     return scores
 
 

@@ -74,6 +74,17 @@ def test_few_recordings_serve_all_widths_and_lengths(replays: list[int], monkeyp
     assert replays and len(made) <= 2 * 2  # one token and several, for target and draft
 
 
+@pytest.mark.parametrize("seconds", [0.09, 0.11])
+def test_only_fast_passes_are_recorded(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by so much at each look."""
+    clock = count()
+    monkeypatch.setattr(recorded_passes, "perf_counter", lambda: seconds * next(clock))
+    passes = RecordedStep()
+    for _ in range(recorded_passes.EAGER_PASSES + 2):
+        passes.run(lambda x: x + 1, [torch.zeros(2)], span=1)
+    assert passes.made == (seconds < recorded_passes.SLOW_PASS)
+
+
 def test_weights_that_change_in_place_are_seen(replays: list[int]) -> None:
     target, draft = pair("llama")
     _speculate(target, draft)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from rouge_score.rouge_scorer import RougeScorer
-
 from hf_specdec.bench.figures.bootstrap import Interval, interval
 from hf_specdec.bench.figures.speed import Result, calls_of
 
@@ -43,6 +41,8 @@ def rouge(prediction: str, references: Sequence[str]) -> dict[str, float]:
 
 @lru_cache(maxsize=100_000)  # reports ask for the same answers again and again
 def _rouge(prediction: str, references: tuple[str, ...]) -> Mapping[str, float]:
+    from rouge_score.rouge_scorer import RougeScorer  # here, since runs without quality do without it
+
     scorer = RougeScorer(ROUGE, tokenizer=_CharacterTokenizer() if any(map(has_cjk, references)) else None)
     return {name: 100 * score.fmeasure for name, score in scorer.score_multi(references, prediction).items()}
 

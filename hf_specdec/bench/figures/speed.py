@@ -206,7 +206,7 @@ def tokens_until_it_pays(result: Result, ours: str, base: str, batch: int = 1) -
 def busy(result: Result) -> str | None:
     """A warning if other processes kept the machine busy at the start."""
     busy_cores = result["environment"]["busy_cores"]
-    if busy_cores <= _IDLE:
+    if busy_cores is None or busy_cores <= _IDLE:
         return None
     return f"The machine was not quiet: other work kept {busy_cores:.2f} cores busy at the start."
 

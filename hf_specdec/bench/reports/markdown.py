@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from tabulate import tabulate
-
 from hf_specdec.bench.figures.bootstrap import Interval
 
 # How a cell with a figure begins, or one without; for the alignment of its column.
@@ -15,6 +13,8 @@ _FIGURE = re.compile(r"[*+-]*\d|–|$")
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table; columns of figures are aligned right, others left, and always the first."""
+    from tabulate import tabulate  # here, since a run without tables does without it
+
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     align = [
         "right" if place and all(_FIGURE.match(row[place]) for row in rows) else "left" for place in range(len(header))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 
 from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.tables import ablation, align, benchmark, engines, growth, rollback, subtasks, sweep, tune
@@ -21,9 +22,19 @@ _RENDERERS: Mapping[str, Callable[[Result], str]] = {
     "align": align.render,
 }
 
+_PACKAGES = ("scipy", "tabulate")
+
 
 def render(result: Result) -> str:
-    """The whole report of a result; for a synthetic pair, every title says that acceptance is imposed."""
+    """The whole report of a result; for a synthetic pair, every title says that acceptance is imposed.
+
+    Without scipy and tabulate only a line on how to render it later.
+    """
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        return (
+            f"No tables: {' and '.join(missing)} not installed. `pip install 'hf_specdec[bench]'`, then "
+            "`scripts/assisted_generation.py --task report --output_dir DIR` renders the JSON in DIR.\n"
+        )
     text = _RENDERERS[result["task"]](result)
     if note := title_note(result):
         text = re.sub(r"^(#+ .*)$", rf"\1 ({note})", text, flags=re.MULTILINE)

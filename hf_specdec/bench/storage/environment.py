@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import hf_specdec
@@ -37,11 +36,15 @@ def describe() -> dict[str, Any]:
     }
 
 
-def busy_cores() -> float:
-    """How many cores are busy with other work, while this process waits for a moment.
+def busy_cores() -> float | None:
+    """How many cores are busy with other work, while this process waits for a moment; None without psutil.
 
     The load average would do less well: it remembers what this process itself did in the minutes before.
     """
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return None
     return float(round(psutil.cpu_percent(_MOMENT) / 100 * (psutil.cpu_count() or 1), 2))
 
 

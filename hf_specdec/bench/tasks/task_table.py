@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+
 import torch
 
 from hf_specdec.bench.running.processes import processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.tasks.ablation import run_ablation
-from hf_specdec.bench.tasks.align import run_align
-from hf_specdec.bench.tasks.benchmark import run_benchmark
-from hf_specdec.bench.tasks.decode import run_decode
-from hf_specdec.bench.tasks.engines import run_engines
-from hf_specdec.bench.tasks.growth import run_growth
-from hf_specdec.bench.tasks.report import run_report
-from hf_specdec.bench.tasks.rollback import run_rollback
-from hf_specdec.bench.tasks.subtasks import run_subtasks
-from hf_specdec.bench.tasks.sweep import run_sweep
-from hf_specdec.bench.tasks.tune import run_tune
 
-_ALONE = {
-    "benchmark": run_benchmark,
-    "decode": run_decode,
-    "engines": run_engines,
-    "growth": run_growth,
-    "report": run_report,
-    "rollback": run_rollback,
-    "tune": run_tune,
-}
-_SHARED = {"subtasks": run_subtasks, "sweep": run_sweep, "ablation": run_ablation, "align": run_align}
+# Each is `run_NAME` of the module of its name, imported when it runs: some need packages that others do without.
+_ALONE = ("benchmark", "decode", "engines", "growth", "report", "rollback", "tune")
+_SHARED = ("subtasks", "sweep", "ablation", "align")
 
 
 def run_task(settings: Settings) -> None:
@@ -35,11 +20,16 @@ def run_task(settings: Settings) -> None:
     # Before any model is loaded, so that each process of several gets a GPU of its own.
     shared = processes(cpu=settings.device == "cpu" or not torch.cuda.is_available())
     if settings.task in _SHARED:
-        _SHARED[settings.task](settings, shared)
+        _of(settings.task)(settings, shared)
     elif shared.count > 1:
         raise BenchError(
             f"--task: {settings.task!r} times one process alone, and was started with {shared.count}; start it without "
             "torchrun, or choose subtasks, sweep, ablation or align"
         )
     else:
-        _ALONE[settings.task](settings)
+        _of(settings.task)(settings)
+
+
+def _of(task: str) -> Callable[..., None]:
+    run: Callable[..., None] = getattr(import_module(f"hf_specdec.bench.tasks.{task}"), f"run_{task}")
+    return run

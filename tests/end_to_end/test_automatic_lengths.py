@@ -1,0 +1,95 @@
+"""`num_assistant_tokens="auto"` in `generate()`: its tokens, and what calls learn from one another."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+import torch
+from helpers.families import pair, prompts
+
+import hf_specdec
+from hf_specdec import SpeculativeDecoding
+from hf_specdec.lengths import auto_length
+from hf_specdec.lengths.auto_length import AutoLength
+from hf_specdec.prepared import cuda_graphs
+
+
+def test_experience_is_a_situation_s_own_and_goes_with_the_target() -> None:
+    target, draft = pair("llama")
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        for rows in (1, 2, 2):
+            target.generate(**prompts(rows), max_new_tokens=12, do_sample=False, num_assistant_tokens="auto")
+    known = auto_length._histories.all_of(target)
+    assert [situation[-1] for situation in known] == [1, 2]
+    assert all(each.elapsed > 0.0 for each in known.values())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_what_a_text_s_end_cuts_off_is_not_held_against_the_draft(kind: str, monkeypatch) -> None:
+    """The target as its own draft is never rejected, however short the texts."""
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+    target, _ = pair("llama")
+    settings = {**prompts(1), "do_sample": False, "num_assistant_tokens": "auto", "cache_implementation": kind}
+    with hf_specdec.enable(target, assistant_model=target, generation_strategy="speculative"):
+        for seed in range(12):
+            target.generate(**settings | prompts(1, seed=seed), max_new_tokens=4)
+    (known,) = auto_length._histories.all_of(target).values()
+    known = known.prepared or known
+    assert min(known.accepted.reach()[:4]) > 0.85
+
+
+def test_prepared_rounds_have_an_experience_of_their_own(monkeypatch) -> None:
+    """One call in each kind of rounds, with the same settings, teaches its own kind alone."""
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+    target, draft = pair("llama")
+    settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False, "num_assistant_tokens": "auto"}
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        target.generate(**settings)
+        (known,) = auto_length._histories.all_of(target).values()
+        elapsed = known.elapsed
+        assert elapsed > 0.0 and known.prepared is None
+        target.generate(**settings, cache_implementation="static")
+        (known,) = auto_length._histories.all_of(target).values()
+    assert known.elapsed == elapsed
+    assert known.prepared is not None and known.prepared.elapsed > 0.0 and known.prepared.prepared is None
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "t5", "bart"])
+def test_greedy_tokens_are_those_of_plain_generate_whatever_the_lengths(
+    family: str, batch_size: int, monkeypatch
+) -> None:
+    """Rounds without drafts among rounds with many: the draft's cache catches up."""
+    target, draft = pair(family)
+    inputs = prompts(batch_size)
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(**inputs, **settings)
+    lengths = cycle([3, 0, 0, 5, 1, 0, 0, 0, 16])
+    monkeypatch.setattr(AutoLength, "_choose", lambda self: setattr(self, "limit", next(lengths)))
+    variants = [
+        {},
+        {"entropy_threshold": 0.3},
+        {"strategy": "bild", "rollback_threshold": 0.0},
+        {"drafter": "lookup"},
+        {"drafter": "hybrid"},
+    ]
+    for variant in variants:
+        decoding = SpeculativeDecoding(draft, num_assistant_tokens="auto", **variant)
+        assert torch.equal(target.generate(**inputs, **settings, custom_generate=decoding), plain)
+        assert decoding.stats is not None
+        if not variant:
+            assert {0, 1, 3, 5} <= {n for r in decoding.stats.rounds for n in r.drafted}
+
+
+def test_auto_and_entropy_are_arguments_of_generate() -> None:
+    target, draft = pair("llama")
+    inputs, settings = prompts(2), {"max_new_tokens": 12, "do_sample": False}
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative", entropy_threshold=0.4):
+        output = target.generate(**inputs, **settings, num_assistant_tokens="auto")
+    assert torch.equal(output, target.generate(**inputs, **settings))
+    target.generation_config.num_assistant_tokens = "auto"
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**inputs, **settings), output)
+    stats = hf_specdec.last_speculation(target)
+    assert stats is not None and stats.rounds[0].drafted == (1, 1)

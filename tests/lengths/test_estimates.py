@@ -1,0 +1,63 @@
+"""What finished rounds tell about acceptance and the times of passes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from hf_specdec.config import MAX_ASSISTANT_TOKENS
+from hf_specdec.lengths.auto_length import AutoLength
+from hf_specdec.lengths.estimates import PassTimes, PositionRates
+from hf_specdec.rules.round_statistics import Round
+
+
+def test_a_catch_up_pass_is_a_probe_s_cost_and_no_step_s() -> None:
+    """It costs as much for one token as for many, which nothing but a round that made one can tell."""
+    times = PassTimes()
+    times.add(Round((0,), (0,), (1,), (0.0,), 0, 1, 0.0, 1.0, 1.0), 0.0)
+    assert times.catch_up(1.0) < 0.1
+    for _ in range(3):
+        times.add(Round((2,), (0,), (1,), (0.0,), 2, 3, 0.8, 1.0, 1.8, catch_up_seconds=0.6), 1.0)
+    assert times.step() == pytest.approx(0.1)
+    assert times.catch_up(1.0) == pytest.approx(0.6)
+    assert times.catch_up(1000.0) > 0.6
+    rule = AutoLength()
+    rule.known.times = times
+    rule._unread = 1.0
+    assert rule._loss(1) > 0.7
+
+
+def test_a_width_s_time_ages_where_passes_may_have_become_faster() -> None:
+    """They do when they are recorded; what was known of a width before would keep it from being tried again."""
+    estimates = {}
+    for prepared in (False, True):
+        times = PassTimes(prepared=prepared)
+        for _ in range(5):
+            times.add(Round((4,), (0,), (1,), (0.0,), 4, 5, 0.4, 1.6, 2.0), 0.0)
+        for _ in range(100):
+            times.add(Round((1,), (0,), (1,), (0.0,), 1, 2, 0.1, 1.0, 1.1), 0.0)
+        estimates[prepared] = times.target(5)
+    assert estimates[False] < 1.35 < 1.5 < estimates[True]
+
+
+def test_a_position_borrows_from_the_one_before_until_it_is_seen() -> None:
+    positions = PositionRates(0.5)
+    for _ in range(50):
+        positions.add(2, 4, 1.0)
+    reach = positions.reach()
+    assert reach[0] > 0.95 and reach[1] > 0.9 and reach[2] < 0.1
+    assert len(reach) == MAX_ASSISTANT_TOKENS and all(a >= b for a, b in pairwise(reach))
+
+
+def test_the_cost_of_a_second_token_is_not_that_of_each_further_one() -> None:
+    """Where two tokens cost half a pass more than one and further ones nothing, nine cost what five do."""
+    estimates = {}
+    for jump in (0.0, 0.5):
+        times = PassTimes()
+        for width in [1, 2, 3, 4, 5] * 5:
+            seconds = 1.0 + jump * (width > 1) + 0.1 * (1 - 2 * jump) * (width - 1)
+            times.add(Round((width - 1,), (0,), (1,), (0.0,), 0, width, 0.0, seconds, seconds), 0.0)
+        estimates[jump] = times.target(9)
+    assert estimates[0.0] == pytest.approx(1.8, abs=0.1)
+    assert estimates[0.5] == pytest.approx(1.5, abs=0.1)

@@ -1,0 +1,217 @@
+"""Which calls get prepared rounds, and which share an engine with earlier ones."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from helpers.auto_lengths import choose_in_turn
+from helpers.families import FAMILIES, ROWS_FAMILIES, pair, prompts
+from torch._dynamo.utils import counters
+
+import hf_specdec
+from hf_specdec.prepared import compiled_step, cuda_graphs, lap_timer, prepared_decoder
+from hf_specdec.prepared.engine import Engine, prepared_capacity
+from hf_specdec.prepared.engine_store import KEPT_ENGINES, kept_engines
+
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+
+
+def test_preparing_is_no_part_of_a_round(fast_rounds, monkeypatch) -> None:
+    """By a clock that goes on at each look, and a thousandfold where steps are prepared or run for the first time."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    def slow(step, device, name, *, compile):
+        runs = [0]
+
+        def run(*args):
+            runs[0] += 1
+            now[0] += 1000.0 * (runs[0] == 1)
+            return step(*args)
+
+        return run
+
+    for module in (lap_timer, prepared_decoder):
+        monkeypatch.setattr(module, "perf_counter", clock)
+    monkeypatch.setattr(cuda_graphs, "prepare", slow)
+    choose_in_turn(monkeypatch, 4, 0, 2)
+    target, draft = pair("llama")
+    out = target.generate(
+        **prompts(1), **GREEDY, assistant_model=draft, num_assistant_tokens="auto", cache_implementation="static",
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    # Two steps of three lengths, and one of plain rounds.
+    assert now[0] > 7000.0
+    assert {0, 1, 2, 4} == {r.draft_steps for r in out.speculation.rounds}
+    assert max(r.seconds for r in out.speculation.rounds) < 10.0
+
+
+def test_lengths_of_auto_share_an_engine_and_are_prepared_once(fast_rounds, monkeypatch) -> None:
+    made: list[int] = []
+    prepare = Engine.prepare
+    monkeypatch.setattr(Engine, "prepare", lambda self, n: (made.append(n), prepare(self, n))[1])
+    target, draft = pair("llama")
+    settings = {**GREEDY, "eos_token_id": None, "assistant_model": draft, "cache_implementation": "static"}
+    for first in (1, 4, 0):
+        choose_in_turn(monkeypatch, 2, 0, 4, first=first)
+        target.generate(**prompts(2), **settings, num_assistant_tokens="auto")
+    assert sorted(made) == [0, 1, 2, 4]
+    assert len(kept_engines(target, compile=False)) == 1
+    target.generate(**prompts(2), **settings, num_assistant_tokens="auto", entropy_threshold=0.5)
+    assert len(kept_engines(target, compile=False)) == 2
+
+
+def test_later_calls_see_nothing_of_earlier_ones(fast_rounds) -> None:
+    """One engine serves texts of other lengths and paddings, and a returned cache is the caller's own."""
+    target, draft = pair("gpt2")
+    settings = {**GREEDY, "assistant_model": draft, "cache_implementation": "static"}
+    first = target.generate(**prompts(3), **settings, return_dict_in_generate=True)
+    kept = first.past_key_values.layers[0].keys.clone()
+    for length, seed in ((7, 3), (20, 4), (9, 5)):
+        inputs = prompts(3, length, seed)
+        plain = target.generate(**inputs, **GREEDY, generation_strategy=None)
+        assert torch.equal(target.generate(**inputs, **settings), plain)
+    assert len({id(decoder.engine) for decoder in fast_rounds}) == 1
+    assert torch.equal(first.past_key_values.layers[0].keys, kept)
+
+
+def test_calls_in_and_out_of_inference_mode_share_an_engine(fast_rounds) -> None:
+    target, draft = pair("llama")
+    settings = {**prompts(2), **GREEDY, "assistant_model": draft, "cache_implementation": "static"}
+    plain = target.generate(**prompts(2), **GREEDY, generation_strategy=None)
+    with torch.inference_mode():
+        assert torch.equal(target.generate(**settings), plain)
+    assert torch.equal(target.generate(**settings), plain)
+    assert len({id(decoder.engine) for decoder in fast_rounds}) == 1
+
+
+def test_changed_weights_get_an_engine_of_their_own_and_few_are_kept(fast_rounds) -> None:
+    target, draft = pair("llama")
+    settings = {**prompts(1), **GREEDY, "assistant_model": draft, "cache_implementation": "static"}
+    target.generate(**settings)
+    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.flip(0))
+    assert torch.equal(target.generate(**settings), target.generate(**prompts(1), **GREEDY, generation_strategy=None))
+    for lookahead in range(1, KEPT_ENGINES + 2):
+        target.generate(**settings, num_assistant_tokens=lookahead)
+    assert len(kept_engines(target, compile=False)) == KEPT_ENGINES
+    assert not kept_engines(copy.deepcopy(target), compile=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.5},
+        {"output_scores": True, "return_dict_in_generate": True},
+        {"drafter": "hybrid"},
+        {"use_cache": False},
+        {"input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_needs_the_general_round_gets_it(fast_rounds, settings: dict) -> None:
+    target, draft = pair("llama")
+    call = {**prompts(1), **GREEDY, **settings}
+    speculative = target.generate(**call, assistant_model=draft, compile=True)
+    plain = target.generate(**{k: v for k, v in call.items() if k != "drafter"}, generation_strategy=None)
+    if "output_scores" in settings:
+        speculative, plain = speculative.sequences, plain.sequences
+    assert torch.equal(speculative, plain)
+    assert not fast_rounds
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ROWS_FAMILIES])
+def test_compile_is_no_error_where_it_cannot_be(family: str) -> None:
+    target, draft = pair(family)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        out = target.generate(**prompts(1), **GREEDY, compile=True)
+    assert torch.equal(out, target.generate(**prompts(1), **GREEDY))
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_a_failed_compilation_is_told_once_and_general_rounds_go_on(fails_at: int, fast_rounds, monkeypatch) -> None:
+    """Whether it fails for the first round or for one in the middle."""
+    prepare, prepared = Engine.prepare, []
+
+    def failing(self: Engine, lookahead: int) -> None:
+        prepared.append(lookahead)
+        if len(prepared) > fails_at:
+            raise RuntimeError("no compiler here")
+        prepare(self, lookahead)
+
+    monkeypatch.setattr(Engine, "prepare", failing)
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, name, *, compile: step)
+    choose_in_turn(monkeypatch, 2, 4, 0, 1)
+    target, draft = pair("llama")
+    settings = {**GREEDY, "assistant_model": draft, "num_assistant_tokens": "auto", "cache_implementation": "static"}
+    plain = target.generate(**prompts(3), **GREEDY, generation_strategy=None)
+    with pytest.warns(UserWarning, match="no compiler here"):
+        out = target.generate(**prompts(3), **settings)
+    assert torch.equal(out, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(target.generate(**prompts(3), **settings), plain)
+    assert len(prepared) == fails_at + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: torch.dtype, monkeypatch) -> None:
+    """The one test that compiles: drafting of the first token and of later ones, and verification."""
+    compiled = []
+    code = compiled_step._compile
+    monkeypatch.setattr(compiled_step, "_compile", lambda *args: (compiled.append(1), code(*args))[1])
+    target, draft = pair("llama", dtype=dtype)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        for length, seed in ((11, 1), (6, 2), (40, 3), (11, 4)):
+            inputs = prompts(2, length, seed)
+            out = target.generate(**inputs, **GREEDY, num_assistant_tokens=2, compile=True)
+            assert torch.equal(out, target.generate(**inputs, **GREEDY, generation_strategy=None))
+            compiled.append(0)
+    assert sum(compiled) <= 3 and not any(compiled[-3:])
+    # Another process finds the code on disk.
+    hf_specdec.release()
+    compiled_step._codes.clear()
+    counters.clear()
+    compiled.clear()
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**inputs, **GREEDY, num_assistant_tokens=2, compile=True), out)
+    found = counters["inductor"]
+    assert found["fxgraph_cache_hit"] == sum(compiled) > 0
+    assert not found["fxgraph_cache_miss"] and not found["fxgraph_cache_bypass"]
+
+
+def test_calls_of_similar_length_share_a_capacity_that_wastes_little() -> None:
+    sizes = [prepared_capacity(tokens) for tokens in range(1, 4097)]
+    assert sizes == sorted(sizes) and sizes[0] == 128 and sizes[-1] == 4096
+    assert all(tokens <= size for tokens, size in enumerate(sizes, 1))
+    assert all(size <= 1.25 * tokens for tokens, size in enumerate(sizes, 1) if tokens > 512)
+    assert len(set(sizes)) == 16
+
+
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_models_with_hooks_and_rows_without_a_token_get_no_prepared_rounds(model: str, monkeypatch) -> None:
+    """A replay would call no hook, and the last prompt token of a masked row would see itself."""
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+    plans: list[object] = []
+    plan_for = prepared_decoder.plan_for
+    monkeypatch.setattr(prepared_decoder, "plan_for", lambda *args: plans.append(plan_for(*args)) or plans[-1])
+    target, draft = pair("llama")
+    inputs, settings = prompts(2), {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+
+    def speculate() -> torch.Tensor:
+        with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+            return target.generate(**inputs, **settings, cache_implementation="static")
+
+    assert torch.equal(speculate(), target.generate(**inputs, **settings))
+    hooked = {"target": target, "draft": draft}[model]
+    handle = hooked.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+    assert torch.equal(speculate(), target.generate(**inputs, **settings))
+    handle.remove()
+    inputs["attention_mask"][1] = 0
+    assert torch.equal(speculate(), target.generate(**inputs, **settings))
+    assert [plan is None for plan in plans] == [False, True, True]
