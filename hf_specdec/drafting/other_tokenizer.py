@@ -46,8 +46,9 @@ class CrossTokenizerDrafter(CandidateGenerator):
         self.eos_tokens = eos_tokens
         generator.num_assistant_tokens = lookahead
         generator.generation_config.assistant_confidence_threshold = 0.0
-        # The draft's cache is cropped, which static caches can't be.
+        # Whatever cache the target uses: the generators crop the draft's, which has to be a dynamic one.
         generator.generation_config.cache_implementation = None
+        generator.generation_config.use_cache = generator.assistant_kwargs["use_cache"] = True
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`; takes a single row."""

@@ -88,7 +88,7 @@ class AutoLength(StopRule):
 
     def __init__(self, known: LengthHistory | None = None) -> None:
         super().__init__(1)
-        self.known = known or LengthHistory()
+        self.known = self._general = known or LengthHistory()
         self.lengths: Sequence[int] = range(MAX_ASSISTANT_TOKENS + 1)
         self.ready: Container[int] = self.lengths
         self._rounds = 0
@@ -111,6 +111,11 @@ class AutoLength(StopRule):
             best = self._best(self._rates())
         if best and best in ready:
             self.limit = best
+
+    def use_general(self) -> None:
+        """Go on with general rounds, where rounds could not be prepared."""
+        self.lengths = self.ready = range(MAX_ASSISTANT_TOKENS + 1)
+        self.known = self._general
 
     def observe(self, finished: Round) -> None:
         """See `StopRule.observe`: update the estimates, then choose `limit` for the next round."""

@@ -119,6 +119,9 @@ class PreparedDecoder(Decoder):
         self.engine.fail()
         if isinstance(self.drafter, ModelDrafter):
             self.drafter.resume(self._draft_runner.read)
+            for rule in parts_of(self.drafter.rule):
+                if isinstance(rule, AutoLength):
+                    rule.use_general()
 
     def _lookahead(self, transcript: Transcript) -> int:
         """The stop rule's length, or a shorter prepared one if every row ends within it."""

@@ -1,0 +1,265 @@
+"""Sampling is exact in every pair of settings: whole outputs against the target's distribution, enumerated.
+
+Covered are strategies at their lossless limits, both verifications, drafters, stop rules, processors, ends of text,
+batches, caches and engines. Any two values that can meet do so in at least one combination (a pairwise covering
+array). A batch has rows of three prompts of different lengths. In the engine "captured", what a CUDA graph would
+capture is just called; in "compiled", what inductor would compile is interpreted operation by operation. That
+inductor's code computes the same is shown in `test_prepared_rounds.py`, drafting ahead of the target in
+`test_drafting_ahead.py`, model families in `test_identity.py`.
+
+Left out are the combinations named in `EXCLUDED`: calls that the package refuses, and settings that have no effect.
+
+The odds of a false failure, over all tests of this file, are at most 1e-6 for a new seed; the seeds are fixed. The
+bound holds for any number of samples (Agrawal 2020, arXiv 1904.02291, theorem 1.2), see `odds`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from helpers import sampled_outputs
+from helpers.distant import drafting_ahead
+from helpers.sampled_outputs import (
+    AXES,
+    COMBINATIONS,
+    ENDS,
+    EXCLUDED,
+    FALSE_FAILURE,
+    PROCESSORS,
+    PROMPTS,
+    SAME_SEED,
+    STRATEGIES,
+    Combination,
+    Draws,
+    allowed,
+    exact,
+    models,
+    odds_of_independence,
+    odds_of_outputs,
+)
+from torch import Tensor
+from torch.fx import GraphModule
+
+import hf_specdec
+from hf_specdec import decoding
+from hf_specdec.drafting import drafter_choice
+from hf_specdec.models import recorded_passes, static_runner
+from hf_specdec.prepared import compiled_step, cuda_graphs, lap_timer, prepared_decoder
+from hf_specdec.prepared.prepared_decoder import PreparedDecoder
+from hf_specdec.prepared.repeated_blocks import Segment
+from hf_specdec.rules import sampling, verification
+from hf_specdec.rules.verification import SAMPLING_RULES, Verification
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Combination], list[int]]]:
+    """Puts a combination's engine, drafter and clock in force; what is returned grows as the engine runs."""
+    ran: list[int] = []
+    monkeypatch.setattr(drafter_choice, "HYBRID_SIZES", (1,))  # such short texts repeat single tokens only
+    numbers, seconds = random.Random(0), [0.0]
+
+    def clock() -> float:
+        seconds[0] += numbers.random()
+        return seconds[0]
+
+    for module in (decoding, prepared_decoder, lap_timer):
+        monkeypatch.setattr(module, "perf_counter", clock)
+
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (ran.append(1), original(*args))[1])
+
+    def use(c: Combination) -> list[int]:
+        if c.drafter == "other device":
+            drafting_ahead(monkeypatch)
+        if c.engine == "eager":
+            monkeypatch.setattr(static_runner, "recorded_passes", lambda model: None)
+        elif c.engine == "recorded":
+            monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
+            count(recorded_passes, "_replay")
+        else:
+            count(PreparedDecoder, "_round")
+            monkeypatch.setattr(cuda_graphs, "captures", lambda device: c.engine == "captured")
+        return ran
+
+    monkeypatch.setattr(compiled_step, "_codes", OrderedDict())
+    monkeypatch.setattr(compiled_step, "supported", lambda: False)
+    monkeypatch.setattr(compiled_step, "_compile", interpreted)
+    yield use
+    hf_specdec.release()
+
+
+def interpreted(segment: Segment, device: torch.device) -> Callable[[list[Any]], Any]:
+    """In place of inductor's code."""
+    module = GraphModule({}, segment.graph)
+
+    def code(inputs: list[Any]) -> Any:
+        found = module(*inputs)
+        inputs.clear()
+        return found
+
+    return code
+
+
+@pytest.mark.parametrize("c", COMBINATIONS, ids=", ".join)
+def test_outputs_are_distributed_as_the_target_s_own(c: Combination, engines) -> None:
+    """Rows are independent, and a seed reproduces them."""
+    ran = engines(c)
+    draws = Draws(c)
+    assert odds_of_outputs(draws, c) > FALSE_FAILURE
+    if c.batch == "rows":
+        assert odds_of_independence(draws, c) > FALSE_FAILURE
+    if c.batch == "rows" and c.drafter != "none":  # some prompts alone get no draft that is accepted
+        assert 0 < draws.accepted < draws.drafted
+    assert bool(ran) == (c.engine != "eager")
+    if "auto" not in c.stop:  # whose lengths depend on times
+        same = SAME_SEED[c.batch]
+        assert Draws(c, calls=same).outputs == draws.outputs[:same]
+        assert Draws(c, seed=2, calls=same).outputs != draws.outputs[:same]
+
+
+def odds_of(c: Combination, engines: Callable[[Combination], list[int]]) -> float:
+    """The odds of a combination's outputs, after a look that its engine has run."""
+    ran = engines(c)
+    draws = Draws(c)
+    assert bool(ran) == (c.engine != "eager")
+    return odds_of_outputs(draws, c)
+
+
+def accepts_everything(
+    target_probs: Tensor, tokens: Tensor, lengths: Tensor, draft_probs: Tensor | None, uniforms: Tensor | None
+) -> Verification:
+    """A rule that keeps each draft whole."""
+    assert uniforms is not None
+    weights = target_probs[torch.arange(len(lengths)), lengths]
+    overlap = torch.ones(tokens.shape)
+    return Verification(lengths, sampling.draw(weights, uniforms[:, -1]), overlap)
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        Combination(),
+        Combination(engine="recorded", end="no end"),
+        Combination(engine="captured", cache="static"),
+        Combination(engine="compiled"),
+        Combination(strategy="bild", stop="entropy", cache="the caller's"),
+        Combination(strategy="typical", drafter="hybrid", processor="repetition", cache="off"),
+        Combination(drafter="lookup", batch="one", stop="auto"),
+        Combination(drafter="other tokenizer", processor="min_p", batch="one"),
+    ],
+    ids=", ".join,
+)
+def test_control_a_rule_that_accepts_everything_fails(c: Combination, engines, monkeypatch) -> None:
+    """In each engine, with each batch, and by drafts of several kinds."""
+    monkeypatch.setitem(SAMPLING_RULES, c.verification, accepts_everything)
+    assert odds_of(c, engines) < FALSE_FAILURE
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_control_rejections_replaced_by_any_token_of_the_target_fail(rule: str, drafter: str, engines, monkeypatch):
+    """Instead of by one of the residual distribution."""
+
+    def whole(target_probs: Tensor, tokens: Tensor, lengths: Tensor, draft_probs: Any, n_accepted: Tensor, *_: Any):
+        return target_probs[torch.arange(len(n_accepted)), n_accepted]
+
+    monkeypatch.setattr(verification, "_residual", whole)
+    assert odds_of(Combination(verification=rule, drafter=drafter), engines) < FALSE_FAILURE
+
+
+@pytest.mark.parametrize(
+    ("strategy", "setting", "value"),
+    [
+        ("bild", "rollback_threshold", 6.0),
+        ("lenient", "lenience", 0.4),
+        ("typical", "posterior_threshold", 0.09),
+        ("ensemble", "assistant_ensemble_weight", 0.4),
+    ],
+)
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_control_strategies_beyond_their_limits_fail(
+    strategy: str, setting: str, value: float, rule: str, engines, monkeypatch
+) -> None:
+    monkeypatch.setitem(STRATEGIES[strategy], setting, value)
+    assert odds_of(Combination(strategy, rule), engines) < FALSE_FAILURE
+
+
+def test_control_one_number_for_all_rows_passes_row_by_row_and_fails_for_pairs(engines, monkeypatch) -> None:
+    def shared(*shape: int, device: torch.device) -> Tensor:
+        return torch.rand(1, *shape[1:], device=device).expand(shape)
+
+    monkeypatch.setattr(sampling, "uniforms", shared)
+    c = Combination(drafter="none", end="no end")
+    engines(c)
+    monkeypatch.setattr(sampled_outputs, "ROWS", len(PROMPTS))
+    monkeypatch.setattr(sampled_outputs, "CALLS", 120)
+    draws = Draws(c)
+    assert odds_of_outputs(draws, c) > FALSE_FAILURE
+    assert odds_of_independence(draws, c) < FALSE_FAILURE
+
+
+def test_control_numbers_that_the_seed_does_not_rule_are_noticed(engines, monkeypatch) -> None:
+    own = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(sampling, "uniforms", lambda *shape, device: torch.rand(shape, generator=own))
+    engines(Combination())
+    assert Draws(Combination(), calls=1).outputs != Draws(Combination(), calls=1).outputs
+
+
+def test_the_yardstick_passes_plain_generate_and_fails_the_draft_s_own_distribution() -> None:
+    """The enumeration agrees with what transformers samples."""
+    c = Combination(processor="top_p")
+    assert odds_of_outputs(Draws(c, plain=models()["target"]), c) > FALSE_FAILURE
+    assert odds_of_outputs(Draws(c, plain=models()["model"]), c) < FALSE_FAILURE
+
+
+@pytest.mark.parametrize("stop", ["auto", "auto, entropy"])
+def test_automatic_lengths_go_on_where_compiling_fails(stop: str, engines) -> None:
+    """Eta sampling reads scores on the host, which no compiled step can."""
+    c = Combination(stop=stop, processor="eta", engine="compiled")
+    engines(c)
+    with pytest.warns(UserWarning, match="decoding goes on without"):
+        draws = Draws(c)
+    assert odds_of_outputs(draws, c) > FALSE_FAILURE
+    assert 0 < draws.accepted < draws.drafted
+
+
+def test_each_setting_matters() -> None:
+    """Every processor changes the distribution, and an end of text occurs."""
+    distributions = [exact(0, processor, end) for processor in PROCESSORS for end in ENDS]
+    assert all(one != other for one, other in combinations(distributions, 2))
+    assert all(sum(d.values()) == pytest.approx(1.0) for d in distributions)
+
+
+def test_every_value_occurs_and_every_exclusion_excludes() -> None:
+    """Without one of the exclusions, more combinations would be allowed."""
+    assert [set(values) for values in zip(*COMBINATIONS, strict=True)] == [set(axis) for axis in AXES]
+    only = {name: 0 for name in EXCLUDED}
+    for row in product(*AXES):
+        broken = [name for name, excludes in EXCLUDED.items() if excludes(Combination(*row))]
+        if len(broken) == 1:
+            only[broken[0]] += 1
+    assert all(only.values())
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        Combination("ensemble", drafter="lookup"),
+        Combination("ensemble", drafter="hybrid"),
+        Combination(drafter="other tokenizer"),
+        Combination("bild", drafter="other tokenizer", batch="one"),
+        Combination(drafter="other tokenizer", stop="entropy", batch="one"),
+    ],
+    ids=", ".join,
+)
+def test_what_is_excluded_as_refused_is_refused(c: Combination) -> None:
+    assert not allowed(*c)
+    with pytest.raises(ValueError, match=r"ensemble|tokenizer"):
+        Draws(c, calls=1)
