@@ -25,10 +25,11 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import LengthHistory, length_history
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.cache_rollback import cache_argument
-from hf_specdec.models.runner_choice import runner_for
+from hf_specdec.models.runner_choice import Runner, runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import outgrows_windows, static_cache, supports_recorded_row
-from hf_specdec.models.traits import context_length, vocabulary_size
+from hf_specdec.models.text_only_runner import TextOnlyRunner, text_kwargs, text_places
+from hf_specdec.models.traits import context_length, media_of, vocabulary_size
 from hf_specdec.strategies import STRATEGY_TABLE, stop_rule
 
 # Draft steps on an accelerator between two copies to the host, where a stop rule may end the draft at any step. Each
@@ -117,21 +118,16 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     if needs_translation(call.model, draft, *call.tokenizers):
         return _across_tokenizers(config, call, rule)
     kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor, call.media)
-    size, tokens = call.static_size, call.transcript.ids.shape[1]
-    if size is None and kwargs.get("past_key_values") is not None and supports_recorded_row(draft, kwargs):
-        # The target uses another kind of cache or another device, but recording the draft's passes still helps.
-        size = CacheSize(tokens, grows=True)
-    if size is not None and not (size.grows and outgrows_windows(draft, tokens)):
-        kwargs[cache_argument(draft)] = static_cache(draft, kwargs, size, "assistant_model")
+    runner, left_out = _draft_runner(call, draft, kwargs)
+    positions = context_length(draft)
     do_sample = bool(call.generation_config.do_sample)
-    runner = runner_for(draft, kwargs, input_ids.to(draft.device), tokens)
     settings: dict[str, Any] = {
         "vocabulary": vocabulary_size(call.model),
         "draft_vocabulary": vocabulary_size(draft),
         "do_sample": do_sample,
         "keep_probs": STRATEGY_TABLE[config.strategy].keeps_draft_probs(do_sample),
         "eos_tokens": call.transcript.eos_tokens,
-        "max_positions": context_length(draft),
+        "max_positions": None if positions is None else positions + left_out,
         "steps_per_sync": _steps_per_sync(draft.device, rule, config.longest_draft),
     }
     if not is_on_other_device(draft.device, input_ids.device, call.processors):
@@ -148,6 +144,31 @@ def _steps_per_sync(device: torch.device, rule: StopRule, longest: int) -> int:
     if device.type == "cpu":
         return 1
     return ACCELERATOR_STEPS_PER_SYNC if rule.reads_probabilities else max(longest, 1)
+
+
+def _draft_runner(
+    call: DraftCall, draft: PreTrainedModel, kwargs: dict[str, Any]
+) -> tuple[Runner | TextOnlyRunner, int]:
+    """The draft's runner, and how many columns of the prompts it leaves out."""
+    input_ids, tokens = call.transcript.sequences.to(draft.device), call.transcript.ids.shape[1]
+    places = None
+    if media_of(call.model_kwargs) and not media_of(kwargs):
+        places = text_places(call.model, input_ids, kwargs.get("attention_mask"))
+    prompts = input_ids
+    if places is not None:
+        columns, mask = places
+        prompts, kwargs = input_ids.gather(1, columns), text_kwargs(kwargs, mask)
+    size = call.static_size
+    if size is None and kwargs.get("past_key_values") is not None and supports_recorded_row(draft, kwargs):
+        # The target uses another kind of cache or another device, but recording the draft's passes still helps.
+        size = CacheSize(tokens, grows=True)
+    if size is not None and not (size.grows and outgrows_windows(draft, tokens)):
+        kwargs[cache_argument(draft)] = static_cache(draft, kwargs, size, "assistant_model")
+    runner = runner_for(draft, kwargs, prompts, tokens)
+    if places is None:
+        return runner, 0
+    text_only = TextOnlyRunner(runner, columns, input_ids.shape[1])
+    return text_only, text_only.left_out
 
 
 def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,8 @@ from transformers import (
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
+from hf_specdec.drafting.drafter import DraftProposal
+from hf_specdec.drafting.model_drafter import ModelDrafter
 
 PICTURE, START, END = 40, 42, 43
 TEXT: dict[str, Any] = {
@@ -217,6 +219,38 @@ def test_a_draft_of_the_same_kind_looks_at_the_picture_itself() -> None:
     with torch.no_grad():
         blind.get_submodule("model.multi_modal_projector").linear_2.weight.mul_(-5)
     assert _speculate(target, blind, inputs).speculation.acceptance_rate < 1.0
+
+
+def test_a_text_only_draft_reads_the_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drafts what it would write after each row's text without placeholders, which alone fits into its context."""
+    target = _made("llava", 1)[0]
+    draft = _ready(LlamaForCausalLM(LlamaConfig(**{**TEXT, "max_position_embeddings": 28})))
+    picture = [START, *[PICTURE] * 4, END]
+    rows = [[5, 6, *picture, 7, *picture, 8, 9], [*[0] * 7, 5, *picture, 10, 11, 12]]
+    mask = torch.tensor([[1] * 17, [0] * 7 + [1] * 10])
+    pictures = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    inputs = {"input_ids": torch.tensor(rows), "attention_mask": mask, "pixel_values": pictures}
+    rounds = []
+
+    def kept(self: ModelDrafter, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        made = propose(self, ids, lengths, room)
+        rounds.append(([row[:n].tolist() for row, n in zip(ids, lengths, strict=True)], made))
+        return made
+
+    propose = ModelDrafter.propose
+    monkeypatch.setattr(ModelDrafter, "propose", kept)
+    out = _speculate(target, draft, inputs)
+    assert torch.equal(out.sequences, target.generate(**inputs, **SETTINGS))
+    longest = 0
+    for texts, made in rounds:
+        for row, (text, count) in enumerate(zip(texts, made.lengths, strict=True)):
+            seen = [token for token, shown in zip(text[:17], mask[row], strict=True) if shown and token != PICTURE]
+            alone = torch.tensor([seen + text[17:]])
+            if count:
+                expected = draft.generate(alone, **{**SETTINGS, "max_new_tokens": count})
+                assert made.tokens[row, :count].tolist() == expected[0, alone.shape[1] :].tolist()
+                longest = max(longest, len(text))
+    assert longest > 28, "the draft's context does not hold the placeholders"
 
 
 def test_returned_sequences_share_a_picture() -> None:

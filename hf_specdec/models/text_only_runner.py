@@ -1,0 +1,86 @@
+"""Passes of a text-only draft for a target that reads pictures: its prompt leaves the pictures' placeholders out.
+
+To the draft, hundreds of placeholders are one token that it was never trained on. Without them, its prompt pass and its
+context hold the text alone. Gagrani et al. (2024, arXiv 2404.08856) draft without pictures, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.models.dynamic_runner import PER_TOKEN_KWARGS
+from hf_specdec.models.runner_choice import Runner
+
+# The fields of configurations that hold the ids of placeholders.
+PLACEHOLDERS = tuple(f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index"))
+
+
+def text_places(target: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Where the text of each prompt is.
+
+    Args:
+        target: its configuration names the placeholders.
+        input_ids: `[B, P]`, the prompts.
+        mask: `[B, P]`, their attention mask; None if nothing is masked.
+
+    Returns:
+        The columns `[B, P']` of `input_ids` to read, and their attention mask `[B, P']`: shorter texts are padded on
+        the left. None if no prompt has a placeholder.
+    """
+    tokens = [value for name in PLACEHOLDERS if isinstance(value := getattr(target.config, name, None), int)]
+    placeholder = torch.isin(input_ids, input_ids.new_tensor(tokens))
+    placeholder[:, -1] = False  # so that each row has something to read
+    if not bool(placeholder.any()):
+        return None
+    kept = (~placeholder).long() if mask is None else mask.long().masked_fill(placeholder, 0)
+    columns = kept.argsort(dim=1, stable=True)[:, -int(kept.sum(1).max()) :]
+    return columns, kept.gather(1, columns)
+
+
+def text_kwargs(kwargs: dict[str, Any], mask: Tensor) -> dict[str, Any]:
+    """A draft's arguments for prompts of text alone with the attention mask `[B, P']`; positions follow from it."""
+    rest = {key: value for key, value in kwargs.items() if key not in ("position_ids", *PER_TOKEN_KWARGS)}
+    return {**rest, "attention_mask": mask}
+
+
+class TextOnlyRunner:
+    """Runs a draft on the text alone; to its caller, the placeholders count as read with it.
+
+    The methods are those of `DynamicRunner`. The first pass must begin with the whole prompt.
+
+    Args:
+        runner: runs the draft, made for prompts `[B, P']` of text alone.
+        columns: `[B, P']`, where they are in the prompts, see `text_places`.
+        prompt_length: P.
+    """
+
+    def __init__(self, runner: Runner, columns: Tensor, prompt_length: int) -> None:
+        self._runner = runner
+        self._columns, self._prompt_length = columns, prompt_length
+        self.left_out = prompt_length - columns.shape[1]
+        self.rewinds_far = runner.rewinds_far
+
+    @property
+    def read(self) -> list[int]:
+        """Tokens that each row has read, placeholders included."""
+        return [n + self.left_out if n else 0 for n in self._runner.read]
+
+    def forward(self, tokens: Tensor, count: int) -> Tensor:
+        """As `DynamicRunner.forward`."""
+        if not any(self._runner.read):
+            prompts, rest = tokens.split([self._prompt_length, tokens.shape[1] - self._prompt_length], dim=1)
+            tokens = torch.cat([prompts.gather(1, self._columns.to(tokens.device)), rest], dim=1)
+        return self._runner.forward(tokens, count)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """As `DynamicRunner.rewind`; not into the prompt."""
+        self._runner.rewind([max(length - self.left_out, 0) for length in lengths])
+
+    def retain(self, rows: Sequence[int]) -> Sequence[int]:
+        """As `DynamicRunner.retain`."""
+        return self._runner.retain(rows)
