@@ -81,12 +81,44 @@ def test_control_states_that_stay_after_a_rejection_give_other_tokens(family: st
         check_identity(target, noisy(target), 4, num_assistant_tokens=4)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "Mamba2"])
-def test_a_recurrent_target_with_an_attention_only_draft_and_the_reverse(family: str, batch_size: int) -> None:
-    recurrent, (attention, _) = model(family), pair("llama")
-    check_identity(recurrent, attention, batch_size, num_assistant_tokens=3)
-    check_identity(attention, recurrent, batch_size, num_assistant_tokens=3)
+@pytest.mark.parametrize(
+    ("family", "draft", "prompt", "batch_size", "lookahead", "strategy"),
+    pairwise(
+        ["Qwen3_5Text", "Mamba2", "FalconH1", "Zamba2"],
+        ["attention only", "target attention only", "noisy", "look-up"],
+        ["one token", "several tokens", "end of text", "continued"],
+        [1, 4],
+        [1, 4, 7],
+        [{}, BILD],
+    ),
+)
+def test_any_two_situations_together(
+    family: str, draft: str, prompt: str, batch_size: int, lookahead: int, strategy: dict[str, Any]
+) -> None:
+    recurrent, attention = model(family), pair("llama")[0]
+    target = attention if draft == "target attention only" else recurrent
+    drafts = {"attention only": attention, "target attention only": recurrent, "noisy": noisy(recurrent)}
+    settings = {"generation_strategy": "speculative", "num_assistant_tokens": lookahead, **strategy}
+    settings |= {"drafter": "lookup"} if draft == "look-up" else {"assistant_model": drafts[draft]}
+    inputs = prompts(batch_size)
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    if prompt == "one token":
+        inputs = {name: value[:, -1:] for name, value in inputs.items()}
+    if prompt == "end of text":
+        call["eos_token_id"] = int(target.generate(**inputs, **call)[0, 11 + 4])
+    if prompt == "continued" and target.config.model_type != "mamba2":  # it refuses a cache with a text in it
+        call |= {"return_dict_in_generate": True}
+        begun = [target.generate(**inputs, **{**call, "max_new_tokens": 5}) for _ in range(2)]
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 5), value=1)
+        whole, inputs = ({"input_ids": out.sequences, "attention_mask": mask} for out in begun)
+        whole["past_key_values"], inputs["past_key_values"] = (out.past_key_values for out in begun)
+    else:
+        whole = inputs
+    plain = target.generate(**whole, **{**call, "return_dict_in_generate": True}).sequences
+    with hf_specdec.enable(target), Passes(target) as passes:
+        out = target.generate(**inputs, **{**call, "return_dict_in_generate": True}, **settings)
+    assert torch.equal(out.sequences, plain)
+    assert passes.count == len(out.speculation.rounds), "one target pass a round, for the whole batch"
 
 
 @pytest.mark.parametrize("family", ["OlmoHybrid", "Zamba2", "Lfm2"])
