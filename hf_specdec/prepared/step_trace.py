@@ -45,6 +45,10 @@ def trace(step: Callable[..., Sequence[Tensor]], *given: Tensor) -> Graph:
         RuntimeError: the step reads values of tensors on the host, so that another call might do something else.
     """
     recorder = _Recorder()
+    # What is given twice are two arguments, which may differ at the next call.
+    given = tuple(
+        tensor.view_as(tensor) if id(tensor) in map(id, given[:at]) else tensor for at, tensor in enumerate(given)
+    )
     for at, tensor in enumerate(given):
         recorder.note(tensor, recorder.graph.placeholder(f"given_{at}"))
     with recorder:

@@ -16,7 +16,6 @@ bound holds for any number of samples (Agrawal 2020, arXiv 1904.02291, theorem 1
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import combinations, product
 from typing import Any
@@ -25,6 +24,7 @@ import pytest
 import torch
 from helpers import sampled_outputs
 from helpers.distant import drafting_ahead
+from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.sampled_outputs import (
     AXES,
     COMBINATIONS,
@@ -44,15 +44,13 @@ from helpers.sampled_outputs import (
     odds_of_outputs,
 )
 from torch import Tensor
-from torch.fx import GraphModule
 
 import hf_specdec
 from hf_specdec import decoding
 from hf_specdec.drafting import drafter_choice
 from hf_specdec.models import recorded_passes, static_runner
-from hf_specdec.prepared import compiled_step, cuda_graphs, lap_timer, prepared_decoder
+from hf_specdec.prepared import cuda_graphs, lap_timer, prepared_decoder
 from hf_specdec.prepared.prepared_decoder import PreparedDecoder
-from hf_specdec.prepared.repeated_blocks import Segment
 from hf_specdec.rules import sampling, verification
 from hf_specdec.rules.verification import SAMPLING_RULES, Verification
 
@@ -88,23 +86,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Combination],
             monkeypatch.setattr(cuda_graphs, "captures", lambda device: c.engine == "captured")
         return ran
 
-    monkeypatch.setattr(compiled_step, "_codes", OrderedDict())
-    monkeypatch.setattr(compiled_step, "supported", lambda: False)
-    monkeypatch.setattr(compiled_step, "_compile", interpreted)
+    interpret_compiled_steps(monkeypatch)
     yield use
     hf_specdec.release()
-
-
-def interpreted(segment: Segment, device: torch.device) -> Callable[[list[Any]], Any]:
-    """In place of inductor's code."""
-    module = GraphModule({}, segment.graph)
-
-    def code(inputs: list[Any]) -> Any:
-        found = module(*inputs)
-        inputs.clear()
-        return found
-
-    return code
 
 
 @pytest.mark.parametrize("c", COMBINATIONS, ids=", ".join)

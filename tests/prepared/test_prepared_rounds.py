@@ -12,6 +12,7 @@ import torch
 from helpers.auto_lengths import choose_in_turn
 from helpers.distributions import FALSE_FAILURE, odds
 from helpers.families import EAGER, ROWS_FAMILIES, pair, prompts
+from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.pairwise import pairwise
 
 from hf_specdec import SpeculativeDecoding
@@ -182,6 +183,21 @@ def test_drafting_ends_with_the_burst_in_which_the_last_row_stops(batch_size: in
     steps = [r.draft_steps for r in out.speculation.rounds[:-1]]
     assert steps == [4 * -(-max(r.drafted) // 4) for r in out.speculation.rounds[:-1]]
     assert len(set(steps)) > 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_compiled_bursts_draft_what_the_general_rounds_do(batch_size: int, enabled, monkeypatch) -> None:
+    interpret_compiled_steps(monkeypatch)
+    target, draft = pair("llama", noise=0.05)
+    call = {**prompts(batch_size), "max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    call |= {"generation_strategy": "speculative", "num_assistant_tokens": 12, "entropy_threshold": 0.2}
+    general, compiled = (target.generate(**call, assistant_model=draft, compile=compile) for compile in (False, True))
+    assert torch.equal(general.sequences, compiled.sequences)
+    for name in ("drafted", "accepted", "new_tokens"):
+        one, other = ([getattr(r, name) for r in out.speculation.rounds] for out in (general, compiled))
+        assert one == other
+    steps = {r.draft_steps for r in compiled.speculation.rounds}
+    assert {4, 8} <= steps, "drafts of one burst and of several"
 
 
 @pytest.mark.parametrize("first", [0, 2])

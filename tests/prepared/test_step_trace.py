@@ -107,3 +107,9 @@ def test_a_constant_has_one_node_and_is_the_tensor_itself() -> None:
     graph = trace(lambda given: [given @ WEIGHT + (given * 2) @ WEIGHT], GIVEN)
     (node,) = (node for node in graph.nodes if node.op == "get_attr")
     assert value_of(node) is WEIGHT
+
+
+def test_a_tensor_given_twice_is_two_arguments() -> None:
+    graph = trace(lambda one, other: [one - other], GIVEN, GIVEN)
+    (difference,) = _run(graph, GIVEN, 3 * GIVEN)
+    torch.testing.assert_close(difference, -2 * GIVEN)
