@@ -25,7 +25,6 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, state_of, weights_of
-from hf_specdec.models.huge_pages import use_huge_pages
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
@@ -181,9 +180,6 @@ def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: b
         if engine is None:
             STORE.make_room(sum(_cache_bytes(runner) for runner in (target, draft) if runner), transcript.ids)
             engine = Engine(plan, target, draft, compile)
-            if compile:
-                for model in models:
-                    use_huge_pages(model)
         if engine.failed:
             STORE.put(key, engine)
             yield decoder
