@@ -34,14 +34,6 @@ def _no_fork() -> NoReturn:
 os.fork = _no_fork
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one worker, and all that read the results of every task, which take long, in the same."""
-    for item in items:
-        shares = "results_folder" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("results" if shares else item.location[0]))
-
-
 @pytest.fixture(scope="session")
 def toy_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     """A target whose outputs can be enumerated, and a draft near it."""
