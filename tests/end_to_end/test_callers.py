@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -30,6 +35,7 @@ from transformers.cli.serve import Serve
 import hf_specdec
 from hf_specdec import SpeculationStats, last_speculation
 
+ROOT = Path(__file__).parents[2]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 CHAT = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
 MESSAGES = [
@@ -146,6 +152,14 @@ def test_weights_of_a_tensor_class(pair, quantized: str, rows: int) -> None:
         assert torch.equal(speculated(target, decode, draft)[0], plain)
 
 
+def answer(url: str, body: dict[str, Any]) -> str:
+    """The whole body of a server's answer to a chat request."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.read().decode()
+
+
 class ServeOn(Serve):
     """`transformers serve` on a socket that listens already, so that the first request waits for it."""
 
@@ -165,15 +179,9 @@ def served(folder: Path) -> Iterator[Callable[[dict[str, Any]], str]]:
     """A server over loopback; yields what sends a chat request and returns the whole body of the answer."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = ServeOn(listening, force_model=str(folder))
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/chat/completions"
-
-        def ask(body: dict[str, Any]) -> str:
-            request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.read().decode()
-
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         try:
-            yield ask
+            yield lambda body: answer(url, body)
         finally:
             server.kill_server()
 
@@ -196,3 +204,38 @@ def test_transformers_serve_streams_a_chat_over_loopback(
         with hf_specdec.enable(assistant_model=pair[1], generation_strategy="speculative", num_assistant_tokens=3):
             assert chat() == plain
             assert plain[0].strip() == plain[1].strip() != ""
+
+
+def test_transformers_serve_with_continuous_batching_fails_with_a_reason(
+    pair, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Rather than decode without the draft: no request is answered, and the server's log says why and what to do."""
+    for part in (pair[0], tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    pair[1].save_pretrained(tmp_path / "draft")
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    [script] = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "cli" in code]
+    assert "path/of/the/draft" in script
+    (tmp_path / "serve.py").write_text(script.replace("path/of/the/draft", str(tmp_path / "draft")))
+    options = ["--continuous-batching", "--device", "cpu", "--port", "0"]
+    command = [sys.executable, str(tmp_path / "serve.py"), "serve", str(tmp_path / "target"), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert server.stdout is not None
+    try:
+        log = []
+        for line in server.stdout:
+            log.append(line)
+            if running := re.search(r"running on (http://\S+)", line):
+                break
+        else:
+            pytest.fail("".join(log))
+        body = {"model": str(tmp_path / "target"), "messages": MESSAGES, "max_tokens": 2}
+        for stream in (False, True):
+            with pytest.raises(HTTPError, match="500"):
+                answer(running[1], {**body, "stream": stream})
+    finally:
+        server.terminate()
+        rest = server.communicate(timeout=60)[0]
+    reasons = re.findall(r"ValueError: generation_strategy='speculative' with continuous batching.*", rest)
+    assert len(reasons) == 2 and all("hf_specdec.disable" in reason for reason in reasons)
