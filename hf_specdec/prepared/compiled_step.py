@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from hf_specdec.prepared.compile_progress import progress_bar
-from hf_specdec.prepared.few_token_products import FewTokenProducts, load, share_heads, supported
+from hf_specdec.prepared.few_token_products import FewTokenProducts, join_linears, load, share_heads, supported
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of
 from hf_specdec.prepared.step_trace import trace, value_of
 
@@ -101,6 +101,7 @@ def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gr
     with FewTokenProducts():
         graph = trace(flat, *leaves)
     share_heads(graph)
+    join_linears(graph)
     return graph, returned[-1]
 
 

@@ -7,6 +7,7 @@ they are: no copy takes memory or goes stale.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -41,12 +42,15 @@ def load() -> None:
 
     with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
         CppCodeCache.load("\n".join(part.read_text() for part in KERNELS))
-    torch.library.register_fake("hf_specdec::linear", _linear_shape)
+    for name in ("linear", "linear_2", "linear_3"):
+        torch.library.register_fake(f"hf_specdec::{name}", _linear_shapes)
     torch.library.register_fake("hf_specdec::attention", _attention_shape)
 
 
-def _linear_shape(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return input.new_empty(*input.shape[:-1], weight.shape[0])
+def _linear_shapes(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    weights = cast(Sequence[Tensor], layers[: len(layers) // 2])
+    results = tuple(input.new_empty(*input.shape[:-1], len(weight)) for weight in weights)
+    return results if len(results) > 1 else results[0]
 
 
 def _attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -120,6 +124,40 @@ def _takes_attention(
 
 def _is_ours(states: Tensor) -> bool:
     return states.device.type == "cpu" and states.dtype in DTYPES
+
+
+def join_linears(trace: Graph) -> None:
+    """Compute linear layers of one input, such as queries, keys and values, in one call.
+
+    Layers are small, so that calling each takes a good part of its time.
+    """
+    layers: dict[Node, list[Node]] = {}
+    for node in trace.nodes:
+        is_linear = node.op == "call_function" and node.target is torch.ops.hf_specdec.linear.default
+        if is_linear and all(arg.op != "call_function" for arg in node.all_input_nodes[1:]):  # weights stand ready
+            layers.setdefault(cast(Node, node.args[0]), []).append(node)
+    for input, nodes in layers.items():
+        for at in range(0, len(nodes), 3):
+            _join(trace, input, nodes[at : at + 3])
+
+
+def _join(trace: Graph, input: Node, nodes: Sequence[Node]) -> None:
+    if len(nodes) == 1:
+        return
+    weights, biases = zip(*((node.args[1], node.args[2]) for node in nodes), strict=True)
+    for constant in (*weights, *biases):
+        if isinstance(constant, Node) and constant.op == "get_attr":
+            nodes[0].prepend(constant)
+    together = torch.ops.hf_specdec.linear_2 if len(nodes) == 2 else torch.ops.hf_specdec.linear_3
+    with trace.inserting_before(nodes[0]):
+        joined = trace.call_function(together.default, (input, *weights, *biases))
+        joined.meta["val"] = None
+        for at, node in enumerate(nodes):
+            part = trace.call_function(operator.getitem, (joined, at))
+            part.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(part)
+    for node in nodes:
+        trace.erase_node(node)
 
 
 def share_heads(trace: Graph) -> None:

@@ -109,3 +109,47 @@ def test_shared_heads_are_read_where_they_are(heads: int) -> None:
     assert value_of(node.args[1]).shape[1] == heads
     constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
     torch.testing.assert_close(GraphModule(constants, graph)(query), step(query), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("rows", [(8, 3), (9, 4, 4), (5, 6, 7, 8)], ids=str)
+def test_linear_layers_of_one_input_are_one_call(rows: tuple[int, ...], tokens: int, dtype: torch.dtype) -> None:
+    """Every second layer has a bias; another layer, of another input, stands between them."""
+    layers = [(_draw(n, 40, dtype=dtype), _draw(n, dtype=dtype) if at % 2 else None) for at, n in enumerate(rows)]
+    states, other, square = (
+        _draw(1, tokens, 40, dtype=dtype),
+        _draw(1, tokens, 40, dtype=dtype),
+        _draw(40, 40, dtype=dtype),
+    )
+
+    def step(states: torch.Tensor, other: torch.Tensor) -> list[torch.Tensor]:
+        first = linear(states, *layers[0])
+        between = linear(other, square)
+        return [first, between, *(linear(states, *layer) for layer in layers[1:])]
+
+    with FewTokenProducts():
+        graph = trace(step, states, other)
+        each = step(states, other)
+    few_token_products.join_linears(graph)
+    calls = [node.target for node in graph.nodes if "linear" in str(node.target)]
+    assert len(calls) == 1 + (len(rows) + 2) // 3
+    constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
+    for found, alone in zip(GraphModule(constants, graph)(states, other), each, strict=True):
+        assert torch.equal(found, alone)
+
+
+def test_a_layer_whose_weights_are_computed_is_called_where_it_stands() -> None:
+    first, second = _draw(8, 40), _draw(8, 40)
+
+    def step(states: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+        return [linear(states, first), linear(states, second * scale)]
+
+    given = (_draw(1, 3, 40), _draw(1))
+    with FewTokenProducts():
+        graph = trace(step, *given)
+    few_token_products.join_linears(graph)
+    constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
+    assert sum("linear" in str(node.target) for node in graph.nodes) == 2
+    for found, alone in zip(GraphModule(constants, graph)(*given), step(*given), strict=True):
+        torch.testing.assert_close(found, alone)

@@ -18,8 +18,8 @@ void tile(const T* w, const A* x, int64_t k, int64_t left, int64_t width, Four<A
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < N; ++t) acc[r][t] = Vector<A>{};
   // The processor does not foresee the jumps between rows: what is read next is the rest of the row, then the next
-  // tile's. Long rows of one token's pass it foresees by itself.
-  const bool foresee = k <= kColumns || N > 1 || sizeof(T) < sizeof(float);
+  // tile's. Where it has little else to do, one token of float, asking for it costs more than it brings.
+  constexpr bool foresee = N > 1 || sizeof(T) < sizeof(float);
   int64_t i = 0;
   for (; i + kLanes<A> <= width; i += kLanes<A>) {
 #pragma GCC unroll 8
@@ -77,14 +77,28 @@ void products(int rows, const T* w, const A* x, int64_t tokens, int64_t k, Four<
   }
 }
 
+template <class T> struct Layer {
+  const T* weight;
+  const T* bias;
+  T* output;
+  int64_t rows;
+};
+
+// Several linear layers of one input `[tokens, k]`.
 template <class T>
-void linear_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& output) {
+void linear_of(const Tensor& input, int count, const Tensor* weights, const std::optional<Tensor>* biases,
+               Tensor* outputs) {
   using A = typename SumOf<T>::type;
-  const int64_t n = weight.size(0), k = weight.size(1), tokens = output.numel() / n;
-  const T* w = static_cast<const T*>(weight.data_ptr());
-  const T* b = bias ? static_cast<const T*>(bias->data_ptr()) : nullptr;
+  const int64_t k = weights[0].size(1), tokens = input.numel() / k;
+  std::vector<Layer<T>> layers;
+  int64_t tiles = 0;
+  for (int i = 0; i < count; ++i) {
+    const T* bias = biases[i] ? static_cast<const T*>(biases[i]->data_ptr()) : nullptr;
+    layers.push_back({static_cast<const T*>(weights[i].data_ptr()), bias, static_cast<T*>(outputs[i].data_ptr()),
+                      weights[i].size(0)});
+    tiles += (layers[i].rows + 3) / 4;
+  }
   const T* given = static_cast<const T*>(input.data_ptr());
-  T* out = static_cast<T*>(output.data_ptr());
   const Aligned<A> widened(std::is_same_v<T, A> ? 0 : tokens * k);
   const A* x = widened.data;
   if constexpr (std::is_same_v<T, A>) {
@@ -92,17 +106,24 @@ void linear_of(const Tensor& input, const Tensor& weight, const std::optional<Te
   } else {
     for (int64_t i = 0; i < tokens * k; ++i) widened.data[i] = widen(given[i]);
   }
-#pragma omp parallel if (n * k * tokens > kSerial)
+  const int64_t threads = omp_get_max_threads();
+  // One token waits for memory only, which serves threads unequally: they take small parts.
+  const int64_t part = tokens == 1 ? kPart : (tiles + threads - 1) / threads;
+#pragma omp parallel if (4 * tiles * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < n; row += 4) {
-      const int rows = int(std::min<int64_t>(4, n - row));
+#pragma omp for schedule(dynamic, part)
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      int64_t row = 4 * tile;
+      const Layer<T>* layer = layers.data();
+      for (; row >= layer->rows; ++layer) row -= (layer->rows + 3) / 4 * 4;
+      const int rows = int(std::min<int64_t>(4, layer->rows - row));
       std::fill(sums.begin(), sums.end(), Four<A>{});
-      products<T, A>(rows, w + row * k, x, tokens, k, sums.data());
+      products<T, A>(rows, layer->weight + row * k, x, tokens, k, sums.data());
       for (int64_t t = 0; t < tokens; ++t)
         for (int r = 0; r < rows; ++r)
-          out[t * n + row + r] = narrow<T>(sums[t][r] + (b ? A(widen(b[row + r])) : A(0)));
+          layer->output[t * layer->rows + row + r] =
+              narrow<T>(sums[t][r] + (layer->bias ? A(widen(layer->bias[row + r])) : A(0)));
     }
   }
 }

@@ -12,13 +12,36 @@ namespace {
     default: STD_TORCH_CHECK(false, "few-token products take floating-point numbers only");   \
   }
 
-// `[..., K]`, `[N, K]` and `[N]` to `[..., N]`; all contiguous.
-Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> bias) {
+// `[..., K]`, `[N, K]` and `[N]` to `[..., N]`, for several layers of one input; all contiguous.
+template <int Count>
+std::array<Tensor, Count> linears(const Tensor& input, const std::array<Tensor, Count>& weights,
+                                  const std::array<std::optional<Tensor>, Count>& biases) {
+  std::array<Tensor, Count> outputs;
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
-  sizes.back() = weight.size(0);
-  Tensor output = torch::stable::new_empty(input, sizes);
-  FOR_TYPE_OF(input, linear_of, input, weight, bias, output)
-  return output;
+  for (int i = 0; i < Count; ++i) {
+    sizes.back() = weights[i].size(0);
+    outputs[i] = torch::stable::new_empty(input, sizes);
+  }
+  FOR_TYPE_OF(input, linear_of, input, Count, weights.data(), biases.data(), outputs.data())
+  return outputs;
+}
+
+Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> bias) {
+  return linears<1>(input, {weight}, {bias})[0];
+}
+
+std::tuple<Tensor, Tensor> linear_2(Tensor input, Tensor weight_0, Tensor weight_1, std::optional<Tensor> bias_0,
+                                    std::optional<Tensor> bias_1) {
+  const auto [first, second] = linears<2>(input, {weight_0, weight_1}, {bias_0, bias_1});
+  return {first, second};
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_3(Tensor input, Tensor weight_0, Tensor weight_1, Tensor weight_2,
+                                            std::optional<Tensor> bias_0, std::optional<Tensor> bias_1,
+                                            std::optional<Tensor> bias_2) {
+  const auto [first, second, third] =
+      linears<3>(input, {weight_0, weight_1, weight_2}, {bias_0, bias_1, bias_2});
+  return {first, second, third};
 }
 
 // `[B, H, Q, D]` over `[B, H_kv, S, D]`, with a mask `[B or 1, H or 1, Q or 1, S]` to be added, to `[B, Q, H, D]`. The
@@ -33,10 +56,16 @@ Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double sca
 
 STABLE_TORCH_LIBRARY(hf_specdec, library) {
   library.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("linear_2(Tensor input, Tensor w0, Tensor w1, Tensor? b0, Tensor? b1) -> (Tensor, Tensor)");
+  library.def(
+      "linear_3(Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor? b0, Tensor? b1, Tensor? b2)"
+      " -> (Tensor, Tensor, Tensor)");
   library.def("attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
+  library.impl("linear_2", TORCH_BOX(&linear_2));
+  library.impl("linear_3", TORCH_BOX(&linear_3));
   library.impl("attention", TORCH_BOX(&attention));
 }

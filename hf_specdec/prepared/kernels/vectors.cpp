@@ -14,12 +14,14 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <new>
 #include <optional>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -37,6 +39,7 @@ constexpr int64_t kTokens = 3;
 #endif
 constexpr int64_t kColumns = 1024;   // of a tile; what it reads of the input stays in the first-level cache
 constexpr int64_t kAhead = 1024;     // columns from what is read to what is fetched from memory
+constexpr int64_t kPart = 16;          // tiles that a thread takes at a time
 constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
 
 struct BFloat16 { uint16_t bits; };
