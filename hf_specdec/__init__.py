@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.generation import SpeculativeDecoding, last_speculation
+from hf_specdec.models.trimmed_head import TrimmedDraft, frequent_tokens, trim_draft_head
 from hf_specdec.plugin import disable, enable
 from hf_specdec.prepared.engine_store import release
 from hf_specdec.rules.round_statistics import Round, SpeculationStats
@@ -18,12 +19,15 @@ __all__ = [
     "SpeculationConfig",
     "SpeculationStats",
     "SpeculativeDecoding",
+    "TrimmedDraft",
     "__version__",
     "disable",
     "enable",
+    "frequent_tokens",
     "last_speculation",
     "release",
     "to_better_transformer",
+    "trim_draft_head",
 ]
 
 

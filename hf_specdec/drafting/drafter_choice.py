@@ -30,6 +30,7 @@ from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import outgrows_windows, static_cache, supports_recorded_row
 from hf_specdec.models.text_only_runner import TextOnlyRunner, text_kwargs, text_places
 from hf_specdec.models.traits import context_length, media_of, vocabulary_size
+from hf_specdec.models.trimmed_head import head_tokens
 from hf_specdec.strategies import STRATEGY_TABLE, stop_rule
 
 # Draft steps on an accelerator between two copies to the host, where a stop rule may end the draft at any step. Each
@@ -95,7 +96,10 @@ def _length_history(config: SpeculationConfig, call: DraftCall) -> LengthHistory
 
 def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
     """A key that calls share if the measurements of one are useful to the other."""
-    draft = weakref.ref(call.draft) if config.drafts_by_model and call.draft is not None else None
+    draft = None
+    if config.drafts_by_model and call.draft is not None:
+        # A trimmed head takes less time and is accepted less often.
+        draft = weakref.ref(call.draft), head_tokens(call.draft)
     places = tuple((str(model.device), model.dtype) for model in call.models)
     sampled = call.generation_config.do_sample and call.generation_config.temperature
     return (config, draft, places, sampled, call.transcript.batch_size)

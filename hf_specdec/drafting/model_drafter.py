@@ -15,6 +15,9 @@ from hf_specdec.models.runner_choice import Runner
 from hf_specdec.models.text_only_runner import TextOnlyRunner
 from hf_specdec.rules import sampling
 
+# In place of a token where the processors leave none: a constraint may allow no token that a trimmed head can propose.
+EXCLUDED = -2
+
 
 class ModelDrafter(BaseDrafter):
     """Draft with a small model: one forward pass per token, with a cache that is kept between rounds.
@@ -114,7 +117,7 @@ class ModelDrafter(BaseDrafter):
                 ids, [n + step for n in lengths], logits, open_rows, uniforms[step] if uniforms else None
             )
             unseen.append(self._outcome(probs, choice))
-            choice = choice.clamp(min=0) if self.do_sample else choice
+            choice = choice.clamp(min=0) if self.do_sample or not self.processors.scores_only else choice
             choices.append(choice)
             if not self.processors.scores_only:
                 write_column(ids, [place + step for place in places], choice)
@@ -154,7 +157,7 @@ class ModelDrafter(BaseDrafter):
         tokens, before, after = outcome
         goes_on = []
         for row in open_rows:
-            if before[row]:
+            if before[row] or tokens[row] == EXCLUDED:
                 continue
             if tokens[row] < 0:
                 raise ValueError(
@@ -203,7 +206,8 @@ class ModelDrafter(BaseDrafter):
     ) -> tuple[Tensor, Tensor]:
         """The next token's distribution `[B, V]` (its scores, if only the argmax is needed) and the token `[B]`.
 
-        The token is drawn with `uniforms` `[B]`, or is the most probable one if they are None.
+        The token is drawn with `uniforms` `[B]`, or is the most probable one if they are None. Where the processors
+        exclude every token, it is `EXCLUDED`, and the distribution is arbitrary.
         """
         needs_probs = self.do_sample or self.keep_probs or self.rule.reads_probabilities
         if not needs_probs and not self.processors:
@@ -215,10 +219,11 @@ class ModelDrafter(BaseDrafter):
         else:
             counts = [int(row in open_rows) for row in range(len(lengths))]
             scores = self.processors(ids, lengths, counts, scores.unsqueeze(1)).squeeze(1)
-        if not needs_probs:
-            return scores, scores.argmax(dim=-1)
-        probs = sampling.probabilities(scores)
-        return probs, probs.argmax(dim=-1) if uniforms is None else sampling.draw(probs, uniforms)
+            excluded = scores.amax(dim=-1) == -torch.inf
+            scores = scores.masked_fill(excluded.unsqueeze(1), 0.0)
+        probs = sampling.probabilities(scores) if needs_probs else scores
+        choice = probs.argmax(dim=-1) if uniforms is None else sampling.draw(probs, uniforms)
+        return probs, choice if scores_only else choice.masked_fill(excluded, EXCLUDED)
 
 
 def align_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:

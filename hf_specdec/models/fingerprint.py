@@ -73,7 +73,7 @@ def has_custom_hooks(model: PreTrainedModel) -> bool:
 
 
 def runs_custom_python(model: PreTrainedModel) -> bool:
-    """Whether a pass runs more than the operations of transformers' and torch's own layers.
+    """Whether a pass runs more than the operations of layers of transformers, torch and this package.
 
     Such are modules of other libraries (adapters among them), hooks, replaced or compiled methods, dropout, autocast,
     torch function modes and tensor subclasses as weights.
@@ -102,7 +102,7 @@ def _custom_hooks(module: torch.nn.Module) -> list[Any]:
 def _runs_custom_python(module: torch.nn.Module) -> bool:
     return bool(
         module.training
-        or not type(module).__module__.startswith(("torch.nn.", "transformers."))
+        or not type(module).__module__.startswith(("torch.nn.", "transformers.", "hf_specdec."))
         or module._compiled_call_impl is not None
         or "forward" in vars(module)
     )

@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, set
 from helpers.models import EOS, PAD, llama, noisy, resized
 from helpers.pairwise import pairwise
 from helpers.word_tokenizer import word_tokenizer
-from hf_specdec import SpeculativeDecoding
+from hf_specdec import SpeculativeDecoding, trim_draft_head
 from hf_specdec.config import DRAFTERS as DRAFTERS_BY_NAME
 from hf_specdec.rules.verification import SAMPLING_RULES
 
@@ -33,7 +34,7 @@ STRATEGIES = {
     "typical": {"posterior_threshold": math.inf},
     "ensemble": {"assistant_ensemble_weight": 1.0},
 }
-DRAFTERS = ("model", "lookup", "hybrid", "none", "larger vocabulary", "other device", "other tokenizer")
+DRAFTERS = ("model", "lookup", "hybrid", "none", "larger vocabulary", "trimmed head", "other device", "other tokenizer")
 STOPS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "entropy": {"entropy_threshold": 0.55},
@@ -90,7 +91,7 @@ EXCLUDED: dict[str, Callable[[Combination], bool]] = {
         c.engine == "recorded" and c.batch == "rows" and (c.end == "end of text" or c.stop != "fixed")
     ),
     "prepared rounds of other drafters": lambda c: (
-        c.engine in PREPARED and c.drafter not in ("model", "larger vocabulary", "none")
+        c.engine in PREPARED and c.drafter not in ("model", "larger vocabulary", "trimmed head", "none")
     ),
     "prepared rounds that read the text": lambda c: c.engine in PREPARED and c.processor == "repetition",
     "compiled rounds of a processor that reads scores on the host": lambda c: (
@@ -134,7 +135,10 @@ def models() -> dict[str, PreTrainedModel]:
     target = llama(seed=5, vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
     draft = noisy(target, 0.5)
     larger = resized(draft, VOCABULARY + 2).to(torch.float64)
-    return {"target": target, "model": draft, "larger vocabulary": larger, "other tokenizer": larger}
+    trimmed = deepcopy(draft)
+    trim_draft_head(trimmed, [EOS, 3])
+    drafts = {"model": draft, "trimmed head": trimmed, "larger vocabulary": larger, "other tokenizer": larger}
+    return {"target": target, **drafts}
 
 
 def arguments(c: Combination) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""Output heads that compute the logits of some tokens only, since most of a small draft is its vocabulary projection.
+
+Such drafts are as lossless as any: the acceptance rules see the distribution that a draft was drawn from, and tokens
+outside the list have probability 0 in it. They can't be proposed; the target's own choices are not restricted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.models.traits import wrapped_model
+
+
+class TrimmedHead(torch.nn.Linear):
+    """An output head that computes the logits of K of V tokens.
+
+    Args:
+        head: the whole head; the rows in use are copied, bias included.
+        token_ids: `[K]`, distinct, on the head's device.
+    """
+
+    token_ids: Tensor
+
+    def __init__(self, head: torch.nn.Linear, token_ids: Tensor) -> None:
+        super().__init__(head.in_features, len(token_ids), head.bias is not None, device="meta")
+        self.weight = torch.nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
+        if head.bias is not None:
+            self.bias = torch.nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)
+        self.vocabulary = head.out_features
+        self.train(head.training)
+        self.register_buffer("token_ids", token_ids, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Logits `[..., V]` of hidden states `[..., H]`; -inf for tokens outside the list."""
+        logits = super().forward(input)
+        others = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
+        return others.scatter_(-1, self.token_ids.expand_as(logits), logits)
+
+
+class TrimmedDraft:
+    """A draft whose head is trimmed, see `trim_draft_head`. As a context manager, it is undone on exit.
+
+    Args:
+        draft: the model.
+        head, trimmed: its whole head, and the one in its place.
+    """
+
+    def __init__(self, draft: PreTrainedModel, head: torch.nn.Linear, trimmed: TrimmedHead) -> None:
+        self.draft, self.head, self.trimmed = draft, head, trimmed
+        _replace(draft, head, trimmed)
+
+    def restore(self) -> None:
+        """Give the draft its whole head back, in the dtype and on the device that the draft has now."""
+        _replace(self.draft, self.trimmed, self.head.to(self.trimmed.weight))
+
+    def __enter__(self) -> TrimmedDraft:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor) -> TrimmedDraft:
+    """Let a draft propose tokens of a list only, so that its steps compute only their logits.
+
+    The output stays the target's. Static lists of frequent tokens are those of FR-Spec (Zhao et al. 2025, arXiv
+    2502.14856) and VocabTrim (arXiv 2506.22694); `frequent_tokens` makes one. The input embedding
+    stays whole. The rows in use are copied, which takes K · H numbers in the head's dtype; they don't follow later
+    changes of the weights, so load and train the draft before, and save it after `restore`.
+
+    Args:
+        draft: the draft model, modified in place.
+        token_ids: K tokens of the draft's vocabulary, in any order.
+
+    Returns:
+        A handle, usable as a context manager; its `restore` undoes the change. If it is not kept, a whole head that
+        is not tied to the input embedding is freed.
+
+    Raises:
+        ValueError: an empty list, a token outside the vocabulary, or a model without an ordinary linear output head.
+    """
+    model = wrapped_model(draft)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter or head.weight.is_meta:
+        why = {type(None): "has no output head", TrimmedHead: "is trimmed already: call restore() of its handle first"}
+        found = why.get(type(head), f"has the output head {type(head).__name__}, of which no rows can be copied")
+        raise ValueError(f"draft={type(draft).__name__} {found}; pass a model with an ordinary torch.nn.Linear head.")
+    listed = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
+    tokens = sorted({operator.index(token) for token in listed})
+    if not tokens:
+        raise ValueError("token_ids is empty: pass the tokens that the draft may propose, see frequent_tokens.")
+    if tokens[0] < 0 or tokens[-1] >= head.out_features:
+        wrong = tokens[0] if tokens[0] < 0 else tokens[-1]
+        raise ValueError(
+            f"token_ids holds {wrong}, but the vocabulary of draft={type(draft).__name__} ends at "
+            f"{head.out_features - 1}: pass ids of the draft's own tokenizer."
+        )
+    return TrimmedDraft(model, head, TrimmedHead(head, torch.tensor(tokens, device=head.weight.device)))
+
+
+def frequent_tokens(texts: Iterable[str | Sequence[int]], tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
+    """The most frequent tokens of texts such as the target will write, the most frequent first.
+
+    The tokens that end a text and those of the chat template are always among them.
+
+    Args:
+        texts: answers of the target and prompts, as text or as tokens (rows of `generate`'s output, for example).
+        tokenizer: the draft's.
+        count: the most tokens to return.
+
+    Raises:
+        ValueError: `count` is too small for the tokens that are always included.
+    """
+    seen: Counter[int] = Counter()
+    for text in texts:
+        seen.update(tokenizer(text, add_special_tokens=False).input_ids if isinstance(text, str) else map(int, text))
+    always = _always_included(tokenizer)
+    if count < max(len(always), 1):
+        raise ValueError(
+            f"count={count} is below the {max(len(always), 1)} tokens that are always included (end of text, chat "
+            "template): pass a larger number."
+        )
+    ranked = [token for token, _ in seen.most_common() if token not in always]
+    chosen = {*always, *ranked[: count - len(always)]}
+    return sorted(chosen, key=lambda token: (-seen[token], token))
+
+
+def head_tokens(model: PreTrainedModel) -> int | None:
+    """How many tokens a model's output head computes logits of; None if that is unknown."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return getattr(head, "out_features", None)
+
+
+def _always_included(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The end of text, and the tokens around the turns of a dialogue in the chat template."""
+    found = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    if getattr(tokenizer, "chat_template", None):
+        chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+        found.update(tokenizer.apply_chat_template(chat, return_dict=False))
+    return found
+
+
+def _replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if child is old:
+                setattr(module, name, new)

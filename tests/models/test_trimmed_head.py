@@ -1,0 +1,260 @@
+"""A trimmed draft proposes listed tokens only, on every engine, and the output stays the target's.
+
+`test_output_distributions.py` compares sampled outputs of trimmed drafts with exact distributions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import EOS, FAMILIES, VOCABULARY, pair, prompts
+from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.word_tokenizer import word_tokenizer
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel, set_seed
+
+import hf_specdec
+from hf_specdec.drafting import drafter_choice
+from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.models import recorded_passes
+from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.engine import Engine
+
+LISTED = [EOS, *range(VOCABULARY - 1, 4, -2)]  # in any order
+OTHERS = [token for token in range(VOCABULARY) if token not in LISTED]
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+ENGINES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "recorded": {},
+    "without cache": {"use_cache": False},
+    "captured": {"cache_implementation": "static"},
+    "compiled": {"compile": True, "disable_tqdm": True},
+}
+
+
+@pytest.fixture
+def proposed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """All tokens that are proposed in a test."""
+    seen: set[int] = set()
+    propose, run_draft = ModelDrafter.propose, Engine.run_draft
+
+    def general(self: ModelDrafter, *args: Any) -> Any:
+        proposal = propose(self, *args)
+        rows = zip(proposal.tokens.tolist(), proposal.lengths, strict=True)
+        seen.update(token for row, drafted in rows for token in row[:drafted])
+        return proposal
+
+    def prepared(self: Engine, *args: Any) -> Any:
+        drafts, count = run_draft(self, *args)
+        seen.update(int(token) for step in drafts.tokens for token in step)
+        return drafts, count
+
+    monkeypatch.setattr(ModelDrafter, "propose", general)
+    monkeypatch.setattr(Engine, "run_draft", prepared)
+    return seen
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Arguments of `generate` for an engine; what would be captured or compiled runs operation by operation."""
+    if request.param == "eager":
+        monkeypatch.setattr(recorded_passes, "recordable", lambda model: False)
+    monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: request.param == "captured")
+    interpret_compiled_steps(monkeypatch)
+    return ENGINES[request.param]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_listed_logits_are_the_whole_head_s_and_all_others_the_lowest(family: str) -> None:
+    _, draft = pair(family)
+    inputs = {
+        **prompts(1),
+        **({"decoder_input_ids": prompts(1)["input_ids"]} if family in ("t5", "mt5", "bart") else {}),
+    }
+    whole = draft(**inputs).logits
+    with hf_specdec.trim_draft_head(draft, LISTED):
+        trimmed = draft(**inputs).logits
+    torch.testing.assert_close(trimmed[..., LISTED], whole[..., LISTED])
+    cap = getattr(draft.config, "final_logit_softcapping", None)
+    assert (trimmed[..., OTHERS] == (-torch.inf if cap is None else -cap)).all()
+    assert torch.equal(draft(**inputs).logits, whole), "restored"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_only_listed_tokens_are_proposed_and_the_output_stays_the_target_s(
+    rows: int, engine: dict[str, Any], proposed: set[int], enabled
+) -> None:
+    """What was recorded or compiled for the whole head does not serve the trimmed one, nor the reverse."""
+    target, draft = pair("llama")
+    call = {**prompts(rows), **GREEDY, **engine}
+    plain = target.generate(**prompts(rows), **GREEDY)
+    settings = {"assistant_model": draft, "generation_strategy": "speculative", "return_dict_in_generate": True}
+
+    def drafts() -> set[int]:
+        proposed.clear()
+        for _ in range(2):
+            out = target.generate(**call, **settings)
+            assert torch.equal(out.sequences, plain)
+            assert 0 < out.speculation.acceptance_rate < 1
+        return set(proposed)
+
+    whole = drafts()
+    assert not whole <= set(LISTED), "control: the whole head proposes others"
+    trimmed = hf_specdec.trim_draft_head(draft, LISTED)
+    assert drafts() <= set(LISTED)
+    trimmed.restore()
+    assert drafts() == whole
+    hf_specdec.release(target)
+
+
+def test_trimmed_drafts_are_recorded(monkeypatch: pytest.MonkeyPatch, enabled) -> None:
+    """As other drafts: one token and several."""
+    monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
+    target, draft = pair("llama")
+    with hf_specdec.trim_draft_head(draft, LISTED):
+        settings = {"assistant_model": draft, "generation_strategy": "speculative"}
+        target.generate(**prompts(1), **GREEDY, **settings)
+        assert recorded_passes.recordings_of(draft) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"generation_strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.2},
+        {"generation_strategy": "ensemble", "assistant_ensemble_weight": 1.0},
+        {"entropy_threshold": 0.3},
+        {"drafter": "hybrid"},
+        {"assistant_tokenizer": word_tokenizer(VOCABULARY, order=-1), "tokenizer": word_tokenizer(VOCABULARY)},
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 10, "eos_token_id": LISTED[3]},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_strategies_and_processors_keep_the_target_s_output(settings: dict[str, Any], enabled) -> None:
+    target, draft = pair("llama")
+    common = {
+        **prompts(1),
+        **GREEDY,
+        **{k: v for k, v in settings.items() if k in ("repetition_penalty", "min_new_tokens", "eos_token_id")},
+    }
+    plain = target.generate(**common)
+    with hf_specdec.trim_draft_head(draft, LISTED):
+        call = {"generation_strategy": "speculative", **common, **settings, "assistant_model": draft}
+        assert torch.equal(target.generate(**call), plain)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_constraint_that_allows_no_listed_token_ends_the_draft(rows: int, do_sample: bool, enabled) -> None:
+    """It is never asked about a text that it does not allow."""
+    target, draft = pair("llama")
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        if len(ids) > 11:
+            assert int(ids[-1]) in (OTHERS if len(ids) % 2 else LISTED)
+        return LISTED if len(ids) % 2 else OTHERS
+
+    call = {**prompts(rows), **GREEDY, "do_sample": do_sample, "top_k": 0, "prefix_allowed_tokens_fn": allowed}
+    with hf_specdec.trim_draft_head(draft, LISTED):
+        set_seed(0)
+        settings = {"assistant_model": draft, "generation_strategy": "speculative", "return_dict_in_generate": True}
+        out = target.generate(**call, **settings)
+    assert out.speculation.drafted, "where it allows listed ones"
+    assert max(max(r.drafted) for r in out.speculation.rounds) == 1
+    if not do_sample:
+        assert torch.equal(out.sequences, target.generate(**call))
+
+
+def test_automatic_lengths_don_t_go_by_what_the_whole_head_measured(monkeypatch: pytest.MonkeyPatch, enabled) -> None:
+    situations = []
+    history = drafter_choice.length_history
+
+    def kept(model: PreTrainedModel, situation: Any, **more: Any) -> Any:
+        situations.append(situation)
+        return history(model, situation, **more)
+
+    monkeypatch.setattr(drafter_choice, "length_history", kept)
+    target, draft = pair("llama")
+    call = {**prompts(1), **GREEDY, "generation_strategy": "speculative", "num_assistant_tokens": "auto"}
+    target.generate(**call, assistant_model=draft)
+    with hf_specdec.trim_draft_head(draft, LISTED):
+        target.generate(**call, assistant_model=draft)
+    target.generate(**call, assistant_model=draft)
+    assert situations[0] == situations[2] != situations[1]
+
+
+def tied() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)).eval()
+
+
+def test_the_input_embedding_stays_whole_and_only_the_listed_rows_are_copied() -> None:
+    draft = tied()
+    embedding, bytes_before = draft.get_input_embeddings().weight, draft.get_memory_footprint()
+    with hf_specdec.trim_draft_head(draft, torch.tensor([3, 30, 3])):
+        assert draft.get_input_embeddings().weight is embedding and len(embedding) == 40
+        copied = 2 * 16 * 4
+        assert draft.get_memory_footprint() == bytes_before + copied + 2 * 8  # the rows and their places
+    assert draft.get_output_embeddings().weight is embedding
+
+
+def test_the_whole_head_follows_its_draft_to_another_dtype() -> None:
+    _, draft = pair("llama")
+    ids = prompts(1)["input_ids"]
+    expected = copy.deepcopy(draft).to(torch.bfloat16)(ids).logits
+    trimmed = hf_specdec.trim_draft_head(draft, LISTED)
+    draft.to(torch.bfloat16)
+    trimmed.restore()
+    assert torch.equal(draft(ids).logits, expected)
+    trimmed.restore()
+    assert torch.equal(draft(ids).logits, expected), "restoring twice does no harm"
+
+
+def headless() -> PreTrainedModel:
+    return LlamaModel(tied().config)
+
+
+def trimmed_before() -> PreTrainedModel:
+    draft = tied()
+    hf_specdec.trim_draft_head(draft, [1])
+    return draft
+
+
+def with_other_head() -> PreTrainedModel:
+    draft = tied()
+    draft.lm_head = torch.nn.Sequential(draft.lm_head)
+    return draft
+
+
+@pytest.mark.parametrize(
+    ("make", "tokens", "message"),
+    [
+        (tied, [], "token_ids is empty"),
+        (tied, [2, 40], "token_ids holds 40, .* ends at 39"),
+        (tied, [-1, 2], "token_ids holds -1"),
+        (headless, [2], "draft=LlamaModel has no output head"),
+        (with_other_head, [2], "has the output head Sequential"),
+        (trimmed_before, [2], "is trimmed already"),
+    ],
+)
+def test_errors_name_the_argument_and_the_way_out(make: Callable, tokens: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_specdec.trim_draft_head(make(), tokens)
+
+
+def test_frequent_tokens_are_ranked_and_hold_what_ends_a_text() -> None:
+    tokenizer = word_tokenizer()
+    texts = ["w5 w7 w5", [9, 7, 5], torch.tensor([9, 7])]
+    assert hf_specdec.frequent_tokens(texts, tokenizer, 4) == [5, 7, 9, tokenizer.eos_token_id]
+    assert hf_specdec.frequent_tokens(texts, tokenizer, 3) == [5, 7, tokenizer.eos_token_id]
+    assert hf_specdec.frequent_tokens(texts, tokenizer, 40) == [5, 7, 9, tokenizer.eos_token_id]
+    tokenizer.chat_template = "{% for m in messages %}w{{ 3 if m.role == 'user' else 4 }} {{ m.content }} {% endfor %}"
+    assert hf_specdec.frequent_tokens(texts, tokenizer, 4) == [5, tokenizer.eos_token_id, 3, 4]
+    with pytest.raises(ValueError, match="count=2 is below the 3 tokens"):
+        hf_specdec.frequent_tokens(texts, tokenizer, 2)
