@@ -61,8 +61,9 @@ def setting(result: Result) -> str:
 
 
 def pair(result: Result) -> str:
-    """Names of target and draft, without folders."""
-    return " + ".join(short_name(model["name"]) for model in result["models"].values())
+    """Names of target and draft, without folders; a synthetic draft's name begins with its target's."""
+    names = [short_name(model["name"]) for model in result["models"].values()]
+    return names[-1] if names[-1].startswith(f"{names[0]} (") else " + ".join(names)
 
 
 def machine(result: Result) -> str:
