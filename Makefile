@@ -25,11 +25,20 @@ test-install: $(VENV)/.ready
 test-oldest: $(OLDEST)/.ready
 	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python $(PYTEST)
 
-# Random calls against plain generate; what fails is kept in .hypothesis and tried first next time.
+# Random calls against plain generate, in chunks with a seed each. A stopped run goes on behind its last finished chunk.
+# What fails is kept in .hypothesis and tried first next time.
+CHUNK := 250
+FUZZED := .hypothesis/fuzz# the run's first seed, then the seeds of finished chunks
 fuzz: CASES ?= 5000
 fuzz: $(VENV)/.ready
-	HF_SPECDEC_FUZZ_CASES=$(CASES) $(RUN) -m pytest -q -x tests/fuzz/test_any_input.py \
-		-o faulthandler_timeout=0 --hypothesis-show-statistics
+	mkdir -p .hypothesis; test -s $(FUZZED) || date +%s > $(FUZZED); \
+	while finished=$$(($$(wc -l < $(FUZZED)) - 1)); left=$$(($(CASES) - finished * $(CHUNK))); [ $$left -gt 0 ]; do \
+		seed=$$(($$(head -n 1 $(FUZZED)) + finished)); \
+		HF_SPECDEC_FUZZ_CASES=$$((left < $(CHUNK) ? left : $(CHUNK))) $(RUN) -m pytest -q -x tests/fuzz/test_any_input.py \
+			-o faulthandler_timeout=0 --hypothesis-show-statistics --hypothesis-seed=$$seed || exit; \
+		echo $$seed >> $(FUZZED); \
+	done; \
+	rm $(FUZZED)
 
 # On a machine with a GPU, in an environment of yours that has this package's requirements and pytest.
 gpu-check:

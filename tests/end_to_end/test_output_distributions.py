@@ -31,6 +31,7 @@ from helpers.sampled_outputs import (
     ENDS,
     EXCLUDED,
     FALSE_FAILURE,
+    PREPARED,
     PROCESSORS,
     PROMPTS,
     SAME_SEED,
@@ -48,8 +49,9 @@ from torch import Tensor
 import hf_specdec
 from hf_specdec import decoding
 from hf_specdec.drafting import drafter_choice
+from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.models import recorded_passes, static_runner
-from hf_specdec.prepared import cuda_graphs, lap_timer, prepared_decoder
+from hf_specdec.prepared import cuda_graphs, lap_timer, prepared_decoder, round_steps
 from hf_specdec.prepared.prepared_decoder import PreparedDecoder
 from hf_specdec.rules import sampling, verification
 from hf_specdec.rules.verification import SAMPLING_RULES, Verification
@@ -158,6 +160,46 @@ def test_control_rejections_replaced_by_any_token_of_the_target_fail(rule: str, 
 
     monkeypatch.setattr(verification, "_residual", whole)
     assert odds_of(Combination(verification=rule, drafter=drafter), engines) < FALSE_FAILURE
+
+
+def stop_at_the_token(monkeypatch: pytest.MonkeyPatch, *, before: bool) -> None:
+    """In all rounds, a draft ends with one of the tokens, which is left out of it or kept."""
+    token = PROMPTS[0][1]
+    outcome, lengths = ModelDrafter._outcome, round_steps.draft_lengths
+
+    def general(self: ModelDrafter, probs: Tensor, choice: Tensor) -> Tensor:
+        found = outcome(self, probs, choice)
+        found[1 if before else 2] |= choice == token
+        return found
+
+    def prepared(plan: Any, limits: Tensor, tokens: Any, *ends: Any) -> tuple[Tensor, Tensor]:
+        seen = [drafted.squeeze(1) == token for drafted in tokens]
+        at = 0 if before else 1
+        known = ends[at] or [torch.zeros_like(rows) for rows in seen]
+        both = [one | other for one, other in zip(seen, known, strict=True)]
+        return lengths(plan, limits, tokens, *(both if place == at else end for place, end in enumerate(ends)))
+
+    monkeypatch.setattr(ModelDrafter, "_outcome", general)
+    monkeypatch.setattr(round_steps, "draft_lengths", prepared)
+
+
+STOPPED = [Combination(stop=stop) for stop in ("fixed", "entropy", "auto")] + [
+    Combination(stop="entropy", engine=engine, cache="static") for engine in PREPARED
+]
+
+
+@pytest.mark.parametrize("c", STOPPED, ids=", ".join)
+def test_control_a_stop_before_a_token_that_it_has_seen_fails(c: Combination, engines, monkeypatch) -> None:
+    """Where the draft has drawn that token, the target draws another."""
+    stop_at_the_token(monkeypatch, before=True)
+    monkeypatch.setattr(sampled_outputs, "CALLS", 24)
+    assert odds_of(c, engines) < FALSE_FAILURE
+
+
+@pytest.mark.parametrize("c", STOPPED, ids=", ".join)
+def test_a_stop_behind_a_token_may_have_seen_it(c: Combination, engines, monkeypatch) -> None:
+    stop_at_the_token(monkeypatch, before=False)
+    assert odds_of(c, engines) > FALSE_FAILURE
 
 
 @pytest.mark.parametrize(

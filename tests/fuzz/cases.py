@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers.families import EAGER, FAMILIES, PAD, VOCABULARY, pair
+from helpers.families import EAGER, FAMILIES, PAD, ROWS_FAMILIES, VOCABULARY, pair
 from helpers.models import resized
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    StoppingCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 from transformers.generation.streamers import BaseStreamer
 
 CASES = int(os.environ.get("HF_SPECDEC_FUZZ_CASES", "0"))
@@ -82,18 +89,25 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "nan": {"logits_processor": [BadScores(float("nan"))]},
     "inf": {"logits_processor": [BadScores(float("inf"))]},
     "-inf": {"logits_processor": [BadScores(-float("inf"))]},
+    "temperature": {"logits_processor": [TemperatureLogitsWarper(1.6)]},
+    "top-k": {"logits_processor": [TopKLogitsWarper(5)]},
+    "min-p": {"logits_processor": [MinPLogitsWarper(0.2)]},
     "constraint": {"prefix_allowed_tokens_fn": lambda row, ids: [t for t in range(3, 40) if t % 3 != int(ids[-1]) % 3]},
 }
+PREPARABLE = ["none", "none", "none", "temperature", "top-k", "min-p"]
+# What captured rounds would capture is just called. What inductor would compile is interpreted, save for some cases of
+# `make fuzz`.
+ENGINES = ["general", "captured", "interpreted", "interpreted"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of plain `generate`, and what makes it speculate."""
+    """Calls of plain `generate` that differ in their prompts, and what makes them speculate."""
 
     family: str
     draft: str
     short_context: bool
-    inputs: dict[str, list[list[int]]]
+    inputs: list[dict[str, list[list[int]]]]
     new_tokens: int
     call: dict[str, Any]
     processor: str
@@ -101,7 +115,7 @@ class Case:
     end_at: int | None
     pad_is_eos: bool
     streams: bool
-    prepared: bool
+    engine: str
     default_dtype: str
     default_device: str | None
     other_tokenizer: bool
@@ -109,9 +123,12 @@ class Case:
 
 
 @functools.cache
-def models(family: str, draft: str, short_context: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target and its draft; cases share them, so that each meets what others have left behind."""
-    target, noisy = pair(family) if draft == "noisy" else models(family, "noisy", short_context)
+def models(family: str, draft: str, short_context: bool, compiled: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target and its draft; cases share them, so that each meets what others have left behind.
+
+    Compiled rounds have models of their own, as interpreted ones leave theirs an engine under the same key.
+    """
+    target, noisy = pair(family) if draft == "noisy" else models(family, "noisy", short_context, compiled)
     if short_context and draft == "noisy":
         for model in (target, noisy):
             config = model.config
@@ -126,65 +143,81 @@ def models(family: str, draft: str, short_context: bool) -> tuple[PreTrainedMode
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any call that plain `generate` takes, in float64 and greedy."""
-    family = draw(st.sampled_from(sorted(FAMILIES)))
+    """Any call that plain `generate` takes, in float64 and greedy; every other one such that rounds can be prepared."""
+    prepared, engine = draw(st.booleans()), draw(st.sampled_from(ENGINES))
+    compiled = prepared and engine == "interpreted" and bool(CASES) and draw(st.integers(0, 9)) == 7
+    # Few settings, so that little is compiled, and each of it serves many calls.
+    engine = "compiled" if compiled else engine
+    families = ["llama", "gpt-neox"] if compiled else ROWS_FAMILIES if prepared else sorted(FAMILIES)
+    family = draw(st.sampled_from(families))
     encodes = family in ENCODER_DECODER
     # Padding turns eager softmax to NaN in float64, see `EAGER`.
-    rows = draw(st.sampled_from([1, 1, 1, 0] if family in EAGER else [1, 2, 3, 4] * 3 + [0]))
-    short_context = family in ("gpt2", "llama") and draw(st.booleans())
-    length = draw(st.integers(1, 12))
+    most = 1 if family in EAGER else 2 if compiled else 4
+    rows = draw(st.integers(1, most))
+    if not prepared and draw(st.integers(0, 12)) == 0:
+        rows = 0
+    short_context = family in ("gpt2", "llama") and not compiled and draw(st.booleans())
+    length = draw(st.integers(2 if prepared else 1, 12))
     new_tokens = draw(st.integers(1, 14))
     if short_context and draw(st.booleans()):
         length = SHORT_CONTEXT - new_tokens
-    token = st.integers(3, VOCABULARY - 1)
-    ids = draw(st.lists(st.lists(token, min_size=length, max_size=length), min_size=rows, max_size=rows))
-    if draw(st.booleans()):  # something to look up
-        ids = [[row[i % 3] for i in range(length)] for row in ids]
-    padding = [0] * rows if family in EAGER else [draw(st.integers(0, length - 1)) for _ in range(rows)]
-    if rows > 1 and not encodes and draw(st.integers(0, 9)) == 0:
-        padding[-1] = length
-    masks = [[0] * n + [1] * (length - n) for n in padding]
-    if encodes:
-        masks = [row[::-1] for row in masks]
-    ids = [[t if seen else PAD for t, seen in zip(*row, strict=True)] for row in zip(ids, masks, strict=True)]
-    drafts = ["noisy", "noisy", "smaller", "larger"] if family in ("llama", "qwen2") else ["noisy"]
-    speculation = draw(speculations())
-    if CASES and family in ("llama", "gpt-neox") and rows in (1, 2) and draw(st.integers(0, 49)) == 37:
-        # Few settings, so that few engines are compiled, and each serves many calls.
-        speculation |= {"compile": True, "num_assistant_tokens": 2, "drafter": "model", "on_draft_error": "raise"}
+    drafts = ["noisy", "noisy", "smaller", "larger"] if family in ("llama", "qwen2") and not compiled else ["noisy"]
+    default_device = None if prepared else draw(st.sampled_from([None] * 7 + ["meta"]))
+    speculation = draw(speculations(prepared))
+    if engine in ("interpreted", "compiled"):
+        speculation["compile"] = True
+    if compiled:
+        speculation |= {"num_assistant_tokens": 2, "drafter": "model"}
         speculation.pop("entropy_threshold", None)
-        drafts = ["noisy"]
-    default_device = draw(st.sampled_from([None] * 7 + ["meta"]))
     return Case(
         family=family,
         draft=draw(st.sampled_from(drafts)),
         short_context=short_context,
-        inputs={"input_ids": ids, "attention_mask": masks},
+        # The second call finds what the first has left.
+        inputs=[draw(prompts(family, rows, length, prepared)) for _ in range(1 + prepared)],
         new_tokens=new_tokens,
-        call=draw(calls(encodes, length, new_tokens)),
-        processor=draw(st.sampled_from(sorted(PROCESSORS))),
+        call=draw(calls(encodes, length, new_tokens, prepared)),
+        processor="none" if compiled else draw(st.sampled_from(PREPARABLE if prepared else sorted(PROCESSORS))),
         stop_at=draw(st.sampled_from([None, None, 3, 7])),
-        end_at=draw(st.one_of(st.none(), st.integers(0, new_tokens - 1))),
+        end_at=None if compiled else draw(st.one_of(st.none(), st.integers(0, new_tokens - 1))),
         pad_is_eos=draw(st.booleans()),
         streams=draw(st.booleans()),
-        prepared=draw(st.booleans()),
+        engine=engine,
         default_dtype=draw(st.sampled_from(["float32", "float32", "float64", "bfloat16"])),
         default_device=default_device,
         # transformers' own translation between tokenizers makes its tensors on the default device.
-        other_tokenizer=not encodes and default_device is None and draw(st.integers(0, 7)) == 5,
+        other_tokenizer=not encodes and not prepared and default_device is None and draw(st.integers(0, 7)) == 5,
         speculation=speculation,
     )
 
 
 @st.composite
-def speculations(draw: st.DrawFn) -> dict[str, Any]:
+def prompts(draw: st.DrawFn, family: str, rows: int, length: int, prepared: bool) -> dict[str, list[list[int]]]:
+    """`input_ids` and `attention_mask`, padded on the side of the family."""
+    encodes = family in ENCODER_DECODER
+    token = st.integers(3, VOCABULARY - 1)
+    ids = draw(st.lists(st.lists(token, min_size=length, max_size=length), min_size=rows, max_size=rows))
+    if draw(st.booleans()):  # something to look up
+        ids = [[row[i % 3] for i in range(length)] for row in ids]
+    padding = [0] * rows if family in EAGER else [draw(st.integers(0, length - 1)) for _ in range(rows)]
+    if rows > 1 and not encodes and not prepared and draw(st.integers(0, 9)) == 0:
+        padding[-1] = length
+    masks = [[0] * n + [1] * (length - n) for n in padding]
+    if encodes:
+        masks = [row[::-1] for row in masks]
+    ids = [[t if seen else PAD for t, seen in zip(*row, strict=True)] for row in zip(ids, masks, strict=True)]
+    return {"input_ids": ids, "attention_mask": masks}
+
+
+@st.composite
+def speculations(draw: st.DrawFn, prepared: bool) -> dict[str, Any]:
     """The package's own arguments."""
     strategy = draw(st.sampled_from(["speculative", "speculative", *LOSSLESS_LIMITS]))
     speculation = {
         "generation_strategy": strategy,
         "num_assistant_tokens": draw(st.sampled_from([1, 2, 3, 4, 5, 8, 13, "auto", None])),
-        "drafter": draw(st.sampled_from(["model", "model", "model", "lookup", "hybrid", "none"])),
-        "on_draft_error": draw(st.sampled_from(["raise", "continue"])),
+        "drafter": draw(st.sampled_from(["model"] * 3 + (["none"] if prepared else ["lookup", "hybrid", "none"]))),
+        "on_draft_error": "raise" if prepared else draw(st.sampled_from(["raise", "continue"])),
     }
     speculation |= LOSSLESS_LIMITS.get(strategy, {})
     if strategy == "bild":
@@ -195,11 +228,13 @@ def speculations(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def calls(draw: st.DrawFn, encodes: bool, length: int, new_tokens: int) -> dict[str, Any]:
+def calls(draw: st.DrawFn, encodes: bool, length: int, new_tokens: int, prepared: bool) -> dict[str, Any]:
     """Arguments of plain `generate`."""
     call: dict[str, Any] = {"max_new_tokens": new_tokens}
     if draw(st.integers(0, 3)) == 0:
         call = {"max_length": new_tokens + (1 if encodes else length)}
+    if prepared:
+        return call | {"cache_implementation": "static", "return_dict_in_generate": draw(st.booleans())}
     if draw(st.integers(0, 3)) == 0:
         call["use_cache"] = False
     elif not encodes:

@@ -1,11 +1,14 @@
 """Any call decodes what plain `generate` decodes, token for token, or ends with a documented error of this package.
 
-`make fuzz CASES=…` runs any number of random cases; failures are kept in `.hypothesis` and tried first next time.
+`make fuzz CASES=…` runs any number of random cases, and continues a run that was stopped. Failures are kept in
+`.hypothesis` and tried first next time.
 """
 
 from __future__ import annotations
 
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +16,21 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz.cases import CASES, PROCESSORS, Case, Collects, StopsAt, cases, models
+from fuzz.cases import CASES, ENGINES, PROCESSORS, Case, Collects, StopsAt, cases, models
 from helpers.families import VOCABULARY
+from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.word_tokenizer import word_tokenizer
 from hypothesis import HealthCheck, event, given, settings
+from transformers import PreTrainedModel
 
 import hf_specdec
+from hf_specdec.host.transcript import Transcript
 from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.prepared_decoder import PreparedDecoder
+from hf_specdec.rules.round_statistics import Round
 
 PACKAGE = Path(hf_specdec.__file__).parent
+RAN: Counter[str] = Counter()  # calls that ended well, by engine
 
 
 @pytest.mark.timeout(0)
@@ -38,16 +47,30 @@ def test_output_is_that_of_plain_generate_or_an_error_of_ours(case: Case) -> Non
     check(case)
 
 
+def test_a_real_share_of_the_calls_runs_in_each_engine() -> None:
+    """Of those above."""
+    if CASES or not RAN:
+        pytest.skip("says something of the fixed cases only")
+    assert set(RAN) == set(ENGINES)
+    assert all(calls > RAN.total() / 10 for calls in RAN.values()), RAN
+
+
 def check(case: Case) -> None:
     """Decode plainly and speculatively, and compare output, scores and stream."""
-    target, draft = models(case.family, case.draft, case.short_context)
+    target, draft = models(case.family, case.draft, case.short_context, case.engine == "compiled")
     call = arguments(case, target)
+    for inputs in case.inputs:
+        compare(case, target, draft, call | tensors(inputs))
+
+
+def compare(case: Case, target: PreTrainedModel, draft: PreTrainedModel, call: dict[str, Any]) -> None:
+    """One of a case's calls."""
     expected = attempt(target, case, call)
-    if isinstance(expected, Exception) and (case.default_device or not case.inputs["input_ids"]):
+    if isinstance(expected, Exception) and (case.default_device or not len(call["input_ids"])):
         event("plain generate fails, for want of rows or on a default device without memory")
         return
     tokenizers = {"tokenizer": word_tokenizer(VOCABULARY), "assistant_tokenizer": word_tokenizer(VOCABULARY, -1)}
-    with engine(case.prepared), hf_specdec.enable(target, assistant_model=draft):
+    with engine(case.engine) as rounds, hf_specdec.enable(target, assistant_model=draft):
         found = attempt(target, case, {**call, **case.speculation, **(tokenizers if case.other_tokenizer else {})})
     if isinstance(found, Exception):
         event(f"error: {str(found)[:40]}")
@@ -57,23 +80,27 @@ def check(case: Case) -> None:
         assert isinstance(found, ValueError) and PACKAGE in raised_in.parents, f"{found!r} instead of {expected!r}"
         return
     assert not isinstance(expected, Exception), f"plain generate raises {expected!r}"
-    rounds = "compiled" if case.speculation.get("compile") else "prepared" if case.prepared else "general"
-    event(f"{case.speculation['drafter']}, {rounds} rounds")
+    ran = case.engine if rounds else "general"
+    RAN[ran] += 1
+    event(f"{case.speculation['drafter']}, {ran} rounds")
     for name in ("default_device", "other_tokenizer"):
         event(f"{name}: {getattr(case, name)}")
     for name, value in expected.items():
         assert found[name] == value, name
 
 
-def arguments(case: Case, target: Any) -> dict[str, Any]:
-    """The arguments of both calls; the end of text is a token that plain decoding chooses."""
-    shape = (len(case.inputs["input_ids"]), -1 if case.inputs["input_ids"] else 5)
-    call = {name: torch.tensor(value, dtype=torch.long).reshape(shape) for name, value in case.inputs.items()}
-    call |= {**case.call, **PROCESSORS[case.processor], "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+def tensors(inputs: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
+    shape = (len(inputs["input_ids"]), -1 if inputs["input_ids"] else 5)
+    return {name: torch.tensor(value, dtype=torch.long).reshape(shape) for name, value in inputs.items()}
+
+
+def arguments(case: Case, target: PreTrainedModel) -> dict[str, Any]:
+    """The arguments of all calls; the end of text is a token that plain decoding chooses in the first."""
+    call = {**case.call, **PROCESSORS[case.processor], "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     if case.stop_at is not None:
         call["stopping_criteria"] = [StopsAt(case.stop_at)]
     if case.end_at is not None:
-        plain = attempt(target, case, call)
+        plain = attempt(target, case, call | tensors(case.inputs[0]))
         if not isinstance(plain, Exception) and plain["sequences"]:
             new_tokens = plain["sequences"][0][-case.new_tokens :]
             eos = new_tokens[min(case.end_at, len(new_tokens) - 1)]
@@ -97,17 +124,25 @@ def attempt(target: Any, case: Case, call: dict[str, Any]) -> dict[str, Any] | E
     stream = streamer.seen if streamer else []
     if isinstance(output, torch.Tensor):
         return {"sequences": output.tolist(), "stream": stream}
-    finished = [column.isfinite().all().item() for column in output.scores]
+    finished = [column.isfinite().all().item() for column in output.scores or ()]
     return {"sequences": output.sequences.tolist(), "stream": stream, "columns": len(finished)}
 
 
 @contextmanager
-def engine(prepared: bool) -> Iterator[None]:
-    """Prepared rounds, which run uncaptured on a CPU, wherever they are possible."""
-    captures = cuda_graphs.captures
-    if prepared:
-        cuda_graphs.captures = lambda device: True
-    try:
-        yield
-    finally:
-        cuda_graphs.captures = captures
+def engine(name: str) -> Iterator[list[Round]]:
+    """One of `ENGINES`; yields the prepared rounds that have run. A warning that preparing has failed is an error."""
+    rounds: list[Round] = []
+    original = PreparedDecoder._round
+
+    def counted(self: PreparedDecoder, transcript: Transcript) -> Round:
+        rounds.append(original(self, transcript))
+        return rounds[-1]
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*decoding goes on without, since preparing failed")
+        patch.setattr(PreparedDecoder, "_round", counted)
+        if name == "captured":
+            patch.setattr(cuda_graphs, "captures", lambda device: True)
+        elif name == "interpreted":
+            interpret_compiled_steps(patch)
+        yield rounds
