@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from threading import Barrier, Thread
 from typing import Any
@@ -20,7 +21,8 @@ from transformers import PreTrainedModel
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.drafting import drafter_choice
-from hf_specdec.models import recurrences, recurrent_states
+from hf_specdec.models import recorded_passes, recurrences, recurrent_states
+from hf_specdec.prepared.engine import Engine
 
 NEW_TOKENS = 16
 BILD = {"generation_strategy": "bild", "fallback_threshold": 0.1, "rollback_threshold": 0.0}
@@ -205,6 +207,60 @@ def test_a_call_that_breaks_off_leaves_a_cache_that_can_be_used() -> None:
         target.generate(begun.sequences, **settings, max_new_tokens=16, past_key_values=cache)
     last.remove()
     assert torch.equal(target.generate(begun.sequences, **settings, max_new_tokens=16, past_key_values=cache), whole)
+
+
+@pytest.mark.parametrize("lookahead", [1, 4])
+def test_as_many_states_are_kept_as_documented(lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before a pass over γ+1 tokens and those after each of them; not more for the draft."""
+    forget, kept = recurrent_states.RecurrentStates.forget, []
+
+    def counted(self: Any, *args: Any) -> None:
+        kept.append(max(len(states) for states in self._kept))
+        forget(self, *args)
+
+    monkeypatch.setattr(recurrent_states.RecurrentStates, "forget", counted)
+    target = model("Qwen3_5Text")
+    check_identity(target, noisy(target), 4, num_assistant_tokens=lookahead)
+    assert max(kept[2:]) == lookahead + 2
+
+
+def test_a_recurrent_draft_makes_one_more_pass_where_only_some_rows_accepted_all() -> None:
+    target = model("OlmoHybrid")
+    draft = noisy(target)
+    with Passes(draft) as passes:
+        rounds = check_identity(target, draft, 4, num_assistant_tokens=2).rounds
+    more = 0
+    for before, after in itertools.pairwise(rounds):
+        going_on = [row for row, count in enumerate(after.new_tokens) if count]
+        more += len({before.accepted[row] == before.drafted[row] for row in going_on}) > 1 and any(after.drafted)
+    assert passes.count == sum(one.draft_steps for one in rounds) + more and more > 2
+
+
+@pytest.mark.filterwarnings("ignore:.*not needed here")
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Mamba2", "Zamba2"])
+def test_passes_are_neither_recorded_nor_compiled(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def begin(*_: Any, **__: Any) -> None:
+        begun.append("recording or compiling")
+        raise RuntimeError("not needed here")
+
+    monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
+    monkeypatch.setattr(torch.jit, "trace", begin)
+    monkeypatch.setattr(Engine, "prepare", begin)
+    recurrent = model(family)
+    for settings in ({}, {"compile": True}):
+        for target, draft, rows in (
+            (recurrent, noisy(recurrent), 1),
+            (recurrent, noisy(recurrent), 4),
+            (*pair("llama"), 1),  # the control
+        ):
+            call = {**prompts(rows), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+            plain = target.generate(**call)
+            with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+                assert torch.equal(target.generate(**call, num_assistant_tokens=1, **settings), plain)
+            assert bool(begun) is (target is not recurrent)
+        begun.clear()
 
 
 def test_without_a_cache() -> None:

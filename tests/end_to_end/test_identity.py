@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.families import EAGER, EOS, FAMILIES, PAD, pair, prompts
+from helpers.families import EAGER, EOS, FAMILIES, PAD, bart, pair, prompts
 from helpers.pairwise import pairwise
+from transformers import MarianConfig, MarianMTModel, PegasusConfig, PegasusForConditionalGeneration
 
 import hf_specdec
 from hf_specdec.models.traits import takes_row_positions
@@ -80,6 +81,30 @@ def test_one_target_pass_a_round_for_the_whole_batch(family: str) -> None:
     assert len(passes) == (out.speculation.target_passes if row_by_row else len(rounds))
     assert any(len(set(r.accepted)) > 1 for r in rounds), "rows accept different lengths"
     assert (family == "bart") == row_by_row
+
+
+@pytest.mark.parametrize(
+    "kind", [(PegasusConfig, PegasusForConditionalGeneration), (MarianConfig, MarianMTModel)], ids=["pegasus", "marian"]
+)
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_others_that_run_row_by_row(kind: tuple, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "made", lambda: bart(*kind, scale_embedding=True))
+    target, draft = pair("made")
+    plain = target.generate(**prompts(batch_size), max_new_tokens=NEW_TOKENS, do_sample=False)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
+        out = target.generate(**prompts(batch_size), **settings, num_assistant_tokens=4)
+    assert torch.equal(out.sequences, plain) and max(len(row.unique()) for row in plain) > 5
+    assert 0 < out.speculation.acceptance_rate < 1
+    assert not takes_row_positions(target)
+
+
+@pytest.mark.parametrize("family", EAGER)
+def test_left_padding_in_float64_is_nan_in_transformers(family: str) -> None:
+    """Which is why these are compared in float32 here, and why docs/families.md says so."""
+    for dtype in (torch.float64, torch.float32):
+        logits = pair(family, dtype=dtype)[0](**prompts(4)).logits[1:, -1]
+        assert bool(logits.isnan().any()) is (dtype == torch.float64)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,6 +32,7 @@ import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.models import dynamic_runner
 
 PICTURE, START, END = 40, 42, 43
 TEXT: dict[str, Any] = {
@@ -59,9 +60,10 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _inputs(batch_size: int, **more: Tensor) -> dict[str, Tensor]:
-    """A picture of four places in a text, for each row."""
+    """A picture of four places in a text, for each row; the texts before it differ in length, padded on the left."""
     ids = torch.tensor([[5, 6, START, *[PICTURE] * 4, END, 7, 8, 9]]).repeat(batch_size, 1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
+    mask = (torch.arange(ids.shape[1]) >= torch.arange(batch_size)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask, **more}
 
 
 def _llava(batch_size: int, text: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
@@ -169,10 +171,24 @@ def test_pictures_reach_the_first_pass_and_positions_go_on_after_them(kind: str,
     for name, draft in drafts.items():
         out = _speculate(target, draft, inputs)
         assert torch.equal(out.sequences, plain), name
+        assert not any(out.speculation.rounds[0].drafted), "a drafted placeholder would count as part of a picture"
         if name == "same kind":
             assert out.speculation.acceptance_rate > 0
     other = {**inputs, "pixel_values": -inputs["pixel_values"]}
     assert not torch.equal(target.generate(**other, **SETTINGS), plain), "the text depends on the picture"
+
+
+@pytest.mark.parametrize("kind", ["qwen2-vl", "qwen2.5-vl"])
+def test_control_positions_counted_by_tokens_give_another_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture of four places takes two positions, so that text behind it has lower ones than its place says."""
+
+    def by_tokens(positions: Tensor, total: int) -> Tensor:
+        later = torch.arange(positions.shape[-1], total).expand(*positions.shape[:-1], -1)
+        return torch.cat([positions, later], dim=-1)
+
+    monkeypatch.setattr(dynamic_runner, "extend_count", by_tokens)
+    target, inputs = _made(kind, 1)
+    assert not torch.equal(_speculate(target, None, inputs).sequences, target.generate(**inputs, **SETTINGS))
 
 
 class _Placeholder(LogitsProcessor):

@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from helpers import recurrent_families
 from helpers.models import PAD, Passes, llama, noisy, prompts, t5
 from helpers.word_tokenizer import word_tokenizer
 from torch import Tensor
 from transformers import (
     DynamicCache,
     GenerationMixin,
-    MambaConfig,
-    MambaForCausalLM,
     PreTrainedModel,
-    RecurrentGemmaConfig,
-    RecurrentGemmaForCausalLM,
     SynthIDTextWatermarkingConfig,
 )
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
@@ -221,19 +219,41 @@ def test_one_odd_layer_is_enough(pair) -> None:
     refused(*pair, "Halves", past_key_values=cache)
 
 
-def test_recurrent_states_out_of_reach_on_either_side(pair) -> None:
-    """RecurrentGemma keeps its states in its modules, out of the cache."""
-    config = RecurrentGemmaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, pad_token_id=PAD, lru_width=16)
-    recurrent = RecurrentGemmaForCausalLM(config).eval()
-    refused(recurrent, pair[1], "model=RecurrentGemmaForCausalLM", "recurrent", "without speculation")
-    refused(pair[0], recurrent, "assistant_model=RecurrentGemmaForCausalLM", "recurrent", "families.md")
+OUT_OF_REACH: dict[str, dict[str, Any]] = {
+    "RecurrentGemma": {"lru_width": 16},
+    "Rwkv": {},
+    "xLSTM": {"num_heads": 2},
+}
 
 
-def test_a_cache_of_states_only_with_a_text_in_it(pair) -> None:
-    config = MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1, pad_token_id=PAD)
-    target, cache = MambaForCausalLM(config).eval(), DynamicCache(config=config)
+@pytest.mark.parametrize("family", OUT_OF_REACH)
+def test_recurrent_states_out_of_reach_on_either_side(pair, family: str) -> None:
+    """These keep their states in their modules or in a cache of their own."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": PAD}
+    config = getattr(transformers, f"{family}Config")(**sizes, **OUT_OF_REACH[family])
+    recurrent = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    name = f"{family}ForCausalLM"
+    refused(recurrent, pair[1], f"model={name}", "recurrent", "without speculation")
+    refused(pair[0], recurrent, f"assistant_model={name}", "recurrent", "families.md")
+
+
+@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "FalconMamba"])
+def test_a_cache_of_states_only_with_a_text_in_it(pair, family: str) -> None:
+    target = recurrent_families.model(family)
+    cache = DynamicCache(config=target.config)
     target(torch.tensor([[5, 6]]), cache_params=cache, use_cache=True)
     refused(target, pair[1], "cache_params=DynamicCache", "how long", "leave cache_params out", cache_params=cache)
+
+
+def test_a_recurrent_draft_with_a_tokenizer_of_its_own(pair) -> None:
+    """Control: LFM2 has convolutions only, which transformers' generators roll back as they do a cache's keys."""
+    tokenizers = {"tokenizer": word_tokenizer(), "assistant_tokenizer": word_tokenizer(order=-1)}
+    drafts = {family: recurrent_families.model(family, vocab_size=64) for family in ("OlmoHybrid", "Lfm2")}
+    words = ("OlmoHybridForCausalLM with a different assistant_tokenizer", "attention only")
+    refused(pair[0], drafts["OlmoHybrid"], *words, **tokenizers)
+    call = {**prompts(1), "do_sample": False, "max_new_tokens": 8}
+    settings = {"assistant_model": drafts["Lfm2"], "generation_strategy": "speculative", **tokenizers}
+    assert torch.equal(pair[0].generate(**call, **settings), pair[0].generate(**call))
 
 
 def test_models_without_weights(pair) -> None:

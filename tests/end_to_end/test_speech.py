@@ -10,10 +10,10 @@ import torch
 from helpers.recurrent_families import noisy
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    AutoModelForCausalLM,
     PreTrainedModel,
     WhisperConfig,
     WhisperFeatureExtractor,
-    WhisperForCausalLM,
     WhisperForConditionalGeneration,
     WhisperTokenizer,
     pipeline,
@@ -63,7 +63,7 @@ def whisper() -> PreTrainedModel:
 def distilled(target: PreTrainedModel) -> PreTrainedModel:
     """A decoder of one layer, the target's first, that reads the target's encoding, as Distil-Whisper's does."""
     config = WhisperConfig(**{**target.config.to_dict(), "decoder_layers": 1})
-    draft = WhisperForCausalLM(config).to(torch.float64).eval()
+    draft = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     missing = draft.load_state_dict(
         {name: weight for name, weight in target.state_dict().items() if name.startswith("model.decoder.")},
         strict=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import (
@@ -27,6 +28,7 @@ from transformers import (
     MT5ForConditionalGeneration,
     OPTConfig,
     OPTForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -43,9 +45,14 @@ ENCODER_DECODER = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_start_token
 T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, **ENCODER_DECODER}
 
 
-def _bart() -> PreTrainedModel:
+def bart(
+    config: type[PreTrainedConfig] = BartConfig,
+    model: type[PreTrainedModel] = BartForConditionalGeneration,
+    **settings: Any,
+) -> PreTrainedModel:
+    """BART, or another whose configuration has the same fields."""
     layers = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _BART_SIDE.items()}
-    return BartForConditionalGeneration(BartConfig(**layers, forced_eos_token_id=None, **ENCODER_DECODER))
+    return model(config(**layers, forced_eos_token_id=None, **ENCODER_DECODER, **settings))
 
 
 _BART_SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
@@ -68,7 +75,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "t5": lambda: T5ForConditionalGeneration(T5Config(feed_forward_proj="gated-gelu", **T5)),
     "mt5": lambda: MT5ForConditionalGeneration(MT5Config(**T5)),
-    "bart": _bart,
+    "bart": bart,
 }
 # Their eager softmax is taken in float32, where float64's mask value becomes -inf: padded rows turn to NaN.
 EAGER = ("bloom", "gemma2")

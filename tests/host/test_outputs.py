@@ -184,15 +184,19 @@ def test_layers_that_use_another_s_keys(rows: int, settings: dict) -> None:
     torch.manual_seed(0)
     target = Gemma3nForCausalLM(config).eval()
     draft = noisy(target)
-    ids = torch.randint(3, 60, (rows, 11))
+    mask = (torch.arange(11) >= 2 * torch.arange(rows)[:, None]).long()
+    ids = torch.randint(3, 60, (rows, 11)) * mask
     call = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "eos_token_id": -1}
-    plain = target.generate(ids, **call)
-    out = target.generate(ids, **call, **settings, custom_generate=hf_specdec.SpeculativeDecoding(draft))
+    plain = target.generate(ids, attention_mask=mask, **call)
+    decoding = hf_specdec.SpeculativeDecoding(draft)
+    out = target.generate(ids, attention_mask=mask, **call, **settings, custom_generate=decoding)
     assert torch.equal(out.sequences, plain.sequences)
     assert 0 < out.speculation.acceptance_rate < 1
-    more = torch.cat([plain.sequences, ids[:, :3]], dim=1)
-    again = [
-        target.generate(more, max_new_tokens=8, do_sample=False, past_key_values=kept.past_key_values)
-        for kept in (plain, out)
-    ]
+    more = torch.cat([plain.sequences, ids[:, -3:]], dim=1)
+    call = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "attention_mask": torch.cat([mask, mask.new_ones(rows, 33)], dim=1),
+    }
+    again = [target.generate(more, **call, past_key_values=kept.past_key_values) for kept in (plain, out)]
     assert torch.equal(*again)
