@@ -7,6 +7,8 @@ import sys
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import Module
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -25,6 +27,26 @@ OTHER_MODES = {
     "prompt_lookup_num_tokens": "transformers' prompt lookup (ours is drafter='lookup')",
     "use_mtp": "transformers' multi-token prediction",
 }
+
+# The versions that setup.py requires: from the first up to, but not including, the second.
+VERSIONS: dict[Any, tuple[str, str | None]] = {torch: ("2.6", None), transformers: ("5.17", "6")}
+
+
+def check_versions() -> None:
+    """Refuse versions of torch and transformers outside `VERSIONS`.
+
+    Raises:
+        ImportError: names the installed version, and the command that installs another.
+    """
+    for package, (first, end) in VERSIONS.items():
+        # Of a development version, the release that it leads to counts.
+        found = Version(package.__version__).release
+        if found < Version(first).release or (end is not None and found >= Version(end).release):
+            wanted = f"{package.__name__}>={first}" + (f",<{end}" if end else "")
+            raise ImportError(
+                f"{package.__name__} {package.__version__} is installed, but hf_specdec needs {wanted}: "
+                f"pip install '{wanted}'"
+            )
 
 
 def check_call(

@@ -24,7 +24,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_specdec.checks import check_cache_implementation, check_is_model, check_synced_gpus
+from hf_specdec.checks import check_cache_implementation, check_is_model, check_synced_gpus, check_versions
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
 from hf_specdec.models.traits import media_of, wrapped_model
@@ -89,8 +89,10 @@ def enable(
         one overrides the settings that it names and inherits the others.
 
     Raises:
+        ImportError: a version of torch or transformers that the package does not support.
         ValueError: an unknown strategy or field, a value out of range, or an `assistant_model` that is not a model.
     """
+    check_versions()
     check_fields(settings)
     if assistant_model is not _UNSET and assistant_model is not None:
         check_is_model(assistant_model)

@@ -33,7 +33,7 @@ from transformers import (
 from transformers.cli.serve import Serve
 
 import hf_specdec
-from hf_specdec import SpeculationStats, last_speculation
+from hf_specdec import SpeculationStats, generation, last_speculation
 
 ROOT = Path(__file__).parents[2]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
@@ -204,6 +204,8 @@ def test_transformers_serve_streams_a_chat_over_loopback(
         with hf_specdec.enable(assistant_model=pair[1], generation_strategy="speculative", num_assistant_tokens=3):
             assert chat() == plain
             assert plain[0].strip() == plain[1].strip() != ""
+        (stats,) = (stats for model, stats in generation._last.items() if model.name_or_path == str(tmp_path))
+        assert 0 < stats.acceptance_rate < 1
 
 
 def test_transformers_serve_with_continuous_batching_fails_with_a_reason(

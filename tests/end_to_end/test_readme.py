@@ -17,6 +17,7 @@ import hf_specdec
 from hf_specdec import embedded
 from hf_specdec.bench.reports import readme
 from hf_specdec.bench.storage import results
+from hf_specdec.checks import VERSIONS
 from hf_specdec.config import FIELDS, SpeculationConfig
 from hf_specdec.plugin import ARGUMENTS, KNOWN
 
@@ -137,6 +138,8 @@ def test_requirements_are_those_of_setup() -> None:
     assert f'python_requires=">={python}"' in setup
     assert f'"torch>={torch}"' in setup
     assert f'"transformers>={transformers},' in setup
+    for package, (first, end) in VERSIONS.items():
+        assert f'"{package.__name__}>={first}{f",<{end}" if end else ""}"' in setup
 
 
 def figures(text: str) -> set[str]:

@@ -328,3 +328,30 @@ def test_after_the_last_disable_continuous_batching_is_transformers_own() -> Non
     assert "init_continuous_batching" in vars(GenerationMixin)
     hf_specdec.disable()
     assert "init_continuous_batching" not in vars(GenerationMixin)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "wanted"),
+    [
+        ("transformers", "4.57.6", "transformers>=5.17,<6"),
+        ("transformers", "5.16.9", "transformers>=5.17,<6"),
+        ("transformers", "6.0.0.dev0", "transformers>=5.17,<6"),
+        ("torch", "2.5.1+cu124", "torch>=2.6"),
+    ],
+)
+def test_other_versions_are_refused_in_one_line(package: str, version: str, wanted: str, monkeypatch) -> None:
+    monkeypatch.setattr(f"{package}.__version__", version)
+    with pytest.raises(ImportError) as raised:
+        hf_specdec.enable()
+    line = f"{package} {version} is installed, but hf_specdec needs {wanted}: pip install '{wanted}'"
+    assert str(raised.value) == line
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [("transformers", "5.17.0"), ("transformers", "5.99.1"), ("torch", "2.6.0"), ("torch", "3.0.0a0+git1f")],
+)
+def test_versions_within_the_range_are_not(package: str, version: str, monkeypatch) -> None:
+    monkeypatch.setattr(f"{package}.__version__", version)
+    with hf_specdec.enable():
+        pass
