@@ -49,14 +49,18 @@ def state_of(model: PreTrainedModel) -> Hashable:
 
 
 def weights_of(model: PreTrainedModel) -> Hashable:
-    """The identity and address of each weight and buffer."""
-    # Tensor subclasses (quantized weights) may have no address.
-    plain = (torch.nn.Parameter, torch.Tensor)
+    """The identity and address of each weight and buffer, or of the tensors that a quantized one consists of."""
     return tuple(
-        (_serial(t), t.data_ptr() if type(t) in plain else 0, t.dtype)
-        for tensors in (model.parameters(), model.buffers())
-        for t in tensors
+        (_serial(t), _address(t), t.dtype) for tensors in (model.parameters(), model.buffers()) for t in tensors
     )
+
+
+def _address(weight: torch.Tensor) -> Hashable:
+    if type(weight) in (torch.nn.Parameter, torch.nn.Buffer, torch.Tensor):
+        return weight.data_ptr()
+    # Tensor subclasses have no address of their own, and some don't name their parts either.
+    names = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else ()
+    return tuple((_serial(part), _address(part)) for name in names if (part := getattr(weight, name)) is not None)
 
 
 def shapes_of(model: PreTrainedModel) -> Hashable:

@@ -19,7 +19,11 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-KERNELS = [Path(__file__).parent / "kernels" / f"{part}.cpp" for part in ("vectors", "linear", "attention", "register")]
+from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
+from hf_specdec.prepared.step_trace import PLAIN
+
+PARTS = ("vectors", "linear", "quantized", "attention", "register")
+KERNELS = [Path(__file__).parent / "kernels" / f"{part}.cpp" for part in PARTS]
 MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -44,6 +48,7 @@ def load() -> None:
         CppCodeCache.load("\n".join(part.read_text() for part in KERNELS))
     for name in ("linear", "linear_2", "linear_3"):
         torch.library.register_fake(f"hf_specdec::{name}", _linear_shapes)
+    torch.library.register_fake("hf_specdec::quantized_linear", _quantized_shape)
     torch.library.register_fake("hf_specdec::attention", _attention_shape)
 
 
@@ -51,6 +56,10 @@ def _linear_shapes(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[Tens
     weights = cast(Sequence[Tensor], layers[: len(layers) // 2])
     results = tuple(input.new_empty(*input.shape[:-1], len(weight)) for weight in weights)
     return results if len(results) > 1 else results[0]
+
+
+def _quantized_shape(input: Tensor, weight: Tensor, scale: Tensor, shift: Tensor | None, bias: Tensor | None) -> Tensor:
+    return input.new_empty(*input.shape[:-1], scale.shape[0])
 
 
 def _attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -68,6 +77,8 @@ class FewTokenProducts(TorchFunctionMode):
         options = kwargs or {}
         if func is functional.linear and _takes_linear(*args, **options):
             return _linear(*args, **options)
+        if func is functional.linear and (quantized := _takes_quantized(*args, **options)) is not None:
+            return _quantized(quantized, *args, **options)
         if func is functional.scaled_dot_product_attention and _takes_attention(*args, **options):
             return _attention(*args, **options)
         return func(*args, **options)
@@ -75,6 +86,13 @@ class FewTokenProducts(TorchFunctionMode):
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     result: Tensor = torch.ops.hf_specdec.linear(input.contiguous(), weight, bias)
+    return result
+
+
+def _quantized(parts: QuantizedParts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = torch.ops.hf_specdec.quantized_linear(
+        input.contiguous(), parts.values, parts.scale, parts.shift, bias
+    )
     return result
 
 
@@ -96,6 +114,17 @@ def _takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         and input.dtype == weight.dtype
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
     )
+
+
+def _takes_quantized(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> QuantizedParts | None:
+    fits = (
+        type(input) is Tensor
+        and 0 < input.shape[:-1].numel() <= MOST_TOKENS
+        and _is_ours(input)
+        and input.dtype == weight.dtype
+        and (bias is None or (type(bias) in PLAIN and bias.dtype == input.dtype and bias.is_contiguous()))
+    )
+    return parts_of(weight) if fits else None
 
 
 def _takes_attention(

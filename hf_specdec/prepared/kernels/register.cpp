@@ -44,6 +44,17 @@ std::tuple<Tensor, Tensor, Tensor> linear_3(Tensor input, Tensor weight_0, Tenso
   return {first, second, third};
 }
 
+// `[..., K]`, `[N, K]` int8 or `[N / 2, K]` of two rows of 4 bits, and scales and shifts `[N, G]`, to `[..., N]`. See
+// `Rows`; shifts of int8 are in units of the scale. All are contiguous.
+Tensor quantized_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tensor> shift,
+                        std::optional<Tensor> bias) {
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = scale.size(0);
+  Tensor output = torch::stable::new_empty(input, sizes);
+  FOR_TYPE_OF(input, quantized_of, input, weight, scale, shift, bias, output)
+  return output;
+}
+
 // `[B, H, Q, D]` over `[B, H_kv, S, D]`, with a mask `[B or 1, H or 1, Q or 1, S]` to be added, to `[B, Q, H, D]`. The
 // last dimension of all is contiguous, and the last two of keys and values are.
 Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double scale) {
@@ -60,6 +71,7 @@ STABLE_TORCH_LIBRARY(hf_specdec, library) {
   library.def(
       "linear_3(Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor? b0, Tensor? b1, Tensor? b2)"
       " -> (Tensor, Tensor, Tensor)");
+  library.def("quantized_linear(Tensor input, Tensor weight, Tensor scale, Tensor? shift, Tensor? bias) -> Tensor");
   library.def("attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
 }
 
@@ -67,5 +79,6 @@ STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("linear_2", TORCH_BOX(&linear_2));
   library.impl("linear_3", TORCH_BOX(&linear_3));
+  library.impl("quantized_linear", TORCH_BOX(&quantized_linear));
   library.impl("attention", TORCH_BOX(&attention));
 }

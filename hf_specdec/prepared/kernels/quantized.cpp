@@ -1,0 +1,160 @@
+// Products of few tokens and a matrix of 8 or 4 bits a number, which are widened in registers.
+
+namespace {
+
+constexpr int64_t kAheadBytes = 8192;  // of weights, from what is read to what is fetched from memory
+
+// 8 bits are signed; 4 bits, the low or the high half of a byte, are not.
+enum Part { kByte, kLow, kHigh };
+
+template <Part part> inline __m128i part_of(__m128i bytes) {
+  const __m128i low = _mm_set1_epi8(15);
+  if constexpr (part == kLow) return _mm_and_si128(bytes, low);
+  if constexpr (part == kHigh) return _mm_and_si128(_mm_srli_epi16(bytes, 4), low);
+  return bytes;
+}
+
+template <Part part> inline int part_of(int8_t byte) {
+  return part == kByte ? byte : part == kLow ? byte & 15 : byte >> 4 & 15;
+}
+
+template <Part part, class A> inline Vector<A> load_part(const int8_t* from) {
+  __m128i bytes{};
+  std::memcpy(&bytes, from, kLanes<A>);
+  bytes = part_of<part>(bytes);
+#ifdef __AVX512F__
+  if constexpr (sizeof(A) == 4) return (Vector<A>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  else return (Vector<A>)_mm512_cvtepi32_pd(_mm256_cvtepi8_epi32(bytes));
+#else
+  if constexpr (sizeof(A) == 4) return (Vector<A>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  else return (Vector<A>)_mm256_cvtepi32_pd(_mm_cvtepi8_epi32(bytes));
+#endif
+}
+
+// A number q stands for scale · q − shift. Each group of a row's columns has a scale and a shift.
+template <class A> struct Rows {
+  const int8_t* bytes[4];
+  const A* scale[4];
+  const A* shift[4];
+  int64_t width;  // of a group
+  int64_t ahead;  // bytes, whole tiles
+};
+
+// Adds the products of four rows and N rows of `x`, over the columns from `at` to `end`, to sums[t][r]. Of 4 bits the
+// first two rows are low halves and the others high ones.
+template <int bits, class A, int N>
+void quantized_tile(const Rows<A>& rows, const A* x, int64_t k, int64_t at, int64_t end, Four<A>* sums) {
+  constexpr Part first = bits == 8 ? kByte : kLow, last = bits == 8 ? kByte : kHigh;
+  Vector<A> acc[4][N];
+  for (int r = 0; r < 4; ++r)
+    for (int t = 0; t < N; ++t) acc[r][t] = Vector<A>{};
+  for (int64_t i = at, stop; i < end; i = stop) {
+    const int64_t group = i / rows.width;
+    stop = std::min(end, (group + 1) * rows.width);
+    A scale[4], shift[4];
+    for (int r = 0; r < 4; ++r) scale[r] = rows.scale[r][group], shift[r] = rows.shift[r][group];
+    for (; i + kLanes<A> <= stop; i += kLanes<A>) {
+      const auto add = [&](int r, Vector<A> q) __attribute__((always_inline)) {
+        if (bits == 8 || r < 2) __builtin_prefetch(rows.bytes[r] + i + rows.ahead, 0, 2);
+        const Vector<A> weights = q * scale[r] - shift[r];
+#pragma GCC unroll 8
+        for (int t = 0; t < N; ++t) acc[r][t] += weights * load<A, A>(x + t * k + i);
+      };
+      add(0, load_part<first, A>(rows.bytes[0] + i));
+      add(1, load_part<first, A>(rows.bytes[1] + i));
+      add(2, load_part<last, A>(rows.bytes[2] + i));
+      add(3, load_part<last, A>(rows.bytes[3] + i));
+    }
+    for (; i < stop; ++i)
+      for (int r = 0; r < 4; ++r) {
+        const int q = r < 2 ? part_of<first>(rows.bytes[r][i]) : part_of<last>(rows.bytes[r][i]);
+        const A weight = q * scale[r] - shift[r];
+        for (int t = 0; t < N; ++t) sums[t][r] += weight * x[t * k + i];
+      }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < N; ++t)
+    sums[t] += sums_of<A>(fold<A>(acc[0][t]), fold<A>(acc[1][t]), fold<A>(acc[2][t]), fold<A>(acc[3][t]));
+}
+
+// The products of four rows of weights and all tokens; see `products`.
+template <int bits, class A>
+void quantized_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t k, Four<A>* sums) {
+  const int64_t parts = (tokens + kTokens - 1) / kTokens;
+  for (int64_t at = 0; at < k; at += kColumns) {
+    const int64_t end = std::min(at + kColumns, k);
+    for (int64_t part = 0, t = 0, size; part < parts; ++part, t += size) {
+      size = (tokens - t + parts - part - 1) / (parts - part);
+      const A* from = x + t * k;
+      switch (size) {
+        case 1: quantized_tile<bits, A, 1>(rows, from, k, at, end, sums + t); break;
+        case 2: quantized_tile<bits, A, 2>(rows, from, k, at, end, sums + t); break;
+        case 3: quantized_tile<bits, A, 3>(rows, from, k, at, end, sums + t); break;
+        case 4: quantized_tile<bits, A, 4>(rows, from, k, at, end, sums + t); break;
+        case 5: quantized_tile<bits, A, 5>(rows, from, k, at, end, sums + t); break;
+        case 6: quantized_tile<bits, A, 6>(rows, from, k, at, end, sums + t); break;
+      }
+    }
+  }
+}
+
+// Numbers as the sums have them, converted where they are others.
+template <class T, class A> struct Widened {
+  explicit Widened(const Tensor& from) : copy(std::is_same_v<T, A> ? 0 : from.numel()), data(copy.data) {
+    const T* given = static_cast<const T*>(from.data_ptr());
+    if constexpr (std::is_same_v<T, A>) data = given;
+    else for (int64_t i = 0; i < from.numel(); ++i) copy.data[i] = widen(given[i]);
+  }
+  const Aligned<A> copy;
+  const A* data;
+};
+
+template <int bits, class T>
+void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& shift,
+                    const std::optional<Tensor>& bias, Tensor& output) {
+  using A = typename SumOf<T>::type;
+  const int64_t n = scale.size(0), groups = scale.size(1), k = weight.size(1), tokens = output.numel() / n;
+  const int64_t step = bits == 8 ? 4 : 2, most = weight.size(0);
+  const int8_t* w = static_cast<const int8_t*>(weight.data_ptr());
+  const Widened<T, A> x(input), scales(scale);
+  const T* b = bias ? static_cast<const T*>(bias->data_ptr()) : nullptr;
+  T* out = static_cast<T*>(output.data_ptr());
+  const Aligned<A> shifts(n * groups);
+  const bool whole = shift && shift->scalar_type() == ScalarType::Char;
+  for (int64_t i = 0; i < n * groups; ++i)
+    shifts.data[i] = !shift ? A(0)
+                     : whole ? scales.data[i] * static_cast<const int8_t*>(shift->data_ptr())[i]
+                             : A(widen(static_cast<const T*>(shift->data_ptr())[i]));
+#pragma omp parallel if (n * k * tokens > kSerial)
+  {
+    std::vector<Four<A>> sums(tokens);
+    Rows<A> rows;
+    rows.width = k / groups;
+    rows.ahead = std::max<int64_t>(kAheadBytes / (step * k), 1) * step * k;
+#pragma omp for schedule(static)
+    for (int64_t at = 0; at < most; at += step) {
+      std::fill(sums.begin(), sums.end(), Four<A>{});
+      int64_t row[4];
+      for (int r = 0; r < 4; ++r) {
+        // At the end of the matrix, the last row stands for those that are missing.
+        const int64_t stored = std::min(at + r % step, most - 1);
+        row[r] = stored + (r < step ? 0 : most);
+        rows.bytes[r] = w + stored * k;
+        rows.scale[r] = scales.data + row[r] * groups;
+        rows.shift[r] = shifts.data + row[r] * groups;
+      }
+      quantized_products<bits, A>(rows, x.data, tokens, k, sums.data());
+      for (int64_t t = 0; t < tokens; ++t)
+        for (int r = 0; r < 4; ++r) out[t * n + row[r]] = narrow<T>(sums[t][r] + (b ? A(widen(b[row[r]])) : A(0)));
+    }
+  }
+}
+
+template <class T>
+void quantized_of(const Tensor& input, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& shift,
+                  const std::optional<Tensor>& bias, Tensor& output) {
+  if (weight.scalar_type() == ScalarType::Char) quantized_rows<8, T>(input, weight, scale, shift, bias, output);
+  else quantized_rows<4, T>(input, weight, scale, shift, bias, output);
+}
+
+}  // namespace

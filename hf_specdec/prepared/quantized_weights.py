@@ -1,0 +1,93 @@
+"""What quantized weights consist of, for the kernel that reads them where they are.
+
+Libraries are not imported: a weight is known by the name of its class, and one whose parts are not as expected is left
+to its own library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedParts:
+    """A matrix `[N, K]` whose numbers q stand for `scale * q - shift`.
+
+    Args:
+        values: `[N, K]` int8, or `[N / 2, K]` uint8, whose low halves are the first N / 2 rows and whose high halves
+            are the others.
+        scale: `[N, G]`, one for each group of a row's columns.
+        shift: `[N, G]`, None for 0; of int8 it is in units of the scale.
+    """
+
+    values: Tensor
+    scale: Tensor
+    shift: Tensor | None
+
+
+def parts_of(weight: Tensor) -> QuantizedParts | None:
+    """The parts of a quantized weight, which share its memory; None for what the kernel can't read."""
+    kind = type(weight)
+    read = _READERS.get((kind.__module__.partition(".")[0], kind.__name__))
+    try:
+        parts = None if read is None else read(weight)
+    except AttributeError:  # another version of the library
+        return None
+    return parts if parts is not None and _readable(parts, weight) else None
+
+
+def _quanto_bytes(weight: Any) -> QuantizedParts | None:
+    if weight._data.dtype != torch.int8 or weight._scale.numel() != len(weight):
+        return None
+    return QuantizedParts(weight._data, weight._scale.reshape(-1, 1), None)
+
+
+def _quanto_bits(weight: Any) -> QuantizedParts | None:
+    """Groups of columns are rows of their own, of which the second half is in the high halves of the first's bytes."""
+    if weight._data._bits != 4 or weight.axis != 0 or len(weight) % 2:
+        return None
+    rows = len(weight)
+    packed: Tensor = weight._data._data
+    return QuantizedParts(
+        packed.reshape(rows // 2, -1), weight._scale.reshape(rows, -1), weight._shift.reshape(rows, -1)
+    )
+
+
+def _torchao(weight: Any) -> QuantizedParts | None:
+    """Weights of fewer than 8 bits are stored in 8, too."""
+    activations = ("activation_quantization", "act_quant_kwargs", "act_quant_scale", "act_pre_scale")
+    shift = weight.zero_point
+    if any(getattr(weight, name, None) is not None for name in activations) or (
+        shift is not None and shift.dtype != torch.int8
+    ):
+        return None
+    return QuantizedParts(weight.qdata, weight.scale, shift)
+
+
+_READERS: dict[tuple[str, str], Callable[[Any], QuantizedParts | None]] = {
+    ("optimum", "WeightQBytesTensor"): _quanto_bytes,
+    ("optimum", "WeightQBitsTensor"): _quanto_bits,
+    ("torchao", "Int8Tensor"): _torchao,
+    ("torchao", "IntxUnpackedToInt8Tensor"): _torchao,
+}
+
+
+def _readable(parts: QuantizedParts, weight: Tensor) -> bool:
+    values, scale, shift = parts.values, parts.scale, parts.shift
+    if weight.dim() != 2 or scale.dim() != 2:
+        return False
+    rows, columns = weight.shape
+    stored = {torch.int8: rows, torch.uint8: rows / 2}.get(values.dtype)
+    return (
+        values.shape == (stored, columns)
+        and len(scale) == rows
+        and columns % scale.shape[1] == 0
+        and scale.dtype == weight.dtype
+        and (shift is None or (shift.shape == scale.shape and shift.dtype in (torch.int8, scale.dtype)))
+        and all(part.is_contiguous() for part in (values, scale, shift) if part is not None)
+    )

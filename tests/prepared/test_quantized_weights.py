@@ -1,0 +1,168 @@
+"""Products with int8 and int4 weights read where they are: the numbers of the weights that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.families import pair, prompts
+from helpers.int8_weights import Int8Weight
+from helpers.interpreted_steps import interpret_compiled_steps
+from optimum.quanto import freeze, qfloat8, qint2, qint4, qint8, quantize
+from torch.nn.functional import linear
+
+from hf_specdec import SpeculativeDecoding
+from hf_specdec.bench.models.precision import unpack_without_compiler
+from hf_specdec.models.fingerprint import weights_of
+from hf_specdec.prepared import compiled_step, few_token_products, quantized_weights
+from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts, load
+from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
+
+# The error of a sum of a few hundred products, and that of rounding the result once.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    load()
+    unpack_without_compiler()
+
+
+def _draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def _layer(columns: int, rows: int, weights: object, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
+    model = torch.nn.Sequential(torch.nn.Linear(columns, rows, dtype=dtype))
+    with torch.no_grad():
+        model[0].weight.copy_(_draw(rows, columns))
+        model[0].bias.copy_(_draw(rows))
+    quantize(model, weights=weights)
+    freeze(model)
+    return model[0]
+
+
+def _stands_for(parts: QuantizedParts) -> torch.Tensor:
+    """`[N, K]` in float64."""
+    values = parts.values
+    if values.dtype == torch.uint8:
+        values = torch.cat([values & 15, values >> 4])
+    scale = parts.scale.double().repeat_interleave(values.shape[1] // parts.scale.shape[1], 1)
+    if parts.shift is None:
+        return scale * values
+    shift = parts.shift.double().repeat_interleave(values.shape[1] // parts.scale.shape[1], 1)
+    return scale * values - (shift * scale if parts.shift.dtype == torch.int8 else shift)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 12), (1, 7, 130), (2, 3, 1100), (MOST_TOKENS, 33), (13, 384)], ids=str)
+@pytest.mark.parametrize("rows", [1, 6, 8])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shifts", ["none", "numbers", "whole"])
+def test_products(shape: tuple[int, ...], rows: int, bits: int, shifts: str, dtype: torch.dtype) -> None:
+    """`rows` of bytes, which hold a row or two each."""
+    columns, stored = shape[-1], (rows, shape[-1])
+    rows *= 8 // bits
+    low, high, kind = (-128, 128, torch.int8) if bits == 8 else (0, 256, torch.uint8)
+    values = torch.randint(low, high, stored, generator=torch.Generator().manual_seed(rows), dtype=kind)
+    for groups in (groups for groups in (1, 3, 10) if columns % groups == 0):
+        scale = (_draw(rows, groups).abs() / 100).to(dtype)
+        drawn = _draw(rows, groups)
+        shift = {"numbers": drawn.to(dtype), "whole": (9 * drawn).to(torch.int8)}.get(shifts)
+        parts = QuantizedParts(values, scale, shift)
+        states, bias = _draw(*shape, dtype=dtype), _draw(rows, dtype=dtype)
+        for given in (None, bias):
+            found = torch.ops.hf_specdec.quantized_linear(states, values, scale, parts.shift, given)
+            asked = linear(states.double(), _stands_for(parts), None if given is None else given.double())
+            size = asked.abs().amax().clamp(min=1)
+            assert found.dtype == dtype and found.shape == asked.shape
+            torch.testing.assert_close(found.double() / size, asked / size, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("weights", [qint8, qint4], ids=str)
+@pytest.mark.parametrize("columns", [64, 96, 256])
+def test_layers_of_quanto(weights: object, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, states = _layer(columns, 10, weights, torch.float64), _draw(2, 3, columns)
+    sent = []
+    send = few_token_products._quantized
+    monkeypatch.setattr(few_token_products, "_quantized", lambda *args, **kw: sent.append(args) or send(*args, **kw))
+    with torch.no_grad(), FewTokenProducts():
+        found = layer(states)
+    assert len(sent) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(found, layer(states), rtol=0, atol=1e-10)
+
+
+def test_parts_share_the_weights_memory() -> None:
+    whole, half = _layer(256, 10, qint8).weight, _layer(256, 10, qint4).weight
+    for parts, values, scale in (
+        (parts_of(whole), whole._data, whole._scale),
+        (parts_of(half), half._data._data, half._scale),
+    ):
+        assert parts is not None
+        assert parts.values.data_ptr() == values.data_ptr() and parts.scale.data_ptr() == scale.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: _layer(64, 8, qint8)(_draw(MOST_TOKENS + 1, 64, dtype=torch.float32)),
+        lambda: _layer(64, 8, qfloat8)(_draw(2, 64, dtype=torch.float32)),
+        lambda: _layer(64, 8, qint2)(_draw(2, 64, dtype=torch.float32)),
+        lambda: _layer(64, 9, qint4)(_draw(2, 64, dtype=torch.float32)),
+        lambda: linear(_draw(2, 64), Int8Weight.of(_draw(8, 64))),
+    ],
+    ids=["many tokens", "8 bits of floating point", "2 bits", "a row of two halves", "a class of its own"],
+)
+def test_other_weights_are_left_to_their_library(call: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_token_products, "_quantized", lambda *args, **kwargs: pytest.fail("sent to the kernel"))
+    with torch.no_grad():
+        with FewTokenProducts():
+            found = call()
+        assert torch.equal(found, call())
+
+
+def test_a_class_without_the_parts_is_left_to_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = _layer(64, 8, qint8).weight
+    assert parts_of(weight) is not None
+    del weight._scale
+    assert parts_of(weight) is None
+
+
+@pytest.mark.parametrize("weights", [qint8, qint4], ids=str)
+@pytest.mark.parametrize("quantized", ["target", "draft", "both"])
+def test_compiled_rounds(quantized: str, weights: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their greedy tokens are the quantized model's own, and no others after its weights are replaced."""
+    interpret_compiled_steps(monkeypatch)
+    monkeypatch.setattr(compiled_step, "supported", few_token_products.supported)
+    target, draft = pair("llama", dtype=torch.float32)
+    for name, model in (("target", target), ("draft", draft)):
+        if quantized in (name, "both"):
+            quantize(model, weights=weights, exclude="lm_head")
+            freeze(model)
+    inputs, read = prompts(1), []
+    of = quantized_weights.parts_of
+    monkeypatch.setattr(few_token_products, "parts_of", lambda weight: read.append(of(weight)) or read[-1])
+    decoding = SpeculativeDecoding(draft, num_assistant_tokens=3, compile=True)
+    answers = []
+    for _ in range(2):
+        answers.append(target.generate(**inputs, **GREEDY))
+        assert torch.equal(target.generate(**inputs, **GREEDY, custom_generate=decoding), answers[-1])
+        if quantized != "draft":
+            weight = target.model.layers[0].mlp.down_proj.weight
+            weight._scale = -3 * weight._scale
+    assert read and None not in read
+    assert torch.equal(*answers) is (quantized == "draft")
+
+
+def test_parts_of_a_weight_are_part_of_a_models_state() -> None:
+    model, _ = pair("llama", dtype=torch.float32)
+    quantize(model, weights=qint8)
+    freeze(model)
+    before = weights_of(model)
+    assert weights_of(model) == before
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight._data = weight._data.clone()
+    assert weights_of(model) != before
