@@ -154,6 +154,8 @@ def _add_precision_arguments(group: argparse._ArgumentGroup) -> None:
     add("--draft_dtype", choices=_DTYPES, default="auto", help="dtype of the draft; auto: as --dtype (%(default)s)")
     add("--precision", choices=("int8", "int4"), help="quantize the target's weights with optimum-quanto")
     add("--draft_precision", choices=("int8", "int4"), help="quantize the draft's weights")
+    trimmed = "benchmark: compare with a draft that proposes only the N most frequent tokens"
+    add("--draft_vocabulary", type=_at_least(1), metavar="N", help=trimmed)
     add("--device_map", metavar="MAP", help="auto: spread the target over all devices with accelerate")
     add(
         "--offload_folder", type=Path, metavar="DIR", help="with --device_map: folder for weights that fit on no device"
@@ -328,6 +330,8 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
         print(f"{parser.prog}: --prompt is only used by --task decode", file=sys.stderr)
     if options["draft_models"] and task not in ("sweep", "tune"):
         parser.error("argument --draft_models: is for --task sweep or tune; name one draft by --assistant_model")
+    if options["draft_vocabulary"] and not (task == "benchmark" and options["assisted_generation"]):
+        parser.error("argument --draft_vocabulary: is for --task benchmark --assisted_generation")
     options["engines"] = options["engines"] or [*(_ENGINES if task == "tune" else ("eager", "compiled"))]
     if task in ("growth", "tune") and (beyond := sorted(set(options["engines"]) & set(_LLAMA_CPP))):
         parser.error(f"argument --engines: {beyond[0]} is for --task engines")

@@ -68,6 +68,7 @@ class Settings:
     max_quality_loss: float | None = None  # of the task `tune`, in points; without it only lossless methods
     precision: str | None = None
     draft_precision: str | None = None
+    draft_vocabulary: int | None = None  # of the task `benchmark`: tokens of a trimmed head
     device_map: str | None = None
     offload_folder: Path | None = None
     allow_pickle: bool = False

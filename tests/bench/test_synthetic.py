@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,30 @@ def test_prompts_end_in_different_tokens_and_alike_at_every_length() -> None:
     assert [len(prompt.token_ids) for prompt in prompts] == [40] * 8 + [100] * 8
     assert len({prompt.token_ids[-1] for prompt in prompts[:8]}) == 8
     assert [prompt.token_ids for prompt in prompts[:8]] == [prompt.token_ids[-40:] for prompt in prompts[8:]]
+
+
+def test_a_trimmed_head_keeps_the_imposed_acceptance(tmp_path: Path) -> None:
+    """Its list holds what follows the prompts. Both drafts' steps are timed."""
+    settings = Settings(
+        model_name="synthetic:tiny-llama:alpha=0.7", assisted_generation=True, prompt_lengths=(40,),
+        max_new_tokens=24, draft_vocabulary=512, output_dir=tmp_path,
+    )  # fmt: skip
+    run_benchmark(settings)
+    result = results.load(tmp_path / "benchmark-synthetic_tiny-llama_alpha_0.7-head_of_512-speculative-greedy.json.gz")
+    drafts = [f"{settings.model_name} (draft 64x2)", f"{settings.model_name} (draft 64x2), head of 512 tokens"]
+    ours = [method for method in result["methods"] if method["kind"] == "speculative"]
+    assert [method["draft"] for method in ours] == drafts
+    whole, trimmed = (
+        [(call.tokens, call.rounds.accepted) for call in result["calls"] if call.method == method["name"]]
+        for method in ours
+    )
+    assert sorted(whole) == sorted(trimmed)
+    assert {item["draft"] for item in result["passes"] if item["times"]["draft"]} == set(drafts)
+    assert any("head of 512 tokens: it proposes only tokens that follow" in note for note in result["notes"])
+    with pytest.raises(BenchError, match="--draft_vocabulary: 64 tokens don't cover"):
+        run_benchmark(replace(settings, draft_vocabulary=64))
+    with pytest.raises(BenchError, match="--draft_vocabulary: 4096 exceeds"):
+        run_benchmark(replace(settings, draft_vocabulary=4096))
 
 
 def test_every_title_says_synthetic(tmp_path: Path) -> None:

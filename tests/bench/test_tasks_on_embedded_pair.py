@@ -10,6 +10,9 @@ import pytest
 from helpers.script import load_script
 
 from hf_specdec import embedded
+from hf_specdec.bench.inputs.likely_tokens import likely_tokens
+from hf_specdec.bench.models.loading import load_pair
+from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import results
 
 LIMIT = 1  # examples of each subtask
@@ -62,6 +65,17 @@ def test_tables_have_a_row_for_each_example_subtask_and_setting(
     for subtask in embedded.SUBTASKS:
         assert f"\n| {subtask} " in tables["subtasks"], subtask
     assert "\n| draft (BiLD)" in tables["sweep"]
+
+
+def test_the_list_of_a_trimmed_head_covers_what_it_has_not_seen() -> None:
+    """Of the tokens of held-out answers."""
+    pair = load_pair(Settings(assisted_generation=True, device="cpu"))
+    listed = set(likely_tokens(pair, 1024, [], 0, 0))
+    answers = [text for s in embedded.SUBTASKS for e in embedded.examples(s, "heldout", 10) for text in e.references]
+    said = [token for text in answers for token in pair.tokenizer(text, add_special_tokens=False).input_ids]
+    assert sum(token in listed for token in said) > 0.98 * len(said) and pair.tokenizer.eos_token_id in listed
+    with pytest.raises(BenchError, match="--draft_vocabulary: 1 can't be had"):
+        likely_tokens(pair, 1, [], 0, 0)
 
 
 def test_every_method_answers_every_prompt(found: dict[str, dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import hf_specdec
 from hf_specdec import embedded
 from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.known_pairs import default_draft, full_name
@@ -125,6 +127,15 @@ def with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.de
     loading = {**pair.loading_seconds, name: time.perf_counter() - start}
     draft_tokenizer = _read("--assistant_model", name, AutoTokenizer)
     return replace(pair, draft_name=name, draft=draft, draft_tokenizer=draft_tokenizer, loading_seconds=loading)
+
+
+def with_trimmed_head(pair: LoadedPair, token_ids: Sequence[int]) -> LoadedPair:
+    """The pair with a copy of its draft that proposes only these tokens; the copy shares all weights but the head's."""
+    assert pair.draft is not None
+    shared = {id(tensor): tensor for tensor in (*pair.draft.parameters(), *pair.draft.buffers())}
+    draft = deepcopy(pair.draft, shared)
+    hf_specdec.trim_draft_head(draft, token_ids)
+    return replace(pair, draft=draft, draft_name=f"{pair.draft_name}, head of {len(token_ids):,} tokens")
 
 
 def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torch.device) -> LoadedPair:

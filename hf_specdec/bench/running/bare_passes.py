@@ -191,7 +191,7 @@ def _prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
     """Of the prepared steps that serve so many rows, in the order of a round; None where there are none."""
     times: Times = {"draft": {}, "target": {}}
     for engine in kept_engines(pair.target, compile=compile):
-        if len(engine.state) != rows:
+        if len(engine.state) != rows or (engine.draft is not None and engine.draft.held() is not pair.draft):
             continue
         for lookahead, steps in engine.steps.items():
             drafting, *longer = engine.lengths(lookahead)

@@ -48,6 +48,12 @@ def of_benchmark(settings: Settings, pair: LoadedPair) -> list[Method]:
     return _fitting(settings, [*_baselines(settings, pair, keywords), strategy])
 
 
+def with_trimmed_draft(settings: Settings, trimmed: LoadedPair) -> Method:
+    """The chosen strategy with a draft whose head is trimmed."""
+    method = ours(settings.generation_strategy, chosen_keywords(settings, trimmed), trimmed, name="trimmed head")
+    return replace(method, title=f"{method.title} with {trimmed.draft_name}")
+
+
 def of_subtasks(settings: Settings, pair: LoadedPair) -> list[Method]:
     """Speculative decoding and BiLD behind their baselines, and transformers' prompt lookup."""
     keywords = chosen_keywords(settings, pair)

@@ -78,6 +78,7 @@ def stem(settings: Settings) -> str:
     if settings.assisted_generation:
         parts += [full_name(name) for name in drafts]
     if settings.task in ("benchmark", "decode"):
+        parts += [f"head_of_{settings.draft_vocabulary}"] if settings.draft_vocabulary else []
         parts.append(settings.generation_strategy if settings.assisted_generation else "plain")
     elif settings.task not in ("engines", "growth", "rollback"):
         parts.append(settings.dataset)

@@ -44,29 +44,31 @@ def measured(
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
     groups: Sequence[Sequence[Batch]],
+    others: Sequence[LoadedPair] = (),
 ) -> dict[str, Any]:
     """All calls and bare passes, as the dict that the JSON will hold; what the journal holds is not run again.
 
     Args:
         prompts: all that the groups hold.
         groups: of batches that a method needs to be warmed up for only once.
+        others: the same target with further drafts of the methods, whose bare passes are timed, too.
     """
     result = results.new(settings, pair, methods, prompts)
     session = RunSession(settings, Processes())
-    _measure(settings, pair, methods, groups, session)
+    _measure(settings, [pair, *others], methods, groups, session)
     session.conclude(result)
     return result
 
 
 def _measure(
     settings: Settings,
-    pair: LoadedPair,
+    pairs: Sequence[LoadedPair],
     methods: Sequence[Method],
     groups: Sequence[Sequence[Batch]],
     session: RunSession,
 ) -> None:
     """Everything that the journal does not hold yet, each record written before the next is measured."""
-    bare = BarePasses(pair, settings.max_new_tokens, widths_for(methods))
+    pair, bare = pairs[0], [BarePasses(one, settings.max_new_tokens, widths_for(methods)) for one in pairs]
     warm: set[tuple[str, int]] = set()
     work = list(in_turn(methods, groups, settings.repeats))
     bar = tqdm(total=sum(len(turn) for *_, turn in work), desc=settings.task, unit="run", file=sys.stderr)
@@ -84,11 +86,12 @@ def _measure(
                 position += 1
                 bar.update()
             # After the last method of each batch, so that bare passes meet the same state of the machine as calls do.
-            for engine in engines_of(turn):
-                if passes_key(engine, pair.draft_name, indexes, repeat) in session.records:
+            for engine, passes in product(engines_of(turn), bare):
+                draft = passes.pair.draft_name
+                if passes_key(engine, draft, indexes, repeat) in session.records:
                     continue
-                times = bare.sample(engine, batch)
-                about = {"engine": engine, "draft": pair.draft_name, "prompts": list(indexes), "repeat": repeat}
+                times = passes.sample(engine, batch)
+                about = {"engine": engine, "draft": draft, "prompts": list(indexes), "repeat": repeat}
                 about |= {"batch": size, "length": length}
                 # Without times where the engine could not be had and rounds ran as on the eager one.
                 session.keep("passes", about | {"times": times or {"draft": {}, "target": {}}})
