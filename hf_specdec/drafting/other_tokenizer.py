@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.candidate_generator import (
     AssistantToTargetTranslator,
     AssistedCandidateGeneratorDifferentTokenizers,
@@ -20,6 +21,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from hf_specdec.drafting.drafter import DraftProposal
+from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.traits import vocabulary_size
 from hf_specdec.rules.round_statistics import Round
 
@@ -48,7 +50,8 @@ class CrossTokenizerDrafter(CandidateGenerator):
         generator.generation_config.assistant_confidence_threshold = 0.0
         # Whatever cache the target uses: the generators crop the draft's, which has to be a dynamic one.
         generator.generation_config.cache_implementation = None
-        generator.generation_config.use_cache = generator.assistant_kwargs["use_cache"] = True
+        keeps = _keeps_cache(generator.assistant_model)
+        generator.generation_config.use_cache = generator.assistant_kwargs["use_cache"] = keeps
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`; takes a single row."""
@@ -81,6 +84,22 @@ class CrossTokenizerDrafter(CandidateGenerator):
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """`CandidateGenerator.get_candidates`, unchanged."""
         return self.generator.get_candidates(input_ids, **kwargs)
+
+
+def _keeps_cache(draft: PreTrainedModel) -> bool:
+    """Whether the draft's `generate` can make several passes over a cache that can be cropped afterwards.
+
+    In transformers 5.17, sliding windows then return more keys than their masks are for. Drafts with such windows read
+    their text anew in every pass.
+    """
+    if not any(attention_windows(draft.config).values()):
+        return True
+    layer, token = DynamicSlidingWindowLayer(sliding_window=2), torch.zeros(1, 1, 1, 1)
+    layer.activate_past_recording()
+    for _ in range(3):
+        length, _ = layer.get_mask_sizes(1)
+        keys, _ = layer.update(token, token)
+    return bool(keys.shape[-2] == length)
 
 
 def cross_tokenizer_drafter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -282,7 +283,10 @@ def test_returned_sequences_share_a_picture() -> None:
 def test_pictures_that_only_the_target_could_encode_are_refused_by_name() -> None:
     target, inputs = _made("llava", 1)
     narrow = _made("llava", 1, NARROW)[0]
-    with pytest.raises(ValueError, match=r"assistant_model=LlavaFor.* 32 wide instead of 16: pass the pictures"):
+    # Older versions of transformers encode pictures in the first pass, each model its own.
+    encodes = hasattr(target, "_prepare_multimodal_encoder_kwargs_for_generation")
+    words = r"assistant_model=LlavaFor.* 32 wide instead of 16: pass the pictures"
+    with pytest.raises(ValueError, match=words) if encodes else nullcontext():
         target.generate(**inputs, **SETTINGS, custom_generate=SpeculativeDecoding(narrow))
     media = {"pixel_values": inputs["pixel_values"]}
     ours = target.generate(**inputs, **SETTINGS, custom_generate=SpeculativeDecoding(narrow, media=media))

@@ -219,7 +219,8 @@ class Draws:
 def exact(prompt: int, processor: str, end: str) -> dict[Output, float]:
     """The target's distribution over whole outputs of a prompt alone, padded after an end of text.
 
-    Every prefix is fed to the model; the processors are those that `generate` makes.
+    Every prefix is fed to the model; the processors are those that `generate` makes. They see the prompt padded as in a
+    batch: in transformers 5.17, a repetition penalty counts the padding.
     """
     finished: dict[Output, float] = {}
 
@@ -234,13 +235,15 @@ def exact(prompt: int, processor: str, end: str) -> dict[Output, float]:
                 finished[(*prefix, *[PAD] * (NEW_TOKENS - len(prefix)))] = weight
                 continue
             text = torch.cat([input_ids, torch.tensor([prefix], dtype=torch.long)], dim=1)
-            probs = logits_processor(text, model(text).logits[:, -1].float()).softmax(-1)[0].double()
+            alone = text[:, padding:]
+            probs = logits_processor(text, model(alone).logits[:, -1].float()).softmax(-1)[0].double()
             prefixes |= {(*prefix, token): weight * float(p) for token, p in enumerate(probs) if p > 0}
         return input_ids
 
-    ids = torch.tensor(PROMPTS[prompt : prompt + 1])
+    inputs = {name: rows[prompt : prompt + 1] for name, rows in batch(Combination()).items()}
+    padding = int((inputs["attention_mask"] == 0).sum())
     call = arguments(Combination(processor=processor, end=end))
-    models()["target"].generate(ids, attention_mask=torch.ones_like(ids), custom_generate=enumerate_outputs, **call)
+    models()["target"].generate(**inputs, custom_generate=enumerate_outputs, **call)
     return finished
 
 
