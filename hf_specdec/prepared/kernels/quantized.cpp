@@ -40,9 +40,22 @@ template <class A> struct Rows {
   int64_t ahead;  // bytes, whole tiles
 };
 
+// The same as `quantized_tile` for columns that fill no vector. Inlined, it would take registers from the tile's sums.
+template <int bits, class A>
+__attribute__((noinline)) void last_columns(const Rows<A>& rows, const A* x, int tokens, int64_t k, int64_t at,
+                                            int64_t end, Four<A>* sums) {
+  constexpr Part first = bits == 8 ? kByte : kLow, last = bits == 8 ? kByte : kHigh;
+  for (int64_t i = at; i < end; ++i)
+    for (int r = 0; r < 4; ++r) {
+      const int q = r < 2 ? part_of<first>(rows.bytes[r][i]) : part_of<last>(rows.bytes[r][i]);
+      const A weight = q * rows.scale[r][i / rows.width] - rows.shift[r][i / rows.width];
+      for (int t = 0; t < tokens; ++t) sums[t][r] += weight * x[t * k + i];
+    }
+}
+
 // Adds the products of four rows and N rows of `x`, over the columns from `at` to `end`, to sums[t][r]. Of 4 bits the
-// first two rows are low halves and the others high ones.
-template <int bits, class A, int N>
+// first two rows are low halves and the others high ones. If not `grouped`, a row has one scale and no shift.
+template <int bits, bool grouped, class A, int N>
 void quantized_tile(const Rows<A>& rows, const A* x, int64_t k, int64_t at, int64_t end, Four<A>* sums) {
   constexpr Part first = bits == 8 ? kByte : kLow, last = bits == 8 ? kByte : kHigh;
   Vector<A> acc[4][N];
@@ -54,31 +67,32 @@ void quantized_tile(const Rows<A>& rows, const A* x, int64_t k, int64_t at, int6
     A scale[4], shift[4];
     for (int r = 0; r < 4; ++r) scale[r] = rows.scale[r][group], shift[r] = rows.shift[r][group];
     for (; i + kLanes<A> <= stop; i += kLanes<A>) {
-      const auto add = [&](int r, Vector<A> q) __attribute__((always_inline)) {
-        if (bits == 8 || r < 2) __builtin_prefetch(rows.bytes[r] + i + rows.ahead, 0, 2);
-        const Vector<A> weights = q * scale[r] - shift[r];
-#pragma GCC unroll 8
-        for (int t = 0; t < N; ++t) acc[r][t] += weights * load<A, A>(x + t * k + i);
-      };
-      add(0, load_part<first, A>(rows.bytes[0] + i));
-      add(1, load_part<first, A>(rows.bytes[1] + i));
-      add(2, load_part<last, A>(rows.bytes[2] + i));
-      add(3, load_part<last, A>(rows.bytes[3] + i));
-    }
-    for (; i < stop; ++i)
+      Vector<A> weights[4] = {load_part<first, A>(rows.bytes[0] + i), load_part<first, A>(rows.bytes[1] + i),
+                              load_part<last, A>(rows.bytes[2] + i), load_part<last, A>(rows.bytes[3] + i)};
+#pragma GCC unroll 4
       for (int r = 0; r < 4; ++r) {
-        const int q = r < 2 ? part_of<first>(rows.bytes[r][i]) : part_of<last>(rows.bytes[r][i]);
-        const A weight = q * scale[r] - shift[r];
-        for (int t = 0; t < N; ++t) sums[t][r] += weight * x[t * k + i];
+        if (bits == 8 || r < 2) __builtin_prefetch(rows.bytes[r] + i + rows.ahead, 0, 2);
+        if constexpr (grouped) weights[r] = weights[r] * scale[r] - shift[r];
       }
+#pragma GCC unroll 8
+      for (int t = 0; t < N; ++t) {
+        Vector<A> token = load<A, A>(x + t * k + i);
+        asm("" : "+v"(token));  // stays in a register: loads are what bounds this loop
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) acc[r][t] += weights[r] * token;
+      }
+    }
+    if (i < stop) last_columns<bits, A>(rows, x, N, k, i, stop, sums);
   }
+  Four<A> scales;
+  for (int r = 0; r < 4; ++r) scales[r] = grouped ? A(1) : *rows.scale[r];
 #pragma GCC unroll 8
   for (int t = 0; t < N; ++t)
-    sums[t] += sums_of<A>(fold<A>(acc[0][t]), fold<A>(acc[1][t]), fold<A>(acc[2][t]), fold<A>(acc[3][t]));
+    sums[t] += scales * sums_of<A>(fold<A>(acc[0][t]), fold<A>(acc[1][t]), fold<A>(acc[2][t]), fold<A>(acc[3][t]));
 }
 
 // The products of four rows of weights and all tokens; see `products`.
-template <int bits, class A>
+template <int bits, bool grouped, class A>
 void quantized_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t k, Four<A>* sums) {
   const int64_t parts = (tokens + kTokens - 1) / kTokens;
   for (int64_t at = 0; at < k; at += kColumns) {
@@ -87,12 +101,12 @@ void quantized_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t
       size = (tokens - t + parts - part - 1) / (parts - part);
       const A* from = x + t * k;
       switch (size) {
-        case 1: quantized_tile<bits, A, 1>(rows, from, k, at, end, sums + t); break;
-        case 2: quantized_tile<bits, A, 2>(rows, from, k, at, end, sums + t); break;
-        case 3: quantized_tile<bits, A, 3>(rows, from, k, at, end, sums + t); break;
-        case 4: quantized_tile<bits, A, 4>(rows, from, k, at, end, sums + t); break;
-        case 5: quantized_tile<bits, A, 5>(rows, from, k, at, end, sums + t); break;
-        case 6: quantized_tile<bits, A, 6>(rows, from, k, at, end, sums + t); break;
+        case 1: quantized_tile<bits, grouped, A, 1>(rows, from, k, at, end, sums + t); break;
+        case 2: quantized_tile<bits, grouped, A, 2>(rows, from, k, at, end, sums + t); break;
+        case 3: quantized_tile<bits, grouped, A, 3>(rows, from, k, at, end, sums + t); break;
+        case 4: quantized_tile<bits, grouped, A, 4>(rows, from, k, at, end, sums + t); break;
+        case 5: quantized_tile<bits, grouped, A, 5>(rows, from, k, at, end, sums + t); break;
+        case 6: quantized_tile<bits, grouped, A, 6>(rows, from, k, at, end, sums + t); break;
       }
     }
   }
@@ -109,7 +123,7 @@ template <class T, class A> struct Widened {
   const A* data;
 };
 
-template <int bits, class T>
+template <int bits, bool grouped, class T>
 void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& shift,
                     const std::optional<Tensor>& bias, Tensor& output) {
   using A = typename SumOf<T>::type;
@@ -125,13 +139,15 @@ void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& sca
     shifts.data[i] = !shift ? A(0)
                      : whole ? scales.data[i] * static_cast<const int8_t*>(shift->data_ptr())[i]
                              : A(widen(static_cast<const T*>(shift->data_ptr())[i]));
+  const int64_t tiles = (most + step - 1) / step, threads = omp_get_max_threads();
+  const int64_t part = tokens == 1 ? kPart : (tiles + threads - 1) / threads;  // see `linear_of`
 #pragma omp parallel if (n * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);
     Rows<A> rows;
     rows.width = k / groups;
     rows.ahead = std::max<int64_t>(kAheadBytes / (step * k), 1) * step * k;
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, part)
     for (int64_t at = 0; at < most; at += step) {
       std::fill(sums.begin(), sums.end(), Four<A>{});
       int64_t row[4];
@@ -143,7 +159,7 @@ void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& sca
         rows.scale[r] = scales.data + row[r] * groups;
         rows.shift[r] = shifts.data + row[r] * groups;
       }
-      quantized_products<bits, A>(rows, x.data, tokens, k, sums.data());
+      quantized_products<bits, grouped, A>(rows, x.data, tokens, k, sums.data());
       for (int64_t t = 0; t < tokens; ++t)
         for (int r = 0; r < 4; ++r) out[t * n + row[r]] = narrow<T>(sums[t][r] + (b ? A(widen(b[row[r]])) : A(0)));
     }
@@ -153,8 +169,10 @@ void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& sca
 template <class T>
 void quantized_of(const Tensor& input, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& shift,
                   const std::optional<Tensor>& bias, Tensor& output) {
-  if (weight.scalar_type() == ScalarType::Char) quantized_rows<8, T>(input, weight, scale, shift, bias, output);
-  else quantized_rows<4, T>(input, weight, scale, shift, bias, output);
+  auto rows = quantized_rows<4, true, T>;
+  if (weight.scalar_type() == ScalarType::Char)
+    rows = shift || scale.size(1) > 1 ? quantized_rows<8, true, T> : quantized_rows<8, false, T>;
+  rows(input, weight, scale, shift, bias, output);
 }
 
 }  // namespace
