@@ -12,6 +12,8 @@ from hf_specdec.embedded.tokenization import VOCAB_SIZE
 
 MAX_POSITIONS = 2048
 _HEAD = 32  # width of an attention head
+_INITIAL_STD = 0.03  # of a T5's matrices
+_SHARP = 6.0  # bias of a T5's head towards the one token that it attends to at first
 
 
 @dataclass(frozen=True)
@@ -84,25 +86,32 @@ def _build_t5(shape: Shape, ids: dict[str, int]) -> T5ForConditionalGeneration:
         )
     )
     model.generation_config.decoder_start_token_id = ids["pad_token_id"]
-    _prime_lookups(model)
+    _prime(model)
     return model
 
 
 @torch.no_grad()
-def _prime_lookups(model: T5ForConditionalGeneration) -> None:
-    """Initialise attention so that copying from the source is easy to learn; random weights need far more steps.
+def _prime(model: T5ForConditionalGeneration) -> None:
+    """Initialise the weights so that translating and copying are learned within some hundred steps.
 
-    To copy, the decoder has to find its last token in the source and attend to the token after it. So one head of
-    the encoder starts out attending to the previous token, another to the next one, and cross-attention starts with
-    equal projections for queries and keys, which matches equal tokens.
+    All matrices start as small as a Llama's: T5's own embeddings start so large that its layers hardly count. The last
+    norm makes up for T5's division of the decoder's output by the root of its width. To copy, the decoder has to find
+    its last tokens in the source and attend to what follows. So each of the first heads starts out attending to one
+    neighbour, and queries and keys of cross-attention start equal, so that similar states attend to each other.
     """
-    before, after, sharp = 1, 17, 8.0  # T5's buckets for the distances -1 and +1, of 32
-    encoder = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight  # [buckets, heads]
-    decoder = model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
-    encoder[before, 0] = encoder[after, 1 % encoder.shape[1]] = decoder[before, 0] = sharp
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2 and "relative_attention_bias" not in name:
+            weight.normal_(0.0, _INITIAL_STD)
+    # T5's buckets, of 32: a decoder's bucket n is the distance -n; so is an encoder's, and its 16 + n the distance +n.
+    for stack, neighbours in ((model.encoder, (1, 17, 2, 18)), (model.decoder, (1, 2, 3))):
+        bias = stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight  # [buckets, heads]
+        bias.zero_()
+        for head, bucket in enumerate(neighbours[: bias.shape[1] - 1]):
+            bias[bucket, head] = _SHARP
     for block in model.decoder.block:
         cross = block.layer[1].EncDecAttention
-        cross.q.weight.copy_(0.5 * cross.k.weight)
+        cross.q.weight.copy_(cross.k.weight)
+    model.decoder.final_layer_norm.weight.fill_(model.config.d_model**0.5)
 
 
 def parameter_counts(model: PreTrainedModel) -> dict[str, int]:

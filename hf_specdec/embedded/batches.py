@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specdec.embedded.corpus.examples import SUBTASKS, Example, generate
-from hf_specdec.embedded.corpus.prompts import encoder_text, prompt_ids, render_prompt
-
-IGNORED = -100
+from hf_specdec.embedded.corpus.prompts import prompt_ids, render_prompt
 
 # The subtasks named again are drawn more often, because they take longer to learn.
 _MIX = (*SUBTASKS, "math_reasoning", "grammar correction", "translation")
+_GROUP = 4  # batches of T5 whose pairs are drawn together
 
 
 @dataclass(frozen=True)
@@ -89,28 +89,38 @@ def _after_bos(tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[list[int
     return Batch({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous(), weights)
 
 
-def pair_batch(
-    tokenizer: PreTrainedTokenizerBase, rng: Random, rows: int, length: int, few_shot: bool, mix: Sequence[str]
-) -> Batch:
-    """Encoder inputs `[B, length]`, left-padded or filled up with solved examples, and answers `[B, 80]`."""
-    answer_length, pad = 80, tokenizer.pad_token_id
-    sources: list[list[int]] = []
-    answers: list[list[int]] = []
-    while len(sources) < rows:
-        example = generate(rng.choice(mix), "train", rng)
-        turn = rng.randrange(len(example.turns))
-        if few_shot:
-            wanted = rng.choice((length, length, rng.randrange(length // 2, length)))
-            source = prompt_ids(tokenizer, example, wanted, encoder=True, turn=turn,
-                                previous_answers=example.references)  # fmt: skip
-        else:
-            source = tokenizer(encoder_text(example, turn, example.references))["input_ids"]
-        answer = tokenizer(example.references[turn] + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
-        if len(source) <= length and len(answer) <= answer_length:
-            sources.append([pad] * (length - len(source)) + source)
-            answers.append(answer + [pad] * (answer_length - len(answer)))
-    source_ids, labels = torch.tensor(sources), torch.tensor(answers)
-    shifted = torch.cat([torch.full((rows, 1), pad), labels[:, :-1]], dim=1)
+Pair = tuple[list[int], list[int]]  # what an encoder reads, and the answer
+
+
+def _pair(tokenizer: PreTrainedTokenizerBase, rng: Random, mix: Sequence[str], length: int | None = None) -> Pair:
+    """One question of an example, with solved examples in front of it up to `length` tokens if that is given."""
+    example = generate(rng.choice(mix), "train", rng)
+    turn = rng.randrange(len(example.turns))
+    source = prompt_ids(tokenizer, example, length, encoder=True, turn=turn, previous_answers=example.references)
+    answer = tokenizer(example.references[turn] + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+    return source, answer
+
+
+@lru_cache(maxsize=1)
+def _pairs_of_similar_length(
+    tokenizer: PreTrainedTokenizerBase, seed: int, group: int, count: int, mix: Sequence[str]
+) -> list[list[Pair]]:
+    """`_GROUP` lists of `count` pairs, drawn together and sorted by length, so that batches need little padding."""
+    rng = Random(f"pairs/{seed}/{group}")
+    pairs = [_pair(tokenizer, rng, mix) for _ in range(_GROUP * count)]
+    pairs.sort(key=lambda pair: len(pair[0]) + 2 * len(pair[1]))
+    lists = [pairs[begin : begin + count] for begin in range(0, len(pairs), count)]
+    rng.shuffle(lists)
+    return lists
+
+
+def pair_batch(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> Batch:
+    """Encoder inputs `[B, S]`, padded on the left, and answers `[B, T]`, padded on the right."""
+    pad = tokenizer.pad_token_id
+    width, height = (max(len(pair[side]) for pair in pairs) for side in (0, 1))
+    source_ids = torch.tensor([[pad] * (width - len(source)) + source for source, _ in pairs])
+    labels = torch.tensor([answer + [pad] * (height - len(answer)) for _, answer in pairs])
+    shifted = torch.cat([torch.full((len(pairs), 1), pad), labels[:, :-1]], dim=1)
     inputs = {"input_ids": source_ids, "attention_mask": (source_ids != pad).long(), "decoder_input_ids": shifted}
     return Batch(inputs, labels, (labels != pad).float())
 
@@ -125,18 +135,22 @@ def batch_for_step(
     emphasis: Sequence[str] = (),
     prompt_weight: float = 0.1,
     whole: bool = False,
+    few_shot: bool = False,
 ) -> Batch:
     """The batch of a step, about `rows` x 256 tokens.
 
     Decoder-only models get rows of 256 tokens, of 512 at every fourth step, of 1024 at every 32nd. T5 gets
-    `2 * rows` sources of 160 tokens, and `rows / 2` of 512 at every fourth step.
+    `3 * rows` questions; with `few_shot`, every fourth batch has fewer, behind solved examples.
     """
     rng = Random(f"batch/{seed}/{step}")
     mix = (*_MIX, *emphasis, *emphasis)
     if encoder_decoder:
-        few_shot = step % 4 == 3
-        pairs, length = (rows // 2, 512) if few_shot else (rows * 2, 160)
-        return pair_batch(tokenizer, rng, pairs, length, few_shot, mix)
+        if few_shot and step % _GROUP == _GROUP - 1:
+            length = rng.choice((192, 256, 384, 512))
+            pairs = [_pair(tokenizer, rng, mix, length) for _ in range(max(1, rows * 256 // length))]
+        else:
+            pairs = _pairs_of_similar_length(tokenizer, seed, step // _GROUP, 3 * rows, mix)[step % _GROUP]
+        return pair_batch(tokenizer, pairs)
     length = 1024 if step % 32 == 31 else 512 if step % 4 == 3 else 256
     make = whole_batch if whole else packed_batch
     return make(tokenizer, rng, max(1, rows * 256 // length), length, mix, prompt_weight)

@@ -26,6 +26,7 @@ class Recipe:
         emphasis: subtasks to draw more often; each mention adds two chances to the eleven of the usual mix.
         prompt_weight: the weight of a prompt token's loss, if an answer token's is 1. With a little of it a
             decoder-only model learns to copy sooner; later it is noise.
+        few_shot: every fourth batch of an encoder-decoder model has solved examples in front of its questions.
         whole: rows of a decoder-only model hold whole examples only, so that no answer lacks its text.
         until: stop after this many steps, although the learning rates are scheduled for `steps`; None: don't.
         seedling: the recipe of a shallower model, which is trained first and then deepened into this one. That is
@@ -45,24 +46,33 @@ class Recipe:
     emphasis: tuple[str, ...] = ()
     prompt_weight: float = 0.1
     whole: bool = False
+    few_shot: bool = False
     seedling: Recipe | None = None
 
 
+# T5's position biases are far from where they start, and few: with AdamW's usual rate they take thousands of steps.
+_BIAS_FACTOR = 10.0
+
+
 class Optimizers:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms, under one schedule."""
+    """Muon for the matrices of the layers, AdamW for embeddings, norms and position biases, under one schedule."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
         matrices: list[torch.nn.Parameter] = []
         others: list[torch.nn.Parameter] = []
+        biases: list[torch.nn.Parameter] = []
         for name, parameter in model.named_parameters():
             in_layer = ".layers." in name or ".block." in name
-            is_matrix = parameter.ndim == 2 and "relative_attention_bias" not in name
-            (matrices if in_layer and is_matrix else others).append(parameter)
+            is_bias = "relative_attention_bias" in name
+            (biases if is_bias else matrices if in_layer and parameter.ndim == 2 else others).append(parameter)
         self._recipe = recipe
-        self._both: list[tuple[torch.optim.Optimizer, float]] = [
-            (torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01), recipe.muon_lr),
-            (torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0), recipe.adam_lr),
+        self._each: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01), recipe.muon_lr)
         ]
+        for parameters, rate in ((others, recipe.adam_lr), (biases, _BIAS_FACTOR * recipe.adam_lr)):
+            if parameters:
+                adam = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
+                self._each.append((adam, rate))
 
     def step(self, step: int) -> None:
         """Apply and clear the gradients with the learning rates of `step`."""
@@ -70,17 +80,17 @@ class Optimizers:
         warm = min(1.0, (step + 1) / recipe.warmup)
         falling = recipe.decay * recipe.steps
         decay = min(1.0, (recipe.steps - step) / falling) if falling else 1.0
-        for optimizer, peak in self._both:
+        for optimizer, peak in self._each:
             for group in optimizer.param_groups:
                 group["lr"] = peak * warm * decay
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [optimizer.state_dict() for optimizer, _ in self._both]
+        return [optimizer.state_dict() for optimizer, _ in self._each]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        for (optimizer, _), state in zip(self._both, states, strict=True):
+        for (optimizer, _), state in zip(self._each, states, strict=True):
             optimizer.load_state_dict(state)
 
 
@@ -169,7 +179,8 @@ def train(
         step = record["steps"]
         batch = batch_for_step(tokenizer, encoder_decoder=recipe.shape.encoder_layers > 0, rows=recipe.rows,
                                seed=recipe.seed, step=step, emphasis=recipe.emphasis,
-                               prompt_weight=recipe.prompt_weight, whole=recipe.whole)  # fmt: skip
+                               prompt_weight=recipe.prompt_weight, whole=recipe.whole,
+                               few_shot=recipe.few_shot)  # fmt: skip
         loss = _loss(model, batch, device)
         loss.backward()
         optimizers.step(step)

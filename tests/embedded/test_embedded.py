@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import mean
@@ -19,7 +20,7 @@ from hf_specdec import embedded
 from hf_specdec.bench.figures import quality
 from hf_specdec.embedded import report
 from hf_specdec.embedded.architectures import SHAPES, Shape, build, is_encoder_decoder, parameter_counts
-from hf_specdec.embedded.batches import packed_batch, whole_batch
+from hf_specdec.embedded.batches import batch_for_step, packed_batch, whole_batch
 from hf_specdec.embedded.evaluate import (
     Agreement,
     agreements,
@@ -178,20 +179,18 @@ def answers_of(models, tokenizer, name, chosen):
     return dialogues, {subtask: mean(values) for subtask, values in found.items()}
 
 
-@pytest.mark.parametrize(("target", "draft", "subtasks"), [("target", "draft", 6), ("t5-target", "t5-draft", 2)])
+@pytest.mark.parametrize(("target", "draft", "subtasks"), [("target", "draft", 6), ("t5-target", "t5-draft", 5)])
 def test_the_target_is_ahead_of_its_draft_which_it_often_agrees_with(models, tokenizer, target, draft, subtasks):
-    """Ahead by ten points on so many subtasks, behind on none; other held-out examples than the report's."""
+    """At 50 or more, and ten points ahead, on so many subtasks; other held-out examples than the report's."""
     chosen = [x for subtask in embedded.SUBTASKS for x in embedded.examples(subtask, "heldout", n=12, seed=1)]
     dialogues, scores = answers_of(models, tokenizer, target, chosen)
     _, of_draft = answers_of(models, tokenizer, draft, chosen)
     leads = {subtask: scores[subtask] - of_draft[subtask] for subtask in embedded.SUBTASKS}
     assert sum(lead >= 0.10 for lead in leads.values()) >= subtasks, leads
     assert min(leads.values()) >= 0, leads
-    assert scores["summarization"] >= 0.5
+    assert sum(value >= 0.5 for value in scores.values()) >= subtasks, scores
     agreed = sum(agreements(models[draft], tokenizer, [a for d in dialogues for a in d]), Agreement())
-    assert 0.4 <= agreed.acceptance <= 0.8
-    if target == "target":
-        assert agreed.acceptance >= 0.6 and scores["translation"] >= 0.8
+    assert 0.6 <= agreed.acceptance <= 0.8
 
 
 # Evaluation
@@ -252,19 +251,19 @@ def test_the_report_is_rendered_from_its_data_and_describes_the_shipped_files(cl
         assert facts["safetensors_bytes"] == (embedded.model_path(name) / "model.safetensors").stat().st_size
 
 
-def test_t5_begins_by_looking_things_up() -> None:
-    """A decoded token's attention is at its twin in the source and beside it; that of random queries is anywhere."""
-    torch.manual_seed(0)
-    model = to_eager_attention(build(SHAPES["t5-draft"], seed=0))
-    source = torch.stack([5 + torch.randperm(2000)[:60] for _ in range(16)])
-    cross = model.decoder.block[0].layer[1].EncDecAttention
-    shares = []
-    for query in (cross.q.weight.clone(), cross.q.weight[:, torch.randperm(cross.q.in_features)]):
-        cross.q.weight.data.copy_(query)
-        attention = model(input_ids=source, decoder_input_ids=source[:, 30:31], output_attentions=True)
-        shares.append(attention.cross_attentions[0][..., 29:32].sum(dim=-1).mean().item())
-    assert shares[0] > 2 * shares[1]
-    assert shares[1] == pytest.approx(3 / 60, rel=0.5)
+def test_t5_begins_by_looking_at_neighbours() -> None:
+    """The first heads of encoder and decoder attend to one neighbour each, the last head to none in particular."""
+    model = to_eager_attention(build(SHAPES["t5-target"], seed=0))
+    ids = 5 + torch.randperm(2000, generator=torch.Generator().manual_seed(0))[None, :60]
+    attended = model(input_ids=ids, decoder_input_ids=ids, output_attentions=True)
+    for layers, distances in (
+        (attended.encoder_attentions, (-1, 1, -2, 2)),
+        (attended.decoder_attentions, (-1, -2, -3)),
+    ):
+        share = [[head.diagonal(d).mean().item() for d in distances] for head in layers[0][0]]
+        assert all(share[i][i] > 0.5 for i in range(len(distances)))
+        assert all(share[i][j] < 0.2 for i in range(len(distances)) for j in range(len(distances)) if i != j)
+        assert max(share[-1]) < 0.2
 
 
 def test_reported_figures_come_out_again(claims, models, tokenizer):
@@ -295,6 +294,23 @@ def test_whole_rows_hold_no_answer_without_its_text(tokenizer):
 
     assert are_whole(whole_batch)
     assert not are_whole(packed_batch)
+
+
+def test_t5_reads_whole_questions_also_behind_solved_examples(tokenizer):
+    """Same batch for the same step, whatever was drawn in between; the last turn is a question."""
+    draw = partial(batch_for_step, tokenizer, encoder_decoder=True, rows=4, seed=0, few_shot=True)
+    batches = [draw(step=step) for step in range(4)]
+    draw(step=9)
+    for step, batch in enumerate(batches):
+        sources, answers = batch.inputs["input_ids"], batch.labels
+        assert torch.equal(sources, draw(step=step).inputs["input_ids"])
+        assert torch.equal(batch.inputs["decoder_input_ids"][:, 1:], answers[:, :-1])
+        for source, answer, weights in zip(sources, answers, batch.weights, strict=True):
+            question = tokenizer.decode(source).rpartition("<|user|>")[2]
+            assert question and "<|assistant|>" not in question
+            assert answer[weights > 0][-1] == tokenizer.eos_token_id
+    widths = [batch.inputs["input_ids"].shape[1] for batch in batches]
+    assert max(widths[:3]) < 160 <= widths[3]
 
 
 @pytest.mark.parametrize("killed_in", ["micro-seedling", "micro"])
