@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ pytest.importorskip("gguf", reason="gguf is not installed: pip install 'hf_specd
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models import gguf_export
 from hf_specdec.bench.models.loading import load_pair
+from hf_specdec.bench.models.precision import quantize_made
+from hf_specdec.bench.reports.tables.llama_cpp import legend
 from hf_specdec.bench.running.llama_cpp import Rows, decode, decode_with_draft
 from hf_specdec.bench.running.llama_cpp_methods import llama_cpp_methods, llama_cpp_refusal
 from hf_specdec.bench.running.methods import plain
@@ -63,6 +66,14 @@ def test_logits_are_those_of_the_model(family: str, weights: str, tolerance: flo
     found = logits_after(loaded(model, tmp_path, weights), ids[0])
     expected = model(torch.tensor(ids)).logits[0]
     assert (found - expected).norm() < tolerance * expected.norm()
+
+
+def test_quantized_weights_are_written_as_what_they_stand_for(tmp_path: Path) -> None:
+    model, ids = random_model("llama"), torch.randint(512, (1, 20)).tolist()
+    wide = model(torch.tensor(ids)).logits[0]
+    quantize_made(model, "int8")
+    found, expected = logits_after(loaded(model, tmp_path), ids[0]), model(torch.tensor(ids)).logits[0]
+    assert (found - expected).norm() < 1e-4 * expected.norm() < (wide - expected).norm()
 
 
 def test_the_comparison_would_notice_unturned_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,3 +183,11 @@ def test_where_llama_cpp_can_not_take_part_the_report_says_why(changes: dict, wo
     assert words in str(llama_cpp_refusal(settings, pair))
     assert all(method.kind != "llama.cpp" for method in of_engines(settings, pair))
     assert llama_cpp_refusal(replace(settings, engines=("eager",)), pair) is None
+
+
+@pytest.mark.parametrize(("dtype", "synthetic_pair", "said"), [
+    ("int8 weights, float32", None, True), ("int8 weights, float32", "a sentence", False), ("float32", None, False),
+])  # fmt: skip
+def test_a_head_wider_than_q8_0_s_is_said(dtype: str, synthetic_pair: str | None, said: bool) -> None:
+    result: Any = {"models": {"target": {"dtype": dtype, "synthetic": synthetic_pair}}}
+    assert ("output head" in legend(result)) is said

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from optimum.quanto import QTensor
 from scipy.stats import binom
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_specdec
+from hf_specdec.bench.figures.bandwidth import weight_bytes
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.loading import load_pair
+from hf_specdec.bench.models.precision import quantized_layers
 from hf_specdec.bench.models.shapes import SHAPES, draft_shape
 from hf_specdec.bench.reports.pictures import by_task
 from hf_specdec.bench.settings import BenchError, Settings
@@ -177,10 +180,23 @@ def test_what_a_name_can_not_ask_for(name: str, words: str) -> None:
         load_pair(Settings(model_name=name))
 
 
-@pytest.mark.parametrize("argument", [{"assistant_model": "draft"}, {"precision": "int8"}, {"device_map": "auto"}])
+@pytest.mark.parametrize("argument", [{"assistant_model": "draft"}, {"device_map": "auto"}])
 def test_what_needs_stored_weights_is_refused(argument: dict[str, str]) -> None:
     with pytest.raises(BenchError, match=f"--{next(iter(argument))}: .* synthetic"):
         load_pair(Settings(model_name="synthetic:tiny-llama", **argument))
+
+
+@pytest.mark.parametrize("argument", ["precision", "draft_precision"])
+def test_weights_are_quantized_the_head_included(argument: str) -> None:
+    settings = Settings(model_name="synthetic:tiny-llama", assisted_generation=True)
+    wide, pair = load_pair(settings), load_pair(replace(settings, **{argument: "int8"}))
+    assert pair.draft is not None and wide.draft is not None
+    quantized, other = (pair.target, pair.draft) if argument == "precision" else (pair.draft, pair.target)
+    assert isinstance(quantized.lm_head.weight, QTensor) and quantized_layers(other) == 0
+    ids, twin = torch.arange(8)[None] + 3, wide.target if argument == "precision" else wide.draft
+    assert weight_bytes(twin) / 4 < weight_bytes(quantized) < weight_bytes(twin) / 2
+    difference = quantized(ids).logits - twin(ids).logits
+    assert 0 < difference.norm() < 0.1 * twin(ids).logits.norm()
 
 
 def test_dtypes_are_those_asked_for() -> None:

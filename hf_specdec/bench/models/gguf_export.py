@@ -85,9 +85,11 @@ def _add_configuration(writer: GGUFWriter, model: PreTrainedModel, file_type: Ll
 def _as_llama_cpp_has_it(model: PreTrainedModel, name: str, parameter: Tensor) -> Tensor:
     """Queries and keys of LLaMA turned from transformers' rotary layout (halves) to llama.cpp's (pairs).
 
+    Quantized weights are widened.
+
     The permutation of rows that `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py makes.
     """
-    config, detached = model.config, parameter.detach()
+    config, detached = model.config, parameter.detach().dequantize()
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     projection = name.split(".")[-2]
     if config.model_type != "llama" or projection not in heads:

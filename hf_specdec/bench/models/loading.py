@@ -22,7 +22,7 @@ import hf_specdec
 from hf_specdec import embedded
 from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.known_pairs import default_draft, full_name
-from hf_specdec.bench.models.precision import check_loaded, load_kwargs
+from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantize_made
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.models.better_transformer import attention_of, better_transformer_refusal, to_better_transformer
 
@@ -140,7 +140,7 @@ def with_trimmed_head(pair: LoadedPair, token_ids: Sequence[int]) -> LoadedPair:
 
 def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torch.device) -> LoadedPair:
     spec = synthetic.parse(settings.model_name)
-    for argument in ("assistant_model", "precision", "draft_precision", "device_map"):
+    for argument in ("assistant_model", "device_map"):
         if (value := getattr(settings, argument)) is not None:
             raise BenchError(f"--{argument}: {value!r} can't be had with a synthetic target; leave it out")
     dtypes = [
@@ -148,6 +148,8 @@ def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torc
         for place, name in ((device, settings.dtype), (draft_device, _draft_dtype(settings)))
     ]
     target, draft, sentence = synthetic.build(spec, device, dtypes[0], draft_device, dtypes[1], settings.seed)
+    quantize_made(target, settings.precision)
+    quantize_made(draft, settings.draft_precision, argument="--draft_precision")
     # Its ids are valid in every shape; what they stand for does not matter here.
     tokenizer = _read("--model_name", "target", AutoTokenizer)
     pair = LoadedPair(settings.model_name, target, tokenizer, synthetic=sentence)

@@ -106,6 +106,24 @@ def check_loaded(
         )
 
 
+def quantize_made(model: PreTrainedModel, precision: str | None, *, argument: str = "--precision") -> None:
+    """Quantize a model that was made, not loaded: its linear layers, its head included.
+
+    Raises:
+        BenchError: a package is missing.
+    """
+    if precision is None:
+        return
+    _require(f"{argument}: {precision!r}", "optimum.quanto", "accelerate")
+    from optimum.quanto import freeze, quantize
+
+    if precision == "int4":
+        unpack_without_compiler()
+    quantize(model, weights=f"q{precision}")
+    freeze(model)
+    model.config.quantization_config = QuantoConfig(weights=precision)
+
+
 def quantized_layers(model: PreTrainedModel) -> int:
     """How many layers hold int8 or int4 weights."""
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:

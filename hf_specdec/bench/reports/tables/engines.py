@@ -27,7 +27,7 @@ def render(result: Result) -> str:
     for batch in batch_sizes(result):
         parts.append(f"## Batch size {batch}\n\n{methods.speed_table(result, batch=batch)}")
     if llama_cpp.engines_of(result):
-        parts.append(f"## Over llama.cpp\n\n{llama_cpp.LEGEND}\n\n{llama_cpp.table_over_llama_cpp(result)}")
+        parts.append(f"## Over llama.cpp\n\n{llama_cpp.legend(result)}\n\n{llama_cpp.table_over_llama_cpp(result)}")
     parts.append(f"## Rounds\n\n{methods.ROUNDS}")
     for batch in batch_sizes(result):
         parts.append(methods.round_table(result, {str(batch): None}, "Batch size", batch))

@@ -11,6 +11,13 @@ LEGEND = (
     "threads and count of tokens, greedy. bf16 and q8_0 (8 bits a weight) say how llama.cpp stores the weights that "
     "ours have in the dtype named above."
 )
+WIDE_HEAD = " The output head of our int8 models keeps its dtype, while q8_0 stores it in 8 bits."
+
+
+def legend(result: Result) -> str:
+    """What the table shows. Synthetic models have a quantized head, models that transformers quantizes do not."""
+    target = result["models"]["target"]
+    return LEGEND + (WIDE_HEAD if target["dtype"].startswith("int8") and not target.get("synthetic") else "")
 
 
 def engines_of(result: Result) -> list[str]:
