@@ -133,12 +133,12 @@ void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& sca
   const Widened<T, A> x(input), scales(scale);
   const T* b = bias ? static_cast<const T*>(bias->data_ptr()) : nullptr;
   T* out = static_cast<T*>(output.data_ptr());
-  const Aligned<A> shifts(n * groups);
-  const bool whole = shift && shift->scalar_type() == ScalarType::Char;
-  for (int64_t i = 0; i < n * groups; ++i)
-    shifts.data[i] = !shift ? A(0)
-                     : whole ? scales.data[i] * static_cast<const int8_t*>(shift->data_ptr())[i]
-                             : A(widen(static_cast<const T*>(shift->data_ptr())[i]));
+  const bool given = shift && shift->scalar_type() != ScalarType::Char;
+  const int8_t* whole = shift && !given ? static_cast<const int8_t*>(shift->data_ptr()) : nullptr;
+  const Widened<T, A> numbers(given ? *shift : scale);
+  const Aligned<A> multiplied(given ? 0 : n * groups);
+  for (int64_t i = 0; i < (given ? 0 : n * groups); ++i) multiplied.data[i] = whole ? scales.data[i] * whole[i] : A(0);
+  const A* shifts = given ? numbers.data : multiplied.data;
   const int64_t tiles = (most + step - 1) / step, threads = omp_get_max_threads();
   const int64_t part = tokens == 1 ? kPart : (tiles + threads - 1) / threads;  // see `linear_of`
 #pragma omp parallel if (n * k * tokens > kSerial)
@@ -157,7 +157,7 @@ void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& sca
         row[r] = stored + (r < step ? 0 : most);
         rows.bytes[r] = w + stored * k;
         rows.scale[r] = scales.data + row[r] * groups;
-        rows.shift[r] = shifts.data + row[r] * groups;
+        rows.shift[r] = shifts + row[r] * groups;
       }
       quantized_products<bits, grouped, A>(rows, x.data, tokens, k, sums.data());
       for (int64_t t = 0; t < tokens; ++t)
