@@ -22,12 +22,18 @@ void tile(const T* w, const A* x, int64_t k, int64_t left, int64_t width, Four<A
   constexpr bool foresee = N > 1 || sizeof(T) < sizeof(float);
   int64_t i = 0;
   for (; i + kLanes<A> <= width; i += kLanes<A>) {
-#pragma GCC unroll 8
+    Vector<A> weights[R];
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       if (foresee) __builtin_prefetch(w + r * k + i + kAhead + (i + kAhead < left ? 0 : 3 * k), 0, 2);
-      Vector<A> weights = load<T, A>(w + r * k + i);
+      weights[r] = load<T, A>(w + r * k + i);
+    }
 #pragma GCC unroll 8
-      for (int t = 0; t < N; ++t) acc[r][t] += weights * load<A, A>(x + t * k + i);
+    for (int t = 0; t < N; ++t) {
+      Vector<A> token = load<A, A>(x + t * k + i);
+      asm("" : "+v"(token));  // stays in a register: gcc would read it again for every row
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) acc[r][t] += weights[r] * token;
     }
   }
 #pragma GCC unroll 8

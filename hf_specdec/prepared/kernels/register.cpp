@@ -12,6 +12,18 @@ namespace {
     default: STD_TORCH_CHECK(false, "few-token products take floating-point numbers only");   \
   }
 
+// A contiguous tensor of the type of another; `torch::stable::new_empty` takes several times as long.
+Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes[i];
+  int32_t type;
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(sizes.size()), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
 // `[..., K]`, `[N, K]` and `[N]` to `[..., N]`, for several layers of one input; all contiguous.
 template <int Count>
 std::array<Tensor, Count> linears(const Tensor& input, const std::array<Tensor, Count>& weights,
@@ -20,7 +32,7 @@ std::array<Tensor, Count> linears(const Tensor& input, const std::array<Tensor, 
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   for (int i = 0; i < Count; ++i) {
     sizes.back() = weights[i].size(0);
-    outputs[i] = torch::stable::new_empty(input, sizes);
+    outputs[i] = empty(input, sizes);
   }
   FOR_TYPE_OF(input, linear_of, input, Count, weights.data(), biases.data(), outputs.data())
   return outputs;
@@ -50,7 +62,7 @@ Tensor quantized_linear(Tensor input, Tensor weight, Tensor scale, std::optional
                         std::optional<Tensor> bias) {
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = scale.size(0);
-  Tensor output = torch::stable::new_empty(input, sizes);
+  Tensor output = empty(input, sizes);
   FOR_TYPE_OF(input, quantized_of, input, weight, scale, shift, bias, output)
   return output;
 }
@@ -58,7 +70,7 @@ Tensor quantized_linear(Tensor input, Tensor weight, Tensor scale, std::optional
 // `[B, H, Q, D]` over `[B, H_kv, S, D]`, with a mask `[B or 1, H or 1, Q or 1, S]` to be added, to `[B, Q, H, D]`. The
 // last dimension of all is contiguous, and the last two of keys and values are.
 Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double scale) {
-  Tensor output = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), query.size(3)});
+  Tensor output = empty(query, {query.size(0), query.size(2), query.size(1), query.size(3)});
   FOR_TYPE_OF(query, attention_of, query, key, value, mask, scale, output)
   return output;
 }
