@@ -84,5 +84,7 @@ def test_files_carry_target_draft_and_data_set_in_their_names(tmp_path: Path) ->
             task="sweep", assisted_generation=True, draft_models=("draft", "draft-small")
         ),
         "engines-target-draft-greedy": Settings(task="engines", assisted_generation=True),
+        "engines-target-draft-int8-greedy": Settings(task="engines", assisted_generation=True, precision="int8"),
+        "engines-target-draft-bfloat16-greedy": Settings(task="engines", assisted_generation=True, dtype="bfloat16"),
     }  # fmt: skip
     assert {results.stem(settings): settings for settings in named.values()} == named
