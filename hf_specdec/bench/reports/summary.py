@@ -54,10 +54,10 @@ def claims(result: Result) -> list[Claim]:
 
 
 def setting(result: Result) -> str:
-    """The pair and how tokens were chosen."""
-    note = title_note(result)
+    """The pair, the target's weights if they are no float32, and how tokens were chosen."""
+    note, weights = title_note(result), _weights(result["models"]["target"])
     how = "sampling" if result["sampling"] else "greedy"
-    return ", ".join([pair(result), how, *([note] if note else [])])
+    return ", ".join([pair(result), *([f"{weights} weights"] if weights else []), how, *([note] if note else [])])
 
 
 def pair(result: Result) -> str:
@@ -179,7 +179,7 @@ def engine_rows(results: Mapping[str, Result]) -> str:
 
 def _engine_row(result: Result, batch: int, link: str, engines: Sequence[str]) -> list[str]:
     plain = speed.decode_rate(speed.calls_of(result, methods.plain_name(result), batch=batch))
-    sizes = " + ".join(_size(model["parameters"]) for model in result["models"].values())
+    sizes = " + ".join(f"{_size(m['parameters'])} {_weights(m)}".strip() for m in result["models"].values())
     note = title_note(result)
     cells = [f"{sizes} ({note})" if note else sizes, f"[{machine(result)}]({link})"]
     cells += ["sampling" if result["sampling"] else "greedy", str(batch), "–" if plain is None else f"{plain:.1f}"]
@@ -198,6 +198,12 @@ def _gain(found: speed.Ratio | None) -> str:
         return "–"
     ends = "" if found.low is None else f" ({found.low:.2f}–{found.high:.2f})"
     return f"{found.value:.2f}{ends}"
+
+
+def _weights(model: Mapping[str, Any]) -> str:
+    """What a model's weights are kept in, empty for float32."""
+    kept = str(model["dtype"].split()[0])
+    return "" if kept == "float32" else kept
 
 
 def _size(parameters: int) -> str:

@@ -15,7 +15,7 @@ from hf_specdec.bench.reports.pictures.gains import HOLLOW, best_on
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.engines import engines_of
 
-_TOKENS = [10 ** (power / 8) for power in range(57)]
+_TOKENS = [10 ** (power / 8) for power in range(41)]
 
 
 def gain_by_batch(result: Result) -> Figure:
@@ -68,6 +68,9 @@ def time_until_it_pays(result: Result, batch: int) -> Figure:
             sentences.append(f"{name} pays after {approximate(pays)} tokens")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):  # their usual labels are formulas
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_formatter("")
     axes.set_xlabel("New tokens")
     axes.set_ylabel("Time with loading and cold calls (s)")
     axes.grid(color="0.92")
