@@ -8,6 +8,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ from helpers.tiny_pair import save_pair
 from transformers import PreTrainedModel
 
 import hf_specdec
+from hf_specdec.models import recorded_passes
 
 torch.set_num_threads(1)
 
@@ -32,6 +34,12 @@ def _no_fork() -> NoReturn:
 
 # `multiprocessing` and `pty` look it up here; `subprocess` runs another program and does without.
 os.fork = _no_fork
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traces_of_this_module_only() -> None:
+    """A process records a limited number of passes, which all tests together exceed."""
+    recorded_passes._traces = count(1)
 
 
 @pytest.fixture(scope="session")
