@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from helpers.families import EAGER, EOS, FAMILIES, PAD, bart, pair, prompts
 from helpers.pairwise import pairwise
+from packaging.version import Version
 from transformers import MarianConfig, MarianMTModel, PegasusConfig, PegasusForConditionalGeneration
 
 import hf_specdec
@@ -101,10 +103,11 @@ def test_others_that_run_row_by_row(kind: tuple, batch_size: int, monkeypatch: p
 
 @pytest.mark.parametrize("family", EAGER)
 def test_left_padding_in_float64_is_nan_in_transformers(family: str) -> None:
-    """Which is why these are compared in float32 here, and why docs/families.md says so."""
+    """Which is why these are compared in float32 here, and why docs/families.md says so; not Gemma 2 in 5.17."""
+    affected = family != "gemma2" or Version(transformers.__version__) >= Version("5.23")
     for dtype in (torch.float64, torch.float32):
         logits = pair(family, dtype=dtype)[0](**prompts(4)).logits[1:, -1]
-        assert bool(logits.isnan().any()) is (dtype == torch.float64)
+        assert bool(logits.isnan().any()) is (affected and dtype == torch.float64)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
