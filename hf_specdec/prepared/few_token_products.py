@@ -109,22 +109,22 @@ def _takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         type(weight) in (Tensor, torch.nn.Parameter)
         and weight.dim() == 2
         and weight.is_contiguous()
-        and 0 < input.shape[:-1].numel() <= MOST_TOKENS
-        and _is_ours(input)
-        and input.dtype == weight.dtype
-        and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
+        and _over_few_tokens(input, weight, bias)
     )
 
 
 def _takes_quantized(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> QuantizedParts | None:
-    fits = (
-        type(input) is Tensor
-        and 0 < input.shape[:-1].numel() <= MOST_TOKENS
+    plain = type(input) is Tensor and (bias is None or type(bias) in PLAIN)
+    return parts_of(weight) if plain and _over_few_tokens(input, weight, bias) else None
+
+
+def _over_few_tokens(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        0 < input.shape[:-1].numel() <= MOST_TOKENS
         and _is_ours(input)
         and input.dtype == weight.dtype
-        and (bias is None or (type(bias) in PLAIN and bias.dtype == input.dtype and bias.is_contiguous()))
+        and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
     )
-    return parts_of(weight) if fits else None
 
 
 def _takes_attention(

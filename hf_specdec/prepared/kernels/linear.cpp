@@ -104,17 +104,8 @@ void linear_of(const Tensor& input, int count, const Tensor* weights, const std:
                       weights[i].size(0)});
     tiles += (layers[i].rows + 3) / 4;
   }
-  const T* given = static_cast<const T*>(input.data_ptr());
-  const Aligned<A> widened(std::is_same_v<T, A> ? 0 : tokens * k);
-  const A* x = widened.data;
-  if constexpr (std::is_same_v<T, A>) {
-    x = given;
-  } else {
-    for (int64_t i = 0; i < tokens * k; ++i) widened.data[i] = widen(given[i]);
-  }
-  const int64_t threads = omp_get_max_threads();
-  // One token waits for memory only, which serves threads unequally: they take small parts.
-  const int64_t part = tokens == 1 ? kPart : (tiles + threads - 1) / threads;
+  const Widened<T, A> x(input);
+  const int64_t part = part_of_tiles(tiles, tokens);
 #pragma omp parallel if (4 * tiles * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);
@@ -125,7 +116,7 @@ void linear_of(const Tensor& input, int count, const Tensor* weights, const std:
       for (; row >= layer->rows; ++layer) row -= (layer->rows + 3) / 4 * 4;
       const int rows = int(std::min<int64_t>(4, layer->rows - row));
       std::fill(sums.begin(), sums.end(), Four<A>{});
-      products<T, A>(rows, layer->weight + row * k, x, tokens, k, sums.data());
+      products<T, A>(rows, layer->weight + row * k, x.data, tokens, k, sums.data());
       for (int64_t t = 0; t < tokens; ++t)
         for (int r = 0; r < rows; ++r)
           layer->output[t * layer->rows + row + r] =

@@ -112,17 +112,6 @@ void quantized_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t
   }
 }
 
-// Numbers as the sums have them, converted where they are others.
-template <class T, class A> struct Widened {
-  explicit Widened(const Tensor& from) : copy(std::is_same_v<T, A> ? 0 : from.numel()), data(copy.data) {
-    const T* given = static_cast<const T*>(from.data_ptr());
-    if constexpr (std::is_same_v<T, A>) data = given;
-    else for (int64_t i = 0; i < from.numel(); ++i) copy.data[i] = widen(given[i]);
-  }
-  const Aligned<A> copy;
-  const A* data;
-};
-
 template <int bits, bool grouped, class T>
 void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& shift,
                     const std::optional<Tensor>& bias, Tensor& output) {
@@ -139,8 +128,7 @@ void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& sca
   const Aligned<A> multiplied(given ? 0 : n * groups);
   for (int64_t i = 0; i < (given ? 0 : n * groups); ++i) multiplied.data[i] = whole ? scales.data[i] * whole[i] : A(0);
   const A* shifts = given ? numbers.data : multiplied.data;
-  const int64_t tiles = (most + step - 1) / step, threads = omp_get_max_threads();
-  const int64_t part = tokens == 1 ? kPart : (tiles + threads - 1) / threads;  // see `linear_of`
+  const int64_t part = part_of_tiles((most + step - 1) / step, tokens);
 #pragma omp parallel if (n * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);

@@ -39,7 +39,7 @@ constexpr int64_t kTokens = 3;
 #endif
 constexpr int64_t kColumns = 1024;   // of a tile; what it reads of the input stays in the first-level cache
 constexpr int64_t kAhead = 1024;     // columns from what is read to what is fetched from memory
-constexpr int64_t kPart = 16;          // tiles that a thread takes at a time
+constexpr int64_t kPart = 16;          // tiles of one token's pass that a thread takes at a time
 constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
 
 struct BFloat16 { uint16_t bits; };
@@ -111,6 +111,24 @@ template <class A> struct Aligned {
   static constexpr std::align_val_t kAlignment{64};
   A* const data;
 };
+
+// Numbers as the sums have them, converted where they are others.
+template <class T, class A> struct Widened {
+  explicit Widened(const Tensor& from) : copy(std::is_same_v<T, A> ? 0 : from.numel()), data(copy.data) {
+    const T* given = static_cast<const T*>(from.data_ptr());
+    if constexpr (std::is_same_v<T, A>) data = given;
+    else for (int64_t i = 0; i < from.numel(); ++i) copy.data[i] = widen(given[i]);
+  }
+  const Aligned<A> copy;
+  const A* data;
+};
+
+// How many of a matrix's tiles a thread takes at a time. One token waits for memory only, which serves threads unequally:
+// they take few.
+inline int64_t part_of_tiles(int64_t tiles, int64_t tokens) {
+  const int64_t threads = omp_get_max_threads();
+  return tokens == 1 ? kPart : (tiles + threads - 1) / threads;
+}
 
 template <class A> constexpr A kNever = -std::numeric_limits<A>::infinity();
 
