@@ -86,5 +86,17 @@ def test_files_carry_target_draft_and_data_set_in_their_names(tmp_path: Path) ->
         "engines-target-draft-greedy": Settings(task="engines", assisted_generation=True),
         "engines-target-draft-int8-greedy": Settings(task="engines", assisted_generation=True, precision="int8"),
         "engines-target-draft-bfloat16-greedy": Settings(task="engines", assisted_generation=True, dtype="bfloat16"),
+        "engines-target-draft-int8-bfloat16-greedy": Settings(
+            task="engines", assisted_generation=True, precision="int8", dtype="bfloat16"
+        ),
+        "engines-target-draft-draft_int8-greedy": Settings(
+            task="engines", assisted_generation=True, draft_precision="int8"
+        ),
+        "engines-target-draft-int8-draft_int4-draft_bfloat16-greedy": Settings(
+            task="engines", assisted_generation=True, precision="int8", draft_precision="int4", draft_dtype="bfloat16"
+        ),
+        "engines-target-draft-bfloat16-draft_float32-greedy": Settings(
+            task="engines", assisted_generation=True, dtype="bfloat16", draft_dtype="float32"
+        ),
     }  # fmt: skip
     assert {results.stem(settings): settings for settings in named.values()} == named

@@ -68,8 +68,9 @@ def check_writable(folder: Path) -> None:
 def stem(settings: Settings) -> str:
     """The name of a run's files, without suffix.
 
-    `<task>-<target>[-<draft>][-<precision>]-<strategy, or data set and split>-<greedy|sampling>`, so that several pairs
-    and data sets live in one folder. A sweep's drafts are named where they were chosen.
+    `<task>-<target>[-<draft>][-<precision>][-draft_<precision>]-<strategy, or data set and split>-<greedy|sampling>`,
+    so that several pairs, precisions and data sets live in one folder. A sweep's drafts are named where they were
+    chosen, the draft's precision where it is not the target's.
     """
     parts = [settings.task, full_name(settings.model_name)]
     drafts = settings.draft_models or ((settings.assistant_model,) if settings.assistant_model else ())
@@ -77,8 +78,10 @@ def stem(settings: Settings) -> str:
         drafts = (known,)
     if settings.assisted_generation:
         parts += [full_name(name) for name in drafts]
-    precision = settings.precision or settings.dtype
-    parts += [precision] if precision not in ("auto", "float32") else []
+    parts += [kind for kind in (settings.precision, settings.dtype) if kind not in (None, "auto", "float32")]
+    if settings.assisted_generation:
+        kinds = (settings.draft_precision, settings.draft_dtype)
+        parts += [f"draft_{kind}" for kind in kinds if kind not in (None, "auto", settings.dtype)]
     if settings.task in ("benchmark", "decode"):
         parts += [f"head_of_{settings.draft_vocabulary}"] if settings.draft_vocabulary else []
         parts.append(settings.generation_strategy if settings.assisted_generation else "plain")
