@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import pytest
+import torch
 
 import hf_specdec
 from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.few_token_products import KERNELS, load
 from hf_specdec.prepared.prepared_decoder import PreparedDecoder
 
 
@@ -25,3 +29,27 @@ def fast_rounds(monkeypatch) -> Iterator[list[PreparedDecoder]]:
     monkeypatch.setattr(PreparedDecoder, "_round", listed)
     with hf_specdec.enable(generation_strategy="speculative"):
         yield ran
+
+
+@cache
+def _avx2_kernels() -> Any:
+    """The kernels as they are where there is no AVX-512, under a name of their own.
+
+    Built with little optimization, which takes a few seconds; what they compute is the same.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import CppCodeCache
+
+    source = "\n".join(part.read_text() for part in KERNELS).replace("(hf_specdec,", "(hf_specdec_avx2,")
+    refusal = "#ifdef __AVX512F__\n#error the form for AVX-512\n#endif\n"
+    with config.patch({"cpp.simdlen": 256, "cpp.enable_floating_point_contract_flag": "fast"}):
+        CppCodeCache.load(refusal + source, extra_flags=("-mno-avx512f", "-O1"))
+    return torch.ops.hf_specdec_avx2
+
+
+@pytest.fixture(params=["this processor", "AVX2"])
+def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels as built for this processor, then those for AVX2 in their place."""
+    load()
+    if request.param == "AVX2":
+        monkeypatch.setattr(torch.ops, "hf_specdec", _avx2_kernels())

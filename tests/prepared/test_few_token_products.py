@@ -24,6 +24,7 @@ def _draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
 
 
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 12), (1, 7, 130), (2, 3, 1100), (MOST_TOKENS, 33), (13, 64)], ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 8])
@@ -39,6 +40,7 @@ def test_linear_layers(shape: tuple[int, ...], rows: int, dtype: torch.dtype) ->
         torch.testing.assert_close(found.double() / scale, asked / scale, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("slots", [1, 11, 128])
@@ -58,6 +60,7 @@ def test_attention(heads: int, slots: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("each_form")
 def test_what_a_mask_hides_may_hold_anything() -> None:
     query, key, value = _draw(1, 2, 3, 8), _draw(1, 2, 9, 8), _draw(1, 2, 9, 8)
     mask = torch.zeros(1, 1, 3, 9, dtype=torch.float64)

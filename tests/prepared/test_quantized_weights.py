@@ -56,6 +56,7 @@ def _stands_for(parts: QuantizedParts) -> torch.Tensor:
     return scale * values - (shift * scale if parts.shift.dtype == torch.int8 else shift)
 
 
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 12), (1, 7, 130), (2, 3, 1100), (MOST_TOKENS, 33), (13, 384)], ids=str)
 @pytest.mark.parametrize("rows", [1, 6, 8])
