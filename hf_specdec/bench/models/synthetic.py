@@ -35,6 +35,8 @@ PREFIX = "synthetic:"
 _PEAK = 20.0
 # Factor on what layers write to the residual stream, which then keeps the last token's embedding legible.
 _WRITES = 0.1
+# Odd, so that no two rows of a matrix are alike.
+_NUMBERS = 2**20 + 1
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,11 @@ def _random_model(
     """Random layers between an embedding of ±1 and a head whose row for a token is its predecessor's embedding."""
     untied = {**shape, "tie_word_embeddings": False}
     config = AutoConfig.for_model(**untied, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    with device:
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.to_empty(device=device)
+    _fill_matrices(model, getattr(config, "initializer_range", None) or config.init_std)
+    model.init_weights()
     for name in OUTPUT_PROJECTIONS[config.model_type]:
         for layer in model.get_decoder().layers:
             layer.get_submodule(name).weight.mul_(_WRITES)
@@ -192,3 +197,16 @@ def _random_model(
     # The last norm leaves vectors of length √d, so that a row's product with its own embedding is d.
     head.mul_(_PEAK / head.shape[1])
     return model.eval()
+
+
+def _fill_matrices(model: PreTrainedModel, std: float) -> None:
+    """Normal numbers of standard deviation `std`, the same million over and over: to draw 7 billion takes a minute.
+
+    The flag tells `transformers.initialization` to leave these tensors as they are; without it they are drawn anew.
+    """
+    numbers = torch.empty(_NUMBERS, dtype=model.dtype, device=model.device).normal_(std=std)
+    for weight in (weight for weight in model.parameters() if weight.ndim > 1):
+        for part in weight.view(-1).split(_NUMBERS):
+            part.copy_(numbers[: len(part)])
+        numbers = numbers.roll(-len(part))
+        weight._is_hf_initialized = True
