@@ -91,6 +91,8 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         "tune: which to try (eager static compiled)"
     )
     add("--engines", nargs="+", choices=_ENGINES + _LLAMA_CPP, metavar="NAME", help=engines)
+    peak = "engines: also measure each method's peak memory, in a process of its own that loads the models again"
+    add("--peak_memory", action="store_true", help=peak)
     add("--calls", type=_at_least(2), default=2000, metavar="N", help="growth: number of calls (%(default)s)")
     add("--minutes", type=_above(0), default=10.0, metavar="M", help="tune: how long it may take (%(default)g)")
     loss = "tune: BiLD may lose so many points of quality; without it only lossless methods are tried"
@@ -332,6 +334,8 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
         parser.error("argument --draft_models: is for --task sweep or tune; name one draft by --assistant_model")
     if options["draft_vocabulary"] and not (task == "benchmark" and options["assisted_generation"]):
         parser.error("argument --draft_vocabulary: is for --task benchmark --assisted_generation")
+    if options["peak_memory"] and task != "engines":
+        parser.error("argument --peak_memory: is for --task engines")
     options["engines"] = options["engines"] or [*(_ENGINES if task == "tune" else ("eager", "compiled"))]
     if task in ("growth", "tune") and (beyond := sorted(set(options["engines"]) & set(_LLAMA_CPP))):
         parser.error(f"argument --engines: {beyond[0]} is for --task engines")

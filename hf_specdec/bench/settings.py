@@ -63,6 +63,7 @@ class Settings:
     better_transformer: bool = False
     batch_sizes: tuple[int, ...] = (1,)  # several are for the tasks `engines` and `tune`
     engines: tuple[str, ...] = ("eager", "compiled")  # of the tasks `engines`, `growth` and `tune`
+    peak_memory: bool = False  # of the task `engines`
     calls: int = 2000  # of the task `growth`
     minutes: float = 10.0  # of the task `tune`
     max_quality_loss: float | None = None  # of the task `tune`, in points; without it only lossless methods

@@ -100,6 +100,7 @@ def test_defaults_are_the_published_ones(script: ModuleType) -> None:
         ("--compile no yes", ["--compile", "2 values", "--task sweep"]),
         ("--batch_size 1 2", ["--batch_size", "2 values", "--task engines"]),
         ("--draft_vocabulary 9", ["--draft_vocabulary", "--task benchmark --assisted_generation"]),
+        ("--task sweep --peak_memory", ["--peak_memory", "--task engines"]),
         ("--gamma often", ["--num_assistant_tokens", "'often'", "or auto"]),
         ("--entropy_threshold 2", ["--entropy_threshold", "'2'", "from 0 to 1"]),
         ("--verification both", ["--verification", "'both'", "'block'"]),

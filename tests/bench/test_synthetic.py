@@ -109,6 +109,17 @@ def test_the_seed_alone_decides_which_tokens_follow() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_numbers_are_used_again_only_once_all_have_been_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    distinct = {}
+    for numbers in (synthetic._NUMBERS, 5001):
+        monkeypatch.setattr(synthetic, "_NUMBERS", numbers)
+        matrices = [p for p in build("tiny-llama")[0].model.layers.parameters() if p.ndim > 1]
+        distinct[numbers] = len(torch.cat([p.detach().flatten() for p in matrices]).unique())
+        # A writing matrix is scaled, so that each number may stand there twice.
+        assert all(abs(p.std() / s - 1) < 0.05 for p in matrices for s in (0.1, 0.01) if (p.std() > 0.05) == (s > 0.05))
+    assert distinct[5001] <= 2 * 5001 < distinct[2**20 + 1]
+
+
 def test_the_callers_random_state_is_left_alone() -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)

@@ -61,6 +61,12 @@ def test_the_bound_is_said(clock: SimpleNamespace) -> None:
     assert len(cold.seconds) == warming.MOST_WARM_UPS and not cold.settled
 
 
+def test_long_calls_are_bounded_by_their_time_and_the_first_does_not_count(clock: SimpleNamespace) -> None:
+    assert warmed(clock, iter([300.0, 50.0, 9.0, 2.0, 1.0])).seconds == pytest.approx([300, 50, 9, 2])
+    cold = warmed(clock, iter([300.0, 70.0]))
+    assert len(cold.seconds) == 2 and not cold.settled
+
+
 def test_calls_in_which_something_was_prepared_are_made_again(clock: SimpleNamespace) -> None:
     clock.seconds, clock.prepared = iter([1.0] * 9), iter([1, 1, 0])
     assert warming.warm_call(SimpleNamespace(), plain(), PROMPTS, Settings()).again == 2  # type: ignore[arg-type]

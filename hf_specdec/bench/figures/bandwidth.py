@@ -31,15 +31,15 @@ def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights that every step reads: all, without an untied input embedding, of which it reads one row."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    unread = 0 if tied else _stored_bytes(embedding.weight)
-    return sum(map(_stored_bytes, model.parameters())) - unread
+    unread = 0 if tied else stored_bytes(embedding.weight)
+    return sum(map(stored_bytes, model.parameters())) - unread
 
 
-def _stored_bytes(weight: Tensor) -> int:
+def stored_bytes(weight: Tensor) -> int:
     """Those of the tensors that a quantized weight consists of; its own are those of the dtype that it stands for."""
     if not hasattr(weight, "__tensor_flatten__"):
         return weight.nbytes
-    return sum(_stored_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
+    return sum(stored_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
 
 
 @torch.no_grad()  # int4 weights of quanto fail in `inference_mode`

@@ -120,6 +120,7 @@ def _on_engine(settings: Settings, pair: LoadedPair, engine: str) -> list[Method
         *(
             ("fixed", f"speculative, γ = {tokens}", {"num_assistant_tokens": tokens})
             for tokens in settings.grid.get("num_assistant_tokens") or LOOKAHEADS
+            if tokens != "auto"  # has a row of its own
         ),
         ("auto", "speculative, auto", {"num_assistant_tokens": "auto"}),
     ]

@@ -18,6 +18,7 @@ from hf_specdec.prepared.engine_store import kept_engines
 
 SETTLED = 0.05  # two warm-up calls in a row differ by less than this share
 MOST_WARM_UPS = 12
+MOST_SECONDS = 60.0  # of warm-up calls behind the first, which may compile; two calls are made at least
 MOST_AGAIN = 4  # times that a call is made anew because something was prepared in it
 
 
@@ -44,7 +45,7 @@ class ColdStart:
 def warm_up(
     pair: LoadedPair, method: Method, prompts: Sequence[Prompt], settings: Settings, *, most: int | None = None
 ) -> ColdStart:
-    """Calls until times have settled, at most `most` times, by default `MOST_WARM_UPS`.
+    """Calls until times have settled, at most `most` times, by default `MOST_WARM_UPS`, or for `MOST_SECONDS`.
 
     The first use of the models is also where they refuse what they can't do.
 
@@ -53,7 +54,7 @@ def warm_up(
     """
     seconds: list[float] = []
     settled = False
-    while not settled and len(seconds) < (most or MOST_WARM_UPS):
+    while not settled and len(seconds) < (most or MOST_WARM_UPS) and sum(seconds[1:]) < MOST_SECONDS:
         before, start = prepared_so_far(pair), time.perf_counter()
         try:
             timed_call(pair, method, prompts, settings)

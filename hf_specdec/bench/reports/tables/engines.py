@@ -17,7 +17,12 @@ ALLOWED = (
     "Waiting: share of row-rounds in which a row had ended while others of its batch went on."
 )
 
-
+MEMORY = (
+    "Each method in a process of its own, from its first call on, both models loaded. On a CPU: the largest resident "
+    "set (VmHWM) less what the process held before it loaded the models (Libraries). On a GPU: torch's largest "
+    "allocation. Weights: of both models. Caches: keys and values of all rows at the end of the text. Helper processes "
+    "that compile are not counted."
+)
 CHOSEN = "It was chosen on the calls that it is measured on, which flatters it a little."
 
 
@@ -28,6 +33,8 @@ def render(result: Result) -> str:
         parts.append(f"## Batch size {batch}\n\n{methods.speed_table(result, batch=batch)}")
     if llama_cpp.engines_of(result):
         parts.append(f"## Over llama.cpp\n\n{llama_cpp.legend(result)}\n\n{llama_cpp.table_over_llama_cpp(result)}")
+    if result.get("peak_memory"):
+        parts.append(f"## Peak memory\n\n{MEMORY}\n\n{memory_table(result)}")
     parts.append(f"## Rounds\n\n{methods.ROUNDS}")
     for batch in batch_sizes(result):
         parts.append(methods.round_table(result, {str(batch): None}, "Batch size", batch))
@@ -64,6 +71,20 @@ def allowed_table(result: Result) -> str:
                     number(passes.share_of_allowed(result, method, batch), 2),
                 ]
             )
+    return table(header, rows)
+
+
+def memory_table(result: Result) -> str:
+    """One row per batch size and method."""
+    header = ["Batch size", "Method", "Libraries (MB)", "Weights (MB)", "Caches (MB)", "Peak (MB)"]
+    header += ["Peak / (weights + caches)"]
+    rows = []
+    for item in result["peak_memory"]:
+        found = item["peak_bytes"] - item["base_bytes"]
+        needed = item["weight_bytes"] + item["cache_bytes"]
+        parts = (item["base_bytes"], item["weight_bytes"], item["cache_bytes"], found)
+        title = capital(speed.method_named(result, item["method"])["title"])
+        rows.append([str(item["batch"]), title, *(number(part / 1e6, 1) for part in parts), number(found / needed, 2)])
     return table(header, rows)
 
 
