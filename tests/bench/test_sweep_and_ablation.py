@@ -128,11 +128,19 @@ def test_a_sweep_from_end_to_end(saved_pair: tuple[Path, Path], dataset: Path) -
     found = [harmless for p in result["prompts"] for _, harmless in p["disagreements"][drafts[0]]["positions"]]
     assert found and all(found), "answers without a right fact have none to lose"
     text = rendering.render(result)
-    assert "## Lossy strategies" in text and "| Lenience 0.01" in text and "## Rejections" in text
-    assert {f"lossy-{Path(draft).name}-{tokens}" for draft in drafts for tokens in (1, 3)} <= set(pictures(result))
+    assert "## Lossy strategies" in text and "| Lenience 0.01" in text and "## What bounds them" in text
+    assert all(draft not in text.partition("## Drafts")[2].partition("## Best")[0] for draft in drafts), "short names"
+    assert {f"lossy-{Path(draft).name}" for draft in drafts} <= set(pictures(result))
     assert {(item["engine"], item["draft"]) for item in result["passes"]} == {
         (engine, draft) for engine in ("generate", "eager") for draft in drafts
     }
+
+
+def test_drafts_that_reports_would_call_alike_are_refused() -> None:
+    named = Settings(task="sweep", draft_models=("all/draft-aligned", "qa/draft-aligned"))
+    with pytest.raises(BenchError, match=r"--draft_models.*'draft-aligned'"):
+        sweep.drafts_of(named)
+    assert len(sweep.drafts_of(Settings(draft_models=("all/draft", "qa/draft-aligned")))) == 2
 
 
 def test_drafts_without_being_named() -> None:

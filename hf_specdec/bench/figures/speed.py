@@ -170,6 +170,12 @@ def fastest(
     return None if best is None else best[1]
 
 
+def fastest_of(result: Result, methods: Iterable[MethodDict]) -> MethodDict | None:
+    """The one with the highest decode rate among some methods; None where none has a rate."""
+    rated = [(rate, one) for one in methods if (rate := decode_rate(calls_of(result, one["name"]))) is not None]
+    return max(rated, key=lambda item: item[0])[1] if rated else None
+
+
 def cold_seconds(result: Result, method: str, batch: int) -> float | None:
     """Seconds that a method's warm-up calls took beyond as many warm calls; None without warm-up calls.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_specdec.bench.figures import speed
@@ -101,14 +101,31 @@ def lossy_methods(result: Result) -> list[MethodDict]:
 
 
 def lossless_reference(result: Result, method: MethodDict) -> MethodDict | None:
-    """Speculative decoding with a lossy method's draft, lookahead and engine; None where it was not measured."""
-    same = ("draft", "lookahead", "engine")
+    """Speculative decoding with a lossy method's draft and engine, at its own fastest lookahead; None without any."""
     own = {"verification", "drafter", "entropy_threshold"}
-    for one in result["methods"]:
-        alike = all(one[key] == method[key] for key in same)
-        if one["kind"] == "speculative" and alike and _part(one, own) == _part(method, own):
-            return one
-    return None
+    alike = [
+        one
+        for one in result["methods"]
+        if one["kind"] == "speculative"
+        and (one["draft"], one["engine"]) == (method["draft"], method["engine"])
+        and _part(one, own) == _part(method, own)
+    ]
+    return speed.fastest_of(result, alike)
+
+
+def at_fastest_lookahead(result: Result, methods: Sequence[MethodDict]) -> list[MethodDict]:
+    """Of methods that differ in their lookahead alone, the one that is fastest over all examples."""
+    alike: dict[str, list[MethodDict]] = {}
+    for method in methods:
+        others = _part(method, set(method["keywords"]) - {"num_assistant_tokens"})
+        alike.setdefault(repr((method["kind"], method["draft"], others)), []).append(method)
+    return [speed.fastest_of(result, group) or group[0] for group in alike.values()]
+
+
+def gain(result: Result, method: MethodDict, prompts: list[int]) -> Ratio | None:
+    """Speed of a lossy method over its `lossless_reference`; None without that or without rates."""
+    base = lossless_reference(result, method)
+    return None if base is None else speed.speedup(result, method["name"], base["name"], prompts=prompts)
 
 
 def change(result: Result, method: str, prompts: list[int]) -> Interval | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 
 from hf_specdec.bench.figures import speed, tradeoff
 from hf_specdec.bench.figures.result import MethodDict, Result
@@ -34,12 +33,12 @@ def recommendations(result: Result) -> list[str]:
     """Each strategy's fastest row as a sentence; for BiLD also the fastest without loss, and the most subtasks won."""
     lines = []
     for strategy in STRATEGIES:
-        best = fastest_of(result, methods_of(result, strategy))
+        best = speed.fastest_of(result, methods_of(result, strategy))
         if best is not None:
             lines.append(_recommended(f"Fastest {strategy}", result, best))
             lines += [f"{line}." for line in at_the_edge(result, best)]
     if methods_of(result, "bild") and result["quality"]:
-        best = fastest_of(result, without_loss(result))
+        best = speed.fastest_of(result, without_loss(result))
         words = "Fastest bild at no loss"
         lines.append(f"{words}: none." if best is None else _recommended(words, result, best))
         lines.append(_chosen(result))
@@ -51,12 +50,6 @@ def methods_of(result: Result, strategy: str) -> list[MethodDict]:
     return [method for method in result["methods"] if method["kind"] == strategy]
 
 
-def fastest_of(result: Result, rows: Sequence[MethodDict]) -> MethodDict | None:
-    """The row with the highest rate; None where no row has one."""
-    rated = [(rate, number) for number, m in enumerate(rows) if (rate := _rate(result, m)) is not None]
-    return rows[max(rated)[1]] if rated else None
-
-
 def without_loss(result: Result) -> list[MethodDict]:
     """BiLD's rows whose intervals exclude a loss of more than one point over all examples."""
     rows = methods_of(result, "bild")
@@ -65,7 +58,7 @@ def without_loss(result: Result) -> list[MethodDict]:
 
 def won_subtasks(result: Result, method: MethodDict) -> int | None:
     """The number of subtasks on which a row of BiLD beats the fastest speculative row without loss of quality."""
-    speculative = fastest_of(result, methods_of(result, "speculative"))
+    speculative = speed.fastest_of(result, methods_of(result, "speculative"))
     return None if speculative is None else tradeoff.won(result, method["name"], speculative["name"])
 
 
@@ -73,7 +66,7 @@ def chosen_row(result: Result) -> MethodDict:
     """The row of BiLD that wins most subtasks; if there are several, the fastest of them."""
     counts = {method["name"]: won_subtasks(result, method) or 0 for method in methods_of(result, "bild")}
     most = [method for method in methods_of(result, "bild") if counts[method["name"]] == max(counts.values())]
-    return fastest_of(result, most) or most[0]
+    return speed.fastest_of(result, most) or most[0]
 
 
 def command(result: Result, method: MethodDict, task: str = "benchmark") -> str:
@@ -137,13 +130,9 @@ def _chosen(result: Result) -> str:
     text = (
         f"Faster than speculative decoding at no loss on most subtasks: {method['title']}, on {won}, chosen on {where}"
     )
-    reference = fastest_of(result, methods_of(result, "speculative")) or method
+    reference = speed.fastest_of(result, methods_of(result, "speculative")) or method
     if (reference["draft"], reference["lookahead"]) != (method["draft"], method["lookahead"]):
         text += f" (speculative decoding was fastest with {reference['draft']}, lookahead {reference['lookahead']})"
     if embedded and split == "train":
         return f"{text}. Measure it on other examples: `{command(result, method, 'subtasks')}`"
     return f"{text}. Measure it on other examples before you rely on it."
-
-
-def _rate(result: Result, method: MethodDict) -> float | None:
-    return speed.decode_rate(speed.calls_of(result, method["name"]))

@@ -11,7 +11,7 @@ from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.figures.speed import batch_sizes
 from hf_specdec.bench.models.known_pairs import short_name
-from hf_specdec.bench.reports.best_settings import fastest_of, methods_of
+from hf_specdec.bench.reports.best_settings import methods_of
 from hf_specdec.bench.reports.markdown import capital, table
 from hf_specdec.bench.reports.rendering import title_note
 from hf_specdec.bench.reports.tables import growth, methods
@@ -129,7 +129,7 @@ def _of_subtasks(result: Result) -> Iterator[Claim]:
 def _of_sweep(result: Result) -> Iterator[Claim]:
     for strategy in DRAFTING:
         rows = methods_of(result, strategy)
-        best = fastest_of(result, rows)
+        best = speed.fastest_of(result, rows)
         if best is not None:
             yield from _over(result, best, f"fastest of {len(rows)} settings: {best['title']},", "engine")
 

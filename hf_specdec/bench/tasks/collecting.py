@@ -145,7 +145,7 @@ class Collection:
             "references": list(question.references),
             "divergences": divergences,
         }
-        if self.settings.lossy_strategies and not self.settings.sampling and question.references:
+        if self.settings.lossy_strategies and question.references:
             described["disagreements"] = self._disagreements(question, batch, row, prompt)
         self.session.keep("prompt", described)
 
@@ -153,13 +153,11 @@ class Collection:
         """By draft: the length of the target's answer, and [position, whether harmless]; see `figures.rejections`."""
         tokens, found = self._call(batch, self.baseline).tokens[row], {}
         for pair in {one.pair.draft_name: one.pair for one in self.contenders if one.pair.draft is not None}.values():
-            changed = replaced(pair, prompt, tokens, self.settings.max_new_tokens)
-            answers = [
-                pair.tokenizer.decode(answer, skip_special_tokens=True).strip()
-                for answer in (tokens, *changed.values())
-            ]
-            score, *others = (OF_ONE[SCORE](answer, question.references) for answer in answers)
-            positions = [[place, other >= score] for place, other in zip(changed, others, strict=True)]
+            positions = []
+            for place, answers in replaced(pair, prompt, tokens, self.settings).items():
+                texts = [pair.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
+                own, kept = (OF_ONE[SCORE](text, question.references) for text in texts)
+                positions.append([place, kept >= own])
             found[str(pair.draft_name)] = {"length": len(tokens), "positions": positions}
         return found
 

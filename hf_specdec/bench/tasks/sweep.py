@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_specdec.bench.figures.quality import scores
 from hf_specdec.bench.inputs import questions
-from hf_specdec.bench.models.known_pairs import full_name, known_drafts
+from hf_specdec.bench.models.known_pairs import full_name, known_drafts, short_name
 from hf_specdec.bench.models.loading import LoadedPair, load_pairs
 from hf_specdec.bench.reports.tables import sweep as sweep_tables
 from hf_specdec.bench.running.methods import (
@@ -51,8 +51,16 @@ def run_sweep(settings: Settings, shared: Processes) -> None:
 
 
 def drafts_of(settings: Settings) -> tuple[str, ...]:
-    """The drafts to compare, by full name: those named, or all that are known for the target."""
+    """The drafts to compare, by full name: those named, or all that are known for the target.
+
+    Raises `BenchError` without any, or if two have the same last part of their names.
+    """
     if settings.draft_models:
+        short = [short_name(name) for name in settings.draft_models]
+        if same := next((name for name in short if short.count(name) > 1), None):
+            raise BenchError(
+                f"--draft_models: several are called {same!r}, which is how reports name them; rename a folder"
+            )
         return tuple(full_name(name) for name in settings.draft_models)
     if settings.assistant_model:
         return (full_name(settings.assistant_model),)
@@ -82,7 +90,7 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     if assisted_refusal(settings, pairs[0]) is None:
         for pair in pairs:
             method = assisted(settings, pair)
-            name, title = f"{method.name}/{pair.draft_name}", f"{method.title} with {pair.draft_name}"
+            name, title = f"{method.name}/{pair.draft_name}", f"{method.title} with {short_name(str(pair.draft_name))}"
             found.append(Contender(replace(method, name=name, title=title), pair))
     return [*found, *(Contender(method, pair) for method, pair in contenders)]
 
@@ -120,5 +128,5 @@ def _named(strategy: str, keywords: dict[str, Any], pair: LoadedPair) -> Method:
     method = ours(strategy, keywords, pair)
     told = [f"{key}={value}" for key, value in method.keywords.items() if key != "generation_strategy"]
     name = "/".join([strategy, str(pair.draft_name), *told])
-    title = f"{method.title} with {pair.draft_name}, lookahead {method.lookahead}"
+    title = f"{method.title} with {short_name(str(pair.draft_name))}, lookahead {method.lookahead}"
     return replace(method, name=name, title=title)

@@ -69,8 +69,8 @@ def _sweep(result: Result) -> dict[str, Figure]:
     lossy = lossy_methods(result) if result["quality"] else []
     if lossy and tradeoff.quality_differs(result):
         found["speed-and-quality"] = tradeoff.speed_against_quality(result)
-    for draft, lookahead in dict.fromkeys((m["draft"], m["lookahead"]) for m in lossy if m["kind"] != "bild"):
-        found[f"lossy-{short_name(draft)}-{lookahead}"] = tradeoff.lossy_curves(result, draft, lookahead)
+    for draft in dict.fromkeys(m["draft"] for m in lossy if m["draft"] and m["kind"] != "bild"):
+        found[f"lossy-{short_name(draft)}"] = tradeoff.lossy_curves(result, draft)
     return found
 
 

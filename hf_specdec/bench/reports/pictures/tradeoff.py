@@ -82,42 +82,42 @@ def speed_against_quality(result: Result) -> Figure:
     return figure
 
 
-def lossy_curves(result: Result, draft: str, lookahead: int | str) -> Figure:
+def lossy_curves(result: Result, draft: str) -> Figure:
     """Speed over lossless speculation and change in quality of every lossy strategy: over all, and by subtask."""
     labels = tradeoff.labels(result)
     panels: list[str | None] = [None, *(labels if len(labels) > 1 else [])]
     rows = -(-len(panels) // _COLUMNS)
     figure = Figure(figsize=(WIDTH, 1.6 + 2.3 * rows), dpi=DPI, layout="constrained")
-    halves: Any = figure.subfigures(2, 1, height_ratios=(0.5, 2.3 * rows))
+    halves: Any = figure.subfigures(2, 1, height_ratios=(0.6, 2.3 * rows))
     above, below = halves
     grid = below.subplots(rows, min(_COLUMNS, len(panels)), squeeze=False)
-    curves = _curves(result, draft, lookahead)
+    curves = _curves(result, draft)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, label in zip(grid.flat, panels, strict=False):
         _draw_curves(axes, result, curves, label)
-        _draw_oracle(axes, result, draft, lookahead, label)
+        _draw_oracle(axes, result, draft, label)
     handles, names = grid[0][0].get_legend_handles_labels()
-    above.legend(handles, names, loc="center", ncols=4, fontsize="small", frameon=False)
+    above.legend(handles, names, loc="center", ncols=3, fontsize="small", frameon=False)
     below.supylabel("Facts, difference to lossless decoding (points)", fontsize="medium")
     decoding = f"T = {result['arguments']['temperature']:g}" if result["sampling"] else "greedy"
-    figure.suptitle(f"Lossy strategies: {short_name(draft)}, lookahead {lookahead}, {decoding}")
+    figure.suptitle(f"Lossy strategies: {short_name(draft)}, {decoding}")
+    stars = "Oracle" in names
     caption(
         figure,
-        "Across: decoding speed over lossless speculation (×). Bars: 95% intervals, paired bootstrap.",
-        "Star: the speed of an oracle that rejects only what would cost facts (estimated)."
-        if not result["sampling"]
-        else None,
+        "Across: decoding speed over lossless speculation (×). All at their fastest lookaheads.",
+        "Bars: 95% intervals, paired bootstrap.",
+        "The oracle rejects only what would cost facts (estimated)." if stars else None,
     )
     return figure
 
 
-def _curves(result: Result, draft: str, lookahead: int | str) -> dict[tuple[str, float | None], list[MethodDict]]:
-    """The lossy methods by strategy; BiLD's by fallback threshold too."""
+def _curves(result: Result, draft: str) -> dict[tuple[str, float | None], list[MethodDict]]:
+    """The lossy methods by strategy, each setting at its fastest lookahead; BiLD's by fallback threshold too."""
     found: dict[tuple[str, float | None], list[MethodDict]] = {}
-    for method in tradeoff.lossy_methods(result):
-        if (method["draft"], method["lookahead"]) == (draft, lookahead):
-            found.setdefault((method["kind"], method["keywords"].get("fallback_threshold")), []).append(method)
+    mine = [method for method in tradeoff.lossy_methods(result) if method["draft"] == draft]
+    for method in tradeoff.at_fastest_lookahead(result, mine):
+        found.setdefault((method["kind"], method["keywords"].get("fallback_threshold")), []).append(method)
     return found
 
 
@@ -147,18 +147,19 @@ def _draw_curves(axes: Axes, result: Result, curves: Mapping[Any, Sequence[Metho
 
 
 def _point(result: Result, method: MethodDict, prompts: list[int]) -> tuple[Interval, Interval] | None:
-    base = tradeoff.lossless_reference(result, method)
-    gain = None if base is None else speed.speedup(result, method["name"], base["name"], prompts=prompts)
-    change = tradeoff.change(result, method["name"], prompts)
+    gain, change = tradeoff.gain(result, method, prompts), tradeoff.change(result, method["name"], prompts)
     return None if gain is None or change is None else (gain, change)
 
 
-def _draw_oracle(axes: Axes, result: Result, draft: str, lookahead: int | str, label: str | None) -> None:
-    answers = rejections.answers_with_disagreements(result, draft, tradeoff.prompts_of(result, label))
-    gain = rejections.oracle_gain(answers, lookahead) if isinstance(lookahead, int) else None
-    if gain is not None:
+def _draw_oracle(axes: Axes, result: Result, draft: str, label: str | None) -> None:
+    bounds = rejections.bounds(result, draft, tradeoff.prompts_of(result, label))
+    if bounds is None or bounds.oracle is None or bounds.perfect is None:
+        return
+    words = ("Oracle", "Oracle with a perfect fallback")
+    for gain, face, name in zip((bounds.oracle, bounds.perfect), ("black", "white"), words, strict=True):
         axes.errorbar(gain.value, 0, xerr=errors(gain), color="black", elinewidth=0.6)
-        axes.plot([gain.value], [0], "*", color="black", markersize=7, label="Oracle")
+        look: dict[str, Any] = {"color": "black", "markerfacecolor": face, "markersize": 7, "linestyle": "none"}
+        axes.plot([gain.value], [0], marker="*", label=name, **look)
 
 
 def quality_differs(result: Result) -> bool:

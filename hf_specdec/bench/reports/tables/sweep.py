@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from hf_specdec.bench.figures import passes, rejections, rounds, speed, tradeoff
+from hf_specdec.bench.figures import passes, rounds, speed, tradeoff
 from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.figures.tradeoff import labels
+from hf_specdec.bench.models.known_pairs import short_name
 from hf_specdec.bench.reports.best_settings import methods_of, recommendations, won_subtasks
 from hf_specdec.bench.reports.equal_outputs import equal_outputs
 from hf_specdec.bench.reports.heading import heading, remarks
-from hf_specdec.bench.reports.markdown import capital, difference, number, ratio, table
-from hf_specdec.bench.reports.tables import methods
-from hf_specdec.bench.reports.tables.subtasks import MEASURE_TITLES
+from hf_specdec.bench.reports.markdown import number, ratio, table
+from hf_specdec.bench.reports.tables import lossy, methods
 from hf_specdec.bench.running.methods import STRATEGY_TITLES
 
 # Keywords that have a column of their own.
@@ -23,17 +23,6 @@ LEGEND = (
     "Won: on how many subtasks a row of BiLD is faster than the fastest speculative row (the interval lies above 1) at "
     "no loss (the intervals of all measures exclude a loss of more than one point). The fastest row is chosen on the "
     "calls that it is measured on, which flatters it a little."
-)
-
-LOSSY = (
-    "Lossless speculation: speculative decoding with the same draft, lookahead and engine. Facts: the share of a "
-    "reference's statements that stand in the answer; compared with the mean of the lossless methods' scores."
-)
-REJECTIONS = (
-    "A rejection is harmless if the answer keeps its share of the reference's facts, or gains, when the draft's token "
-    "is taken there and the target goes on from it. The oracle rejects only what is not harmless: rounds of lossless "
-    "speculation / its rounds, both counted on the target's greedy answers; an estimate, since accepted tokens would "
-    "change what follows. An answer without a right fact has none to lose."
 )
 
 
@@ -57,8 +46,8 @@ def draft_table(result: Result) -> str:
     header += [*(f"Speedup over {title}" for title in speed.BASELINES.values())]
     header += ["Predicted over plain on the same engine", "Tokens/Round", "α", "Tokens/Sec", "Outputs as plain"]
     rows = []
-    lossy = tradeoff.lossy_methods(result)
-    for method in [m for m in result["methods"] if m not in lossy]:
+    others = tradeoff.lossy_methods(result)
+    for method in [m for m in result["methods"] if m not in others]:
         calls = speed.calls_of(result, method["name"])
         size = method["draft_parameters"]
         rows.append(
@@ -100,34 +89,6 @@ def threshold_table(result: Result) -> str:
     return table(header, rows)
 
 
-def lossy_table(result: Result) -> str:
-    """One row per lossy method: speed over lossless speculation, and the score minus that of the lossless methods."""
-    header = ["Strategy", "Draft", "n_lookahead", "Mean acceptance rate", "Tokens/Round"]
-    header += ["Speed over lossless speculation", f"{MEASURE_TITLES[tradeoff.SCORE]}, difference to lossless"]
-    rows = []
-    prompts = tradeoff.prompts_of(result, None)
-    for method in tradeoff.lossy_methods(result):
-        calls = speed.calls_of(result, method["name"])
-        base = tradeoff.lossless_reference(result, method)
-        gain = None if base is None else speed.speedup(result, method["name"], base["name"])
-        cells = [capital(method["title"].partition(" with ")[0]), str(method["draft"]), str(method["lookahead"])]
-        cells += [number(rounds.acceptance_rate(calls), 3), number(rounds.tokens_per_round(calls), 2)]
-        rows.append([*cells, ratio(gain), difference(tradeoff.change(result, method["name"], prompts))])
-    return table(header, rows)
-
-
-def rejection_table(result: Result) -> str:
-    """One row per draft and subtask: the harmless share of lossless speculation's rejections, the oracle's speed."""
-    rows = []
-    for draft, lookahead in rejections.measured(result):
-        for label in [*labels(result), None]:
-            found = rejections.answers_with_disagreements(result, draft, tradeoff.prompts_of(result, label))
-            share, gain = rejections.harmless_share(found, lookahead), rejections.oracle_gain(found, lookahead)
-            rows.append([draft, str(lookahead), label or "all", str(len(found)), ratio(share), ratio(gain)])
-    header = ["Draft", "n_lookahead", "Subtask", "Answers", "Harmless share of the rejections"]
-    return table([*header, "Oracle over lossless speculation"], rows)
-
-
 def thresholds(method: MethodDict) -> tuple[float | None, float | None]:
     """(fallback, rollback); None for methods without thresholds."""
     if method["kind"] != "bild":
@@ -153,21 +114,18 @@ def _tables(result: Result) -> str:
     parts = [f"## Drafts and lookaheads\n\n{draft_table(result)}"]
     if methods_of(result, "bild"):
         parts.append(f"## BiLD's thresholds\n\n{threshold_table(result)}")
-    if tradeoff.lossy_methods(result):
-        parts.append(f"## Lossy strategies\n\n{LOSSY}\n\n{lossy_table(result)}")
-    if rejections.measured(result):
-        parts.append(f"## Rejections\n\n{REJECTIONS}\n\n{rejection_table(result)}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *lossy.parts(result)])
 
 
 def _name(method: MethodDict) -> str:
     """The draft's name, and settings that have no column of their own."""
-    words = method["title"].removesuffix(f" with {method['draft']}")
+    draft = short_name(method["draft"] or "none")
+    words = method["title"].removesuffix(f" with {draft}")
     if speed.drafts_in_our_loop(method):
         further = [f"{k}={v}" for k, v in method["keywords"].items() if k not in _COLUMNS]
         strategy = method["kind"] if method["kind"] == "speculative" else STRATEGY_TITLES[method["kind"]]
         words = ", ".join([strategy, *further])
-    return f"{method['draft'] or 'none'} ({words})"
+    return f"{draft} ({words})"
 
 
 def _round_figures(result: Result, method: MethodDict) -> list[str]:

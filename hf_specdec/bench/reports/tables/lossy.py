@@ -1,0 +1,119 @@
+"""Lossy strategies in a sweep's report: speed and loss, over all and by subtask, and what bounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_specdec.bench.figures import rejections, rounds, speed, tradeoff
+from hf_specdec.bench.figures.bootstrap import Interval, Ratio
+from hf_specdec.bench.figures.result import MethodDict, Result
+from hf_specdec.bench.figures.tradeoff import labels
+from hf_specdec.bench.models.known_pairs import short_name
+from hf_specdec.bench.reports.markdown import capital, difference, number, ratio, table
+from hf_specdec.bench.reports.tables.subtasks import MEASURE_TITLES
+from hf_specdec.bench.running.methods import STRATEGY_TITLES
+
+LOSSY = (
+    "Lossless speculation: speculative decoding with the same draft and engine, at its fastest lookahead. Facts: the "
+    "share of a reference's statements that stand in the answer; compared with the mean of the lossless methods' "
+    "scores, in points. Short answers are a single statement."
+)
+BY_SUBTASK = (
+    "By subtask, each setting at its fastest lookahead. Which lookahead is fastest is told from the same calls, which "
+    "flatters all rows a little."
+)
+BOUNDS = (
+    "At no loss: the speed over lossless speculation of each strategy's fastest setting whose interval excludes a loss "
+    "of more than one point; – if it has none. A rejection of lossless speculation is harmless if the answer keeps "
+    "its share of the reference's facts, or gains, when the draft's token is kept there and the target goes on from "
+    "it. The oracle rejects only what is not harmless; no relaxation of the acceptance rule can do better at no loss. "
+    "With a perfect fallback its drafts also end right before each token that it rejects, which bounds BiLD as a "
+    "whole. Both are estimates over lossless speculation at its fastest lookahead: rounds are counted on the target's "
+    "answers and timed by bare passes, and kept tokens would change what follows. An answer without a right fact has "
+    "none to lose."
+)
+
+# Of a method on a subtask: speed over lossless speculation, and the difference in points.
+Point = tuple["Ratio | None", "Interval | None"]
+
+
+def parts(result: Result) -> list[str]:
+    """The sections of the report; none without lossy methods."""
+    lossy = tradeoff.lossy_methods(result)
+    if not lossy:
+        return []
+    found = [f"## Lossy strategies\n\n{LOSSY}\n\n{lossy_table(result)}"]
+    panels = [None, *labels(result)]
+    best = tradeoff.at_fastest_lookahead(result, lossy)
+    points = {(m["name"], label): _point(result, m, label) for m in best for label in panels}
+    drafts = list(dict.fromkeys(method["draft"] for method in best))
+    if len(labels(result)) > 1:
+        found.append(BY_SUBTASK)
+        for draft in drafts:
+            mine = [method for method in best if method["draft"] == draft]
+            found.append(f"### {_draft(draft)}: speed over lossless speculation")
+            found.append(_by_subtask(mine, panels, lambda m, label: ratio(points[m["name"], label][0])))
+            found.append(f"### {_draft(draft)}: facts, difference to lossless (points)")
+            found.append(_by_subtask(mine, panels, lambda m, label: difference(points[m["name"], label][1])))
+    rows = bound_rows(result, best, points)
+    if rows:
+        kinds = [STRATEGY_TITLES[kind] for kind in dict.fromkeys(method["kind"] for method in best)]
+        header = ["Draft", "Subtask", *(f"{capital(kind)} at no loss" for kind in kinds), "Answers"]
+        header += ["Harmless share of the rejections", "Oracle", "Oracle with a perfect fallback"]
+        found.append(f"## What bounds them\n\n{BOUNDS}\n\n{table(header, rows)}")
+    return found
+
+
+def lossy_table(result: Result) -> str:
+    """One row per lossy method: speed over lossless speculation, and the score minus that of the lossless methods."""
+    header = ["Strategy", "Draft", "n_lookahead", "Mean acceptance rate", "Tokens/Round"]
+    header += ["Speed over lossless speculation", f"{MEASURE_TITLES[tradeoff.SCORE]}, difference to lossless"]
+    rows = []
+    for method in tradeoff.lossy_methods(result):
+        calls = speed.calls_of(result, method["name"])
+        gain, change = _point(result, method, None)
+        cells = [_setting(method), _draft(method["draft"]), str(method["lookahead"])]
+        cells += [number(rounds.acceptance_rate(calls), 3), number(rounds.tokens_per_round(calls), 2)]
+        rows.append([*cells, ratio(gain), difference(change)])
+    return table(header, rows)
+
+
+def bound_rows(
+    result: Result, methods: Sequence[MethodDict], points: dict[tuple[str, str | None], Point]
+) -> list[list[str]]:
+    """One row per draft and subtask: what strategies reach at no loss, harmless rejections, and the oracles."""
+    rows = []
+    for draft in dict.fromkeys(method["draft"] for method in methods):
+        for label in [*labels(result), None]:
+            found = rejections.bounds(result, draft, tradeoff.prompts_of(result, label))
+            if found is None:
+                continue
+            reached = []
+            for kind in dict.fromkeys(method["kind"] for method in methods):
+                mine = [points[m["name"], label] for m in methods if (m["kind"], m["draft"]) == (kind, draft)]
+                kept = [gain for gain, change in mine if gain is not None and tradeoff.no_loss(change)]
+                reached.append(ratio(max(kept, key=lambda gain: gain.value, default=None)))
+            bound = [str(found.answers), *map(ratio, (found.harmless, found.oracle, found.perfect))]
+            rows.append([_draft(draft), label or "all", *reached, *bound])
+    return rows
+
+
+def _by_subtask(methods: Sequence[MethodDict], panels: Sequence[str | None], cell: object) -> str:
+    assert callable(cell)
+    header = ["Strategy", "n_lookahead", *(label or "all" for label in panels)]
+    rows = [[_setting(m), str(m["lookahead"]), *(cell(m, label) for label in panels)] for m in methods]
+    return table(header, rows)
+
+
+def _point(result: Result, method: MethodDict, label: str | None) -> Point:
+    prompts = tradeoff.prompts_of(result, label)
+    return tradeoff.gain(result, method, prompts), tradeoff.change(result, method["name"], prompts)
+
+
+def _setting(method: MethodDict) -> str:
+    """The strategy and its settings."""
+    return capital(method["title"].partition(" with ")[0])
+
+
+def _draft(name: str | None) -> str:
+    return "none" if name is None else short_name(name)
