@@ -136,7 +136,8 @@ def _draw_curves(axes: Axes, result: Result, curves: Mapping[Any, Sequence[Metho
             axes.errorbar(
                 x.value, y.value, xerr=errors(x), yerr=errors(y), color=BY_KIND[kind], elinewidth=0.6, alpha=0.5
             )
-    axes.plot([1], [0], "D", color=BY_KIND["speculative"], markersize=4, label="Lossless speculation")
+    lossless: dict[str, Any] = {"color": BY_KIND["speculative"], "markerfacecolor": "none", "linestyle": "none"}
+    axes.plot([1], [0], marker="D", markersize=8, label="Lossless speculation", **lossless)
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     axes.axvline(1, color="0.8", linewidth=0.8, zorder=0)
     low, high = wide_enough(axes.get_ylim(), _SPAN)
