@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 import hf_specdec
 from hf_specdec.models import recorded_passes
+from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.prepared_decoder import PreparedDecoder
 
 torch.set_num_threads(1)
 
@@ -68,6 +70,22 @@ def enabled() -> Iterator[None]:
     """All models' `generate` takes the package's settings."""
     with hf_specdec.enable():
         yield
+
+
+@pytest.fixture
+def fast_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreparedDecoder]]:
+    """Rounds run as on CUDA, on a CPU uncaptured; lists who ran them."""
+    ran: list[PreparedDecoder] = []
+    run_round = PreparedDecoder._round
+
+    def listed(self: PreparedDecoder, *args: object) -> object:
+        ran.append(self)
+        return run_round(self, *args)
+
+    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+    monkeypatch.setattr(PreparedDecoder, "_round", listed)
+    with hf_specdec.enable(generation_strategy="speculative"):
+        yield ran
 
 
 @pytest.fixture(scope="session")

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 from helpers.script import SCRIPT, load_script
 
+from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import Call
-from hf_specdec.bench.settings import BenchError
-from hf_specdec.bench.storage import results
+from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.storage import environment, results
 from hf_specdec.bench.storage.journal import Journal, discard
-from hf_specdec.bench.storage.run_session import key_of
+from hf_specdec.bench.storage.run_session import RunSession, key_of
 
 KILLS = int(os.environ.get("HF_SPECDEC_KILLS", "2"))
 ARGUMENTS = {"max_new_tokens": 8, "draft_models": ("a", "b")}
@@ -64,6 +65,22 @@ def test_the_header_is_that_of_the_start_which_measured_first(tmp_path: Path) ->
         journal.begin(environment=place)
         journal.append({"number": 0})
     assert Journal(tmp_path, "run", ARGUMENTS).header["environment"] == "here"
+
+
+def test_a_start_elsewhere_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dict.fromkeys(("cpu", "gpus", "packages", "torch_threads", "commit", "busy_cores", "date"), "here")
+    monkeypatch.setattr(environment, "busy_cores", lambda: 0.0)
+    for name in here:
+        settings, notes = Settings(output_dir=tmp_path / name), []
+        for there in ({}, {name: "there"}):
+            monkeypatch.setattr(environment, "describe", lambda there=there: here | there)
+            session = RunSession(settings, Processes())
+            session.keep("prompt", {"index": len(session.records)})
+        result = {"methods": [], "notes": notes}
+        session.conclude(result)
+        said = [f"Measured in several starts that differ in {name} (here, then there)"]
+        assert [note.split(":")[0] for note in notes] == ([] if name in ("busy_cores", "date") else said)
+        assert result["environment"] == here | {"busy_cores_at_end": 0.0} and len(result["prompts"]) == 2
 
 
 def test_any_process_continues_what_others_began(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from hf_specdec import embedded
 from hf_specdec.bench.figures import quality
 from hf_specdec.embedded import report
-from hf_specdec.embedded.architectures import SHAPES, Shape, build, is_encoder_decoder, parameter_counts
+from hf_specdec.embedded.architectures import SHAPES, Shape, build, parameter_counts
 from hf_specdec.embedded.batches import batch_for_step, packed_batch, whole_batch
 from hf_specdec.embedded.evaluate import (
     Agreement,
@@ -34,7 +34,6 @@ from hf_specdec.embedded.evaluate import (
 from hf_specdec.embedded.training import Recipe, grow, train
 from hf_specdec.models.better_transformer import to_eager_attention
 
-DECODERS = [name for name in embedded.names() if not is_encoder_decoder(name)]
 MICRO = Shape(hidden=32, inner=32, layers=1)
 
 

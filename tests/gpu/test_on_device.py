@@ -32,20 +32,11 @@ EVERY_ENGINE = ["eager", "static", COMPILED]
 
 
 @pytest.fixture(autouse=True)
-def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreparedDecoder]]:
+def prepared(fast_rounds: list[PreparedDecoder]) -> Iterator[list[PreparedDecoder]]:
     """Lists the prepared rounds; whatever falls back from them with a warning fails."""
-    ran: list[PreparedDecoder] = []
-    run_round = PreparedDecoder._round
-
-    def listed(self: PreparedDecoder, *args: object) -> object:
-        ran.append(self)
-        return run_round(self, *args)
-
-    monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
-    monkeypatch.setattr(PreparedDecoder, "_round", listed)
-    with hf_specdec.enable(generation_strategy="speculative"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*decoding goes on without")
-        yield ran
+        yield fast_rounds
     hf_specdec.release()
 
 

@@ -94,12 +94,18 @@ def pair(
         for name, weight in target.named_parameters():
             if weight.dim() > 1:
                 weight.normal_(std=_spread(name))
-    draft = copy.deepcopy(target)
+    draft = perturbed(target, noise)
+    return target.to(dtype), draft.to(dtype)
+
+
+def perturbed(model: PreTrainedModel, noise: float) -> PreTrainedModel:
+    """A copy whose matrices are changed in proportion to their spread."""
+    changed = copy.deepcopy(model)
     with torch.no_grad():
-        for weight in draft.parameters():
+        for weight in changed.parameters():
             if weight.dim() > 1:
                 weight += noise * weight.std() * torch.randn_like(weight)
-    return target.to(dtype), draft.to(dtype)
+    return changed
 
 
 def _spread(name: str) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
+
+from helpers.families import perturbed
 
 VOCABULARY = 48
 PAD, BOS, EOS = 0, 1, 2
@@ -117,10 +118,5 @@ def model(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **over
 
 def noisy(target: PreTrainedModel, noise: float = 0.1) -> PreTrainedModel:
     """A perturbed copy of a target."""
-    draft = copy.deepcopy(target)
     torch.manual_seed(7)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            if weight.dim() > 1:
-                weight += noise * weight.std() * torch.randn_like(weight)
-    return draft
+    return perturbed(target, noise)
