@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import hf_specdec
+from hf_specdec.models import cache_rollback
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
@@ -157,6 +158,16 @@ def test_a_window_that_can_not_go_back_is_emptied() -> None:
         again = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 16 - shown, "do_sample": False}
         assert torch.equal(target.generate(plain[:, :start], **again), plain)
     assert any(emptied) and not all(emptied)
+
+
+def test_a_window_forgets_as_many_tokens_as_it_has_recorded() -> None:
+    cache = DynamicCache(config=mistral().config)
+    cache_rollback.start_recording(cache)
+    for tokens in (20, 3):
+        cache_rollback.forget_last(cache, 0)
+        for layer in range(len(cache.layers)):
+            cache.update(torch.zeros(1, 1, tokens, 4), torch.zeros(1, 1, tokens, 4), layer)
+    assert [cache_rollback.can_forget(cache, 23, count) for count in range(5)] == [True] * 4 + [False]
 
 
 def test_a_model_that_knows_no_cache_reads_its_text_again() -> None:

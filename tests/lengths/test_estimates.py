@@ -61,3 +61,15 @@ def test_the_cost_of_a_second_token_is_not_that_of_each_further_one() -> None:
         estimates[jump] = times.target(9)
     assert estimates[0.0] == pytest.approx(1.8, abs=0.1)
     assert estimates[0.5] == pytest.approx(1.5, abs=0.1)
+
+
+@pytest.mark.parametrize(("known", "most"), [((1,), 1.7), ((1, 9), 1.2)])
+def test_the_first_pass_of_a_width_may_be_a_stall(known: tuple[int, ...], most: float) -> None:
+    """Other widths bound it, a wider one without allowance; passes after it count as they are."""
+    times = PassTimes()
+    for width, seconds in (*((width, 1.0 + width / 100) for width in known * 3), (5, 10.0)):
+        times.add(Round((width - 1,), (0,), (1,), (0.0,), 0, width, 0.0, seconds, seconds), 0.0)
+    assert times.target(5) < most
+    for _ in range(3):
+        times.add(Round((4,), (0,), (1,), (0.0,), 0, 5, 0.0, 10.0, 10.0), 0.0)
+    assert times.target(5) > 5.0
