@@ -163,11 +163,12 @@ def test_a_window_that_can_not_go_back_is_emptied() -> None:
 def test_a_window_forgets_as_many_tokens_as_it_has_recorded() -> None:
     cache = DynamicCache(config=mistral().config)
     cache_rollback.start_recording(cache)
-    for tokens in (20, 3):
-        cache_rollback.forget_last(cache, 0)
+    for tokens, forgotten in ((20, 0), (5, 2), (3, None)):
         for layer in range(len(cache.layers)):
             cache.update(torch.zeros(1, 1, tokens, 4), torch.zeros(1, 1, tokens, 4), layer)
-    assert [cache_rollback.can_forget(cache, 23, count) for count in range(5)] == [True] * 4 + [False]
+        if forgotten is not None:
+            cache_rollback.forget_last(cache, forgotten)
+    assert [cache_rollback.can_forget(cache, 26, count) for count in range(5)] == [True] * 4 + [False]
 
 
 def test_a_model_that_knows_no_cache_reads_its_text_again() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from helpers.simulated_pair import Machine, Preparing, flat, mean_time
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
-from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength, LengthHistory
+from hf_specdec.lengths.auto_length import FIRST_REFRESH, LAST_REFRESH, PREPARED_LENGTHS, AutoLength, LengthHistory
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 
@@ -83,6 +85,13 @@ def test_probes_become_rarer() -> None:
     assert sum(n < 100 for n in drafted) <= 6
     lost = sum(finished.seconds - 1.0 for finished in rounds[1:] if finished.drafted[0])
     assert lost < 0.02 * len(rounds)
+
+
+def test_plain_rounds_in_between_become_rarer() -> None:
+    _, rounds = Machine(0.3, flat(0.7), noise=0.0).decode(AutoLength(), 1200, seed=0)
+    plain = [n for n, finished in enumerate(rounds) if not finished.drafted[0]]
+    drafting = [after - before - 1 for before, after in pairwise(plain)]
+    assert drafting == [4 * FIRST_REFRESH, LAST_REFRESH, LAST_REFRESH]
 
 
 def test_what_the_draft_has_to_read_is_part_of_a_probe_s_cost() -> None:
