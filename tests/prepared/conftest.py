@@ -1,4 +1,4 @@
-"""Prepared rounds without a compiler or a GPU."""
+"""The kernels in the form for this processor and in that for AVX2."""
 
 from __future__ import annotations
 
