@@ -167,6 +167,19 @@ def test_a_step_that_python_changes_is_never_replayed() -> None:
     assert len(passes._recordings) == MAX_RECORDINGS
 
 
+def test_trials_have_to_agree_in_a_row_with_the_same_recording() -> None:
+    held = [0.0]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + held[0]
+
+    passes, wanted, found = RecordedStep(), [*[0.0] * (recorded_passes.EAGER_PASSES + 1), 1.0, 1.0, 1.0, 2.0], []
+    for value in wanted:
+        held[0] = value
+        found.append(passes.run(step, [torch.zeros(1)], 1).item())
+    assert found == wanted and len(passes._recordings) == 2, "each agreed once"
+
+
 @pytest.mark.parametrize("change", ["attribute", "activation", "class method", "function", "buffer", "dropout"])
 def test_changes_between_calls_are_seen(change: str, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of what is no weight: a recording holds for the code and the attributes that it was made with."""
