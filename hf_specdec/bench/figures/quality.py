@@ -58,6 +58,11 @@ def facts(prediction: str, references: Sequence[str]) -> float:
     Statements are what stands between punctuation marks and "and": where exact match is all or nothing, one wrong
     word costs one of them.
     """
+    return _facts(prediction, tuple(references))
+
+
+@lru_cache(maxsize=100_000)
+def _facts(prediction: str, references: tuple[str, ...]) -> float:
     said = " ".join(prediction.split())
     shares = []
     for text in references:
