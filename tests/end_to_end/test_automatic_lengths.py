@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import cycle
 
 import pytest
@@ -15,13 +16,19 @@ from hf_specdec.lengths.auto_length import AutoLength
 from hf_specdec.prepared import cuda_graphs
 
 
-def test_experience_is_a_situation_s_own_and_goes_with_the_target() -> None:
+def test_experience_is_a_situation_s_own() -> None:
     target, draft = pair("llama")
+    sampling = {"do_sample": True, "temperature": 0.7}
+    apart = [(1, {}), (2, {}), (1, sampling), (1, sampling | {"temperature": 1.3}), (1, {"verification": "block"})]
+    apart.append((1, {"assistant_model": deepcopy(draft)}))
+    call = {"max_new_tokens": 8, "do_sample": False, "num_assistant_tokens": "auto"}
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        for rows in (1, 2, 2):
-            target.generate(**prompts(rows), max_new_tokens=12, do_sample=False, num_assistant_tokens="auto")
+        for rows, settings in (*apart, *apart):
+            target.generate(**prompts(rows), **call | settings)
+        draft.to(torch.float32)
+        target.generate(**prompts(1), **call)
     known = auto_length._histories.all_of(target)
-    assert [situation[-1] for situation in known] == [1, 2]
+    assert len(known) == len(apart) + 1, "the draft in another dtype"
     assert all(each.elapsed > 0.0 for each in known.values())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
+from hf_specdec.host.processors import HostProcessors
 
 pytestmark = pytest.mark.usefixtures("enabled")
 NEW_TOKENS = 20
@@ -56,6 +57,14 @@ def test_a_processor_sees_every_prefix_that_plain_generate_shows(pair, rows: int
         assert shown <= set(recorders[1].seen)
     live = {(row, text) for row, text in shown if EOS not in text[inputs["input_ids"].shape[1] :]}
     assert live <= set(recorders[1].seen)
+
+
+def test_rows_without_a_position_are_padded_behind_their_text() -> None:
+    """Behind it may stand drafts of earlier rounds."""
+    recorder, ids = Recorder(), torch.arange(10, 34).view(3, 8)
+    HostProcessors(LogitsProcessorList([recorder]), PAD)(ids, [2, 3, 4], [4, 1, 0], torch.zeros(3, 4, 5))
+    longest = [text for _, text in recorder.seen if len(text) == 5]
+    assert longest == [(10, 11, 12, 13, 14), (18, 19, 20, PAD, PAD), (26, 27, 28, 29, PAD)]
 
 
 class Walk:

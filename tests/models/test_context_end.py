@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from helpers.families import DECODER, ENCODER_DECODER, FAMILIES, ROPE, SPECIAL, VOCABULARY, pair, prompts
@@ -12,12 +15,16 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessorList,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
 )
 
 import hf_specdec
+from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.host.processors import HostProcessors
+from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.prepared import cuda_graphs
 
 POSITIONS = 48
@@ -87,6 +94,13 @@ def test_texts_go_on_beyond_what_rotary_positions_were_trained_for(rows: int, mo
         for settings in ({}, {"drafter": "none"}):
             output = target.generate(**inputs, **greedy, **settings, cache_implementation="static")
             assert torch.equal(output, plain)
+
+
+def test_a_draft_reads_up_to_its_last_position() -> None:
+    """Drafting n tokens reads n - 1 of them behind the text."""
+    runner: Any = SimpleNamespace(read=[0])
+    drafter = ModelDrafter(runner, HostProcessors(LogitsProcessorList()), StopRule(4), vocabulary=8, max_positions=16)
+    assert [drafter._limit([length], [9]) for length in range(12, 18)] == [4, 4, 3, 2, 1, 0]
 
 
 def test_a_text_is_the_caller_s_own() -> None:
