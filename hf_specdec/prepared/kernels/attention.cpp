@@ -102,7 +102,7 @@ void attend(const A* scaled, const T* key, const T* value, const T* mask, T* out
     const int count = int(std::min<int64_t>(4, slots - slot));
     if (std::all_of(&sight[slot], &sight[slot] + count, [](Sight of) { return of == kUnseen; })) continue;
     std::fill(sums.begin(), sums.end(), Four<A>{});
-    products<T, A>(count, key + slot * width, scaled, rows, width, sums.data());
+    products<T, A, A>(count, key + slot * width, scaled, rows, width, sums.data());
     for (int64_t row = 0; row < rows; ++row)
       std::copy_n((const A*)&sums[row], count, scores.data + row * padded + slot);
   }

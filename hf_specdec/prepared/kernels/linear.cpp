@@ -12,28 +12,29 @@ template <class A> inline Four<A> sums_of(Four<A> a, Four<A> b, Four<A> c, Four<
 
 // Adds the products of R rows of `w` and T rows of `x`, over `width` columns, to sums[t][r]. Rows have `k`
 // columns, `left` of them from `w` on.
-template <class T, class A, int R, int N>
-void tile(const T* w, const A* x, int64_t k, int64_t left, int64_t width, Four<A>* sums) {
+template <class T, class X, class A, int R, int N>
+void tile(const T* w, const X* x, int64_t k, int64_t left, int64_t width, Four<A>* sums) {
+  using Multiply = Product<T, X>;
   Vector<A> acc[R][N];
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < N; ++t) acc[r][t] = Vector<A>{};
   // The processor does not foresee the jumps between rows: what is read next is the rest of the row, then the next
-  // tile's. Where it has little else to do, one token of float, asking for it costs more than it brings.
-  constexpr bool foresee = N > 1 || sizeof(T) < sizeof(float);
+  // tile's. Where it has little else to do, one token without widening, asking for it costs more than it brings.
+  constexpr bool foresee = N > 1 || sizeof(T) < sizeof(X);
   int64_t i = 0;
-  for (; i + kLanes<A> <= width; i += kLanes<A>) {
-    Vector<A> weights[R];
+  for (; i + Multiply::kWidth <= width; i += Multiply::kWidth) {
+    typename Multiply::Weights weights[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       if (foresee) __builtin_prefetch(w + r * k + i + kAhead + (i + kAhead < left ? 0 : 3 * k), 0, 2);
-      weights[r] = load<T, A>(w + r * k + i);
+      weights[r] = Multiply::weights(w + r * k + i);
     }
 #pragma GCC unroll 8
     for (int t = 0; t < N; ++t) {
-      Vector<A> token = load<A, A>(x + t * k + i);
+      typename Multiply::Token token = Multiply::token(x + t * k + i);
       asm("" : "+v"(token));  // stays in a register: gcc would read it again for every row
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) acc[r][t] += weights[r] * token;
+      for (int r = 0; r < R; ++r) acc[r][t] = Multiply::add(acc[r][t], weights[r], token);
     }
   }
 #pragma GCC unroll 8
@@ -45,38 +46,38 @@ void tile(const T* w, const A* x, int64_t k, int64_t left, int64_t width, Four<A
   }
   for (; i < width; ++i)
     for (int t = 0; t < N; ++t)
-      for (int r = 0; r < R; ++r) sums[t][r] += A(widen(w[r * k + i])) * x[t * k + i];
+      for (int r = 0; r < R; ++r) sums[t][r] += A(widen(w[r * k + i])) * A(widen(x[t * k + i]));
 }
 
-template <class T, class A, int N>
-void tile_of(int rows, const T* w, const A* x, int64_t k, int64_t left, int64_t width, Four<A>* sums) {
-  if (rows == 4) return tile<T, A, 4, N>(w, x, k, left, width, sums);
+template <class T, class X, class A, int N>
+void tile_of(int rows, const T* w, const X* x, int64_t k, int64_t left, int64_t width, Four<A>* sums) {
+  if (rows == 4) return tile<T, X, A, 4, N>(w, x, k, left, width, sums);
   // The last rows of a matrix, if their number is no multiple of four: one after another.
   for (int r = 0; r < rows; ++r)
     for (int t = 0; t < N; ++t) {
       Four<A> one = {};
-      tile<T, A, 1, 1>(w + r * k, x + t * k, k, left, width, &one);
+      tile<T, X, A, 1, 1>(w + r * k, x + t * k, k, left, width, &one);
       sums[t][r] += one[0];
     }
 }
 
 // The products of up to four rows of weights and all tokens. Tokens come in groups of about equal size, which read the
 // same columns of the weights one after another, from the cache.
-template <class T, class A>
-void products(int rows, const T* w, const A* x, int64_t tokens, int64_t k, Four<A>* sums) {
+template <class T, class X, class A>
+void products(int rows, const T* w, const X* x, int64_t tokens, int64_t k, Four<A>* sums) {
   const int64_t groups = (tokens + kTokens - 1) / kTokens;
   for (int64_t at = 0; at < k; at += kColumns) {
     const int64_t width = std::min(kColumns, k - at);
     for (int64_t group = 0, t = 0; group < groups; ++group) {
       const int64_t size = (tokens - t + groups - group - 1) / (groups - group);
-      const A* tokens_from = x + t * k + at;
+      const X* tokens_from = x + t * k + at;
       switch (size) {
-        case 1: tile_of<T, A, 1>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
-        case 2: tile_of<T, A, 2>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
-        case 3: tile_of<T, A, 3>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
-        case 4: tile_of<T, A, 4>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
-        case 5: tile_of<T, A, 5>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
-        case 6: tile_of<T, A, 6>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 1: tile_of<T, X, A, 1>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 2: tile_of<T, X, A, 2>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 3: tile_of<T, X, A, 3>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 4: tile_of<T, X, A, 4>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 5: tile_of<T, X, A, 5>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 6: tile_of<T, X, A, 6>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
       }
       t += size;
     }
@@ -104,7 +105,7 @@ void linear_of(const Tensor& input, int count, const Tensor* weights, const std:
                       weights[i].size(0)});
     tiles += (layers[i].rows + 3) / 4;
   }
-  const Widened<T, A> x(input);
+  const Widened<T, TokenOf<T>> x(input);
   const int64_t part = part_of_tiles(tiles, tokens);
 #pragma omp parallel if (4 * tiles * k * tokens > kSerial)
   {
@@ -116,7 +117,7 @@ void linear_of(const Tensor& input, int count, const Tensor* weights, const std:
       for (; row >= layer->rows; ++layer) row -= (layer->rows + 3) / 4 * 4;
       const int rows = int(std::min<int64_t>(4, layer->rows - row));
       std::fill(sums.begin(), sums.end(), Four<A>{});
-      products<T, A>(rows, layer->weight + row * k, x.data, tokens, k, sums.data());
+      products<T, TokenOf<T>, A>(rows, layer->weight + row * k, x.data, tokens, k, sums.data());
       for (int64_t t = 0; t < tokens; ++t)
         for (int r = 0; r < rows; ++r)
           layer->output[t * layer->rows + row + r] =

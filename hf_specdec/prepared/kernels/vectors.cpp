@@ -130,6 +130,33 @@ inline int64_t part_of_tiles(int64_t tiles, int64_t tokens) {
   return tokens == 1 ? kPart : (tiles + threads - 1) / threads;
 }
 
+// How a row of weights meets a token: the type of the token's numbers, as many of both as an instruction multiplies, and
+// that instruction. Weights are widened where the token's numbers are wider.
+template <class T, class X> struct Product {
+  using Weights = Vector<X>;
+  using Token = Vector<X>;
+  static constexpr int kWidth = kLanes<X>;
+  static Weights weights(const T* from) { return load<T, X>(from); }
+  static Token token(const X* from) { return load<X, X>(from); }
+  static Vector<X> add(Vector<X> sum, Weights weights, Token token) { return sum + weights * token; }
+};
+#ifdef __AVX512BF16__
+template <class T> using TokenOf = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16, typename SumOf<T>::type>;
+// Pairs of products are exact and summed in float.
+template <> struct Product<BFloat16, BFloat16> {
+  using Weights = __m512bh;
+  using Token = Vector<float>;  // bits alone: gcc keeps no __m512bh in a register that is named
+  static constexpr int kWidth = 32;
+  static Weights weights(const BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+  static Token token(const BFloat16* from) { return (Token)_mm512_loadu_si512(from); }
+  static Vector<float> add(Vector<float> sum, Weights weights, Token token) {
+    return (Vector<float>)_mm512_dpbf16_ps((__m512)sum, weights, (__m512bh)token);
+  }
+};
+#else
+template <class T> using TokenOf = typename SumOf<T>::type;
+#endif
+
 template <class A> constexpr A kNever = -std::numeric_limits<A>::infinity();
 
 // e^x by lanes, for x of at most 0; float within two units in the last place, 0 below its normal numbers.
