@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers.tiny_pair import CONTEXT, VOCABULARY, save_pair
 
-from hf_specdec import embedded
+from hf_specdec import SpeculationStats, embedded
 from hf_specdec.bench.figures.rounds import acceptance_rate
+from hf_specdec.bench.inputs import prompts
 from hf_specdec.bench.inputs.prompts import benchmark_prompts, decode_prompts
+from hf_specdec.bench.inputs.questions import Question, dialogues
 from hf_specdec.bench.models.known_pairs import KNOWN_PAIRS, default_draft, full_name
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.running.methods import chosen_keywords, fixed_lookahead, lookahead, ours, plain
 from hf_specdec.bench.running.methods_by_task import of_benchmark
+from hf_specdec.bench.running.round_records import our_rounds
 from hf_specdec.bench.running.timed_call import TimingStreamer, timed_call
 from hf_specdec.bench.running.transformers_methods import (
     SCHEDULES,
@@ -28,6 +34,7 @@ from hf_specdec.bench.running.transformers_methods import (
 )
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks.interleaving import batches_of, in_turn
+from hf_specdec.rules.round_statistics import Round
 
 
 def settings_for(folder: Path, encoder_decoder: bool = False) -> Settings:
@@ -81,6 +88,34 @@ def test_decode_prompts_are_cut_on_the_left_and_that_is_said(pair: LoadedPair) -
     assert len(notes) == 1 and "cut on the left" in notes[0]
     built_in, _ = decode_prompts(pair, [], new_tokens=10)
     assert [prompt.label for prompt in built_in] == list(embedded.SUBTASKS)
+
+
+def test_questions_are_cut_behind_the_first_token_if_it_is_bos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "_dialogue", lambda *given: [1, *range(10, 20)])
+    question = Question(0, "qa", ("?",))
+    for bos, room, kept in ((1, 4, [1, 17, 18, 19]), (1, 1, [19]), (None, 4, [16, 17, 18, 19])):
+        monkeypatch.setattr(prompts, "_room", lambda *given, room=room: room)
+        pair: Any = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=bos))
+        prompt, cut = prompts.question_prompt(pair, question, (), 5)
+        assert (list(prompt.token_ids), cut) == (kept, 11 - room)
+
+
+def test_questions_have_the_same_numbers_under_every_limit(tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    subjects = [("qa", 2), ("qa", 1), ("summary", 3), ("qa", 1), ("summary", 1)]
+    lines = [json.dumps({"category": name, "turns": ["?"] * turns}) for name, turns in subjects]
+    path.write_text("\n".join(lines))
+    for limit, numbers in ((None, [[0, 1], [2], [3, 4, 5], [6], [7]]), (1, [[0, 1], [3, 4, 5]])):
+        settings = Settings(dataset="spec_bench", dataset_path=path, limit=limit)
+        assert [[question.index for question in dialogue] for dialogue in dialogues(settings)] == numbers
+
+
+def test_the_first_round_counts_to_no_round_s_time() -> None:
+    """It reads the prompt."""
+    times = ((5.0, 6.0, 12.0), (0.1, 0.2, 0.4), (0.3, 0.4, 0.8))
+    stats = SpeculationStats("speculative", [Round((2,), (1,), (2,), (1.0,), 2, 3, *each) for each in times])
+    _, spent = our_rounds(stats)
+    assert (spent.draft, spent.verify, spent.whole) == pytest.approx((0.4, 0.6, 1.2))
 
 
 def test_every_method_counts_the_same_tokens(
