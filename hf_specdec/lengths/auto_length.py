@@ -75,8 +75,10 @@ class AutoLength(StopRule):
 
     While the chosen length is 0, single rounds with drafts, called probes, check whether drafting has become
     worthwhile. A probe runs if its worst case fits a budget: a fixed allowance plus 1% of the time spent, minus what
-    drafting has lost. Its cost includes reading the tokens that the draft missed. The first round drafts one token, so
-    that the draft reads the prompt as part of the prefill.
+    drafting has lost. Its cost includes reading the tokens that the draft missed.
+
+    The first round has the length that earlier calls support. If there were none, or drafting did not pay in them, it
+    drafts one token, so that the draft reads the prompt as part of the prefill.
 
     Args:
         known: the history of earlier calls, which this call extends.
@@ -95,6 +97,8 @@ class AutoLength(StopRule):
         self._unread = 0.0
         self._since_plain = 0
         self._probing = False
+        if self.known.elapsed:
+            self._begin()
 
     def use_prepared(self, ready: Container[int]) -> None:
         """Choose from `PREPARED_LENGTHS`, with a history for prepared rounds. Call this before the first round.
@@ -107,10 +111,17 @@ class AutoLength(StopRule):
             prepared = self.known.prepared or LengthHistory(prepared=True)
             self.known.prepared = prepared
         self.known = prepared
-        with self.known.lock:
+        self._begin()
+
+    def _begin(self) -> None:
+        """Choose the length of the first round, then let acceptance in this call outweigh that in earlier ones."""
+        known = self.known
+        with known.lock:
             best = self._best(self._rates())
-        if best and best in ready:
-            self.limit = best
+            if known.elapsed:
+                for positions in (known.accepted, known.drafted, known.steps):
+                    positions.weaken()
+        self.limit = best if best and best in self.ready else 1
 
     def use_general(self) -> None:
         """Go on with general rounds, where rounds could not be prepared."""

@@ -20,6 +20,9 @@ JUMP_PRIOR_WEIGHT = 0.3
 # Each round multiplies the weight of earlier rounds in the acceptance estimates, down to a minimum total weight, so
 # that a single new round can't dominate.
 DECAY, MIN_WEIGHT = 0.95, 3.0
+# Earlier calls count as much as this many rounds of a new one, whose text may be much harder to draft. With a larger
+# weight, drafting would go on for too long where it no longer pays.
+EARLIER_WEIGHT = 0.7
 # A width's weight halves after this many rounds without it, since later passes may be recorded and run faster.
 HALF_LIFE = 16
 # Times are medians of this many passes of a width, so that one stall doesn't count.
@@ -47,6 +50,13 @@ class PositionRates:
                 kept = max(DECAY, MIN_WEIGHT / tried)
                 self._tried[position] *= kept
                 self._succeeded[position] *= kept
+
+    def weaken(self) -> None:
+        """Reduce the weight of earlier calls; call once per call."""
+        for position, tried in enumerate(self._tried):
+            if tried > EARLIER_WEIGHT:
+                self._tried[position] = EARLIER_WEIGHT
+                self._succeeded[position] *= EARLIER_WEIGHT / tried
 
     def add(self, succeeded: int, limit: int, weight: float) -> None:
         """Record a row that succeeded at its first `succeeded` positions and, if within `limit`, failed at the next."""
@@ -99,7 +109,8 @@ class PassTimes:
         if finished.draft_steps and finished.verify_seconds > 0:
             self._ratio = finished.draft_seconds / finished.verify_seconds
             if finished.width >= LONG_PROMPT:
-                self._reading = finished.draft_seconds / finished.width
+                further_steps = (finished.draft_steps - 1) * self.step()
+                self._reading = max(finished.draft_seconds - further_steps, 0.0) / finished.width
 
     def add(self, finished: Round, unread: float) -> None:
         """Learn from a round in which the draft also read `unread` skipped tokens. Ignores rounds without times."""

@@ -10,7 +10,7 @@ from hf_specdec.lengths.auto_length import AutoLength
 
 def choose_in_turn(monkeypatch, *lengths: int, first: int = 1) -> None:
     """What "auto" chooses after its first round, again and again; so that both kinds of rounds draft alike."""
-    monkeypatch.setattr(AutoLength, "use_prepared", lambda self, ready: setattr(self, "limit", first))
+    monkeypatch.setattr(AutoLength, "_begin", lambda self: setattr(self, "limit", first))
     turns: dict[AutoLength, Iterator[int]] = {}
 
     def choose(self: AutoLength) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from statistics import mode
 
 import pytest
 from helpers.simulated_pair import Machine, Preparing, flat, mean_time
@@ -111,6 +112,41 @@ def test_later_calls_begin_with_what_earlier_ones_have_taught() -> None:
         taught.append(machine.decode(AutoLength(known), 30, seed)[0])
     best = min(mean_time(machine, lambda n=n: StopRule(n), 30, 100) for n in (1, 2, 3, 4, 6))
     assert sum(taught) / 100 < 1.03 * best < 0.97 * sum(fresh) / 100
+
+
+@pytest.mark.parametrize("make", [AutoLength, Preparing])
+def test_a_later_call_starts_with_the_length_that_the_first_one_ended_with(make: type[AutoLength]) -> None:
+    """The first starts with one draft."""
+    machine, known = Machine(0.1, flat(0.9)), LengthHistory()
+    _, rounds = machine.decode(make(known), 400, 0)
+    assert rounds[0].draft_steps == 1
+    ended = mode(finished.draft_steps for finished in rounds[-20:])
+    later = AutoLength(known)
+    if make is Preparing:
+        later.use_prepared(PREPARED_LENGTHS)
+    assert later.limit == ended >= 4
+
+
+def test_a_draft_that_was_never_accepted_drafts_once_in_a_later_call() -> None:
+    """It reads the prompt with that draft; plain rounds follow."""
+    machine, known = Machine(0.1, flat(0.0)), LengthHistory()
+    machine.decode(AutoLength(known), 128, 0)
+    drafted = [finished.draft_steps for finished in machine.decode(AutoLength(known), 128, 1)[1]]
+    assert drafted[0] == 1 and sum(map(bool, drafted[1:20])) <= 1
+
+
+@pytest.mark.parametrize("make", [AutoLength, Preparing])
+@pytest.mark.parametrize("step", [0.1, 0.3, 0.5])
+def test_128_hard_tokens_after_easy_texts_lose_little(step: float, make: type[AutoLength]) -> None:
+    """At most 4%, though the draft, which was right before, never is any more and so starts with long drafts."""
+
+    def later_call() -> AutoLength:
+        known = LengthHistory()
+        Machine(step, flat(0.9)).decode(make(known), 128, 0)
+        return make(known)
+
+    machine = Machine(step, flat(0.0))
+    assert mean_time(machine, lambda: StopRule(0)) / mean_time(machine, later_call) >= 0.96
 
 
 def test_a_draft_that_never_pays_costs_many_short_calls_no_more_than_a_long_one() -> None:

@@ -28,6 +28,18 @@ def test_a_catch_up_pass_is_a_probe_s_cost_and_no_step_s() -> None:
     assert rule._loss(1) > 0.7
 
 
+def test_reading_the_prompt_is_told_from_the_steps_of_the_first_draft() -> None:
+    """With drafts of one and of nine tokens, a hundred tokens of prompt take as long."""
+    readings = []
+    for steps in (1, 9):
+        times = PassTimes()
+        times.add(Round((1,), (0,), (1,), (0.0,), 1, 2, 0.1, 1.0, 1.1), 0.0)
+        drafting = 0.5 + 0.1 * (steps - 1)
+        times.first_round(Round((steps,), (0,), (1,), (0.0,), steps, 100, drafting, 2.0, 2.0 + drafting))
+        readings.append(times.reading(100.0))
+    assert readings == pytest.approx([0.5, 0.5])
+
+
 def test_a_width_s_time_ages_where_passes_may_have_become_faster() -> None:
     """They do when they are recorded; what was known of a width before would keep it from being tried again."""
     estimates = {}
