@@ -8,7 +8,7 @@ they are: no copy takes memory or goes stale.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
 
-PARTS = ("vectors", "linear", "quantized", "attention", "register")
-KERNELS = [Path(__file__).parent / "kernels" / f"{part}.cpp" for part in PARTS]
+# The files of each library; they are compiled apart, since compiling takes longer than many a call.
+LIBRARIES = {"wide": ("vectors", "linear", "attention"), "quantized": ("vectors", "quantized")}
 MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -33,9 +33,15 @@ def supported() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
+def source(library: str) -> str:
+    """The C++ of one of `LIBRARIES`."""
+    folder = Path(__file__).parent / "kernels"
+    return "\n".join((folder / f"{part}.cpp").read_text() for part in LIBRARIES[library])
+
+
 @cache
-def load() -> None:
-    """Compile the kernels, or load them from inductor's cache, and register `torch.ops.hf_specdec`.
+def load(library: str = "wide") -> None:
+    """Compile some kernels, or load them from inductor's cache, and register them in `torch.ops.hf_specdec`.
 
     Raises:
         Exception: whatever inductor raises where there is no compiler or it fails.
@@ -45,11 +51,9 @@ def load() -> None:
     from torch._inductor.codecache import CppCodeCache
 
     with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
-        CppCodeCache.load("\n".join(part.read_text() for part in KERNELS))
-    for name in ("linear", "linear_2", "linear_3"):
-        torch.library.register_fake(f"hf_specdec::{name}", _linear_shapes)
-    torch.library.register_fake("hf_specdec::quantized_linear", _quantized_shape)
-    torch.library.register_fake("hf_specdec::attention", _attention_shape)
+        CppCodeCache.load(source(library))
+    for name, shapes in SHAPES[library].items():
+        torch.library.register_fake(f"hf_specdec::{name}", shapes)
 
 
 def _linear_shapes(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[Tensor, ...]:
@@ -65,6 +69,18 @@ def _quantized_shape(input: Tensor, weight: Tensor, scale: Tensor, shift: Tensor
 def _attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     batch, heads, queries, width = query.shape
     return query.new_empty(batch, queries, heads, width)
+
+
+# What the kernels return, by library and name.
+SHAPES: dict[str, dict[str, Callable[..., Any]]] = {
+    "wide": {
+        "linear": _linear_shapes,
+        "linear_2": _linear_shapes,
+        "linear_3": _linear_shapes,
+        "attention": _attention_shape,
+    },
+    "quantized": {"quantized_linear": _quantized_shape},
+}
 
 
 class FewTokenProducts(TorchFunctionMode):
@@ -90,6 +106,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _quantized(parts: QuantizedParts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    load("quantized")
     result: Tensor = torch.ops.hf_specdec.quantized_linear(
         input.contiguous(), parts.values, parts.scale, parts.shift, bias
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.prepared.few_token_products import KERNELS, load
+from hf_specdec.prepared.few_token_products import LIBRARIES, load, source
 
 
 @cache
@@ -20,16 +20,18 @@ def _avx2_kernels() -> Any:
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    source = "\n".join(part.read_text() for part in KERNELS).replace("(hf_specdec,", "(hf_specdec_avx2,")
     refusal = "#ifdef __AVX512F__\n#error the form for AVX-512\n#endif\n"
     with config.patch({"cpp.simdlen": 256, "cpp.enable_floating_point_contract_flag": "fast"}):
-        CppCodeCache.load(refusal + source, extra_flags=("-mno-avx512f", "-O1"))
+        for library in LIBRARIES:
+            text = source(library).replace("(hf_specdec,", "(hf_specdec_avx2,")
+            CppCodeCache.load(refusal + text, extra_flags=("-mno-avx512f", "-O1"))
     return torch.ops.hf_specdec_avx2
 
 
 @pytest.fixture(params=["this processor", "AVX2"])
 def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels as built for this processor, then those for AVX2 in their place."""
-    load()
+    for library in LIBRARIES:
+        load(library)
     if request.param == "AVX2":
         monkeypatch.setattr(torch.ops, "hf_specdec", _avx2_kernels())

@@ -2,14 +2,6 @@
 
 namespace {
 
-// The sums of four vectors.
-template <class A> inline Four<A> sums_of(Four<A> a, Four<A> b, Four<A> c, Four<A> d) {
-  using Index = typename Lanes<std::conditional_t<sizeof(A) == 8, int64_t, int32_t>, 4>::type;
-  auto ab = __builtin_shuffle(a, b, Index{0, 4, 1, 5}) + __builtin_shuffle(a, b, Index{2, 6, 3, 7});
-  auto cd = __builtin_shuffle(c, d, Index{0, 4, 1, 5}) + __builtin_shuffle(c, d, Index{2, 6, 3, 7});
-  return __builtin_shuffle(ab, cd, Index{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Index{2, 3, 6, 7});
-}
-
 // Adds the products of R rows of `w` and T rows of `x`, over `width` columns, to sums[t][r]. Rows have `k`
 // columns, `left` of them from `w` on.
 template <class T, class X, class A, int R, int N>
@@ -126,4 +118,50 @@ void linear_of(const Tensor& input, int count, const Tensor* weights, const std:
   }
 }
 
+// `[..., K]`, `[N, K]` and `[N]` to `[..., N]`, for several layers of one input; all contiguous.
+template <int Count>
+std::array<Tensor, Count> linears(const Tensor& input, const std::array<Tensor, Count>& weights,
+                                  const std::array<std::optional<Tensor>, Count>& biases) {
+  std::array<Tensor, Count> outputs;
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  for (int i = 0; i < Count; ++i) {
+    sizes.back() = weights[i].size(0);
+    outputs[i] = empty(input, sizes);
+  }
+  FOR_TYPE_OF(input, linear_of, input, Count, weights.data(), biases.data(), outputs.data())
+  return outputs;
+}
+
+Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> bias) {
+  return linears<1>(input, {weight}, {bias})[0];
+}
+
+std::tuple<Tensor, Tensor> linear_2(Tensor input, Tensor weight_0, Tensor weight_1, std::optional<Tensor> bias_0,
+                                    std::optional<Tensor> bias_1) {
+  const auto [first, second] = linears<2>(input, {weight_0, weight_1}, {bias_0, bias_1});
+  return {first, second};
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_3(Tensor input, Tensor weight_0, Tensor weight_1, Tensor weight_2,
+                                            std::optional<Tensor> bias_0, std::optional<Tensor> bias_1,
+                                            std::optional<Tensor> bias_2) {
+  const auto [first, second, third] =
+      linears<3>(input, {weight_0, weight_1, weight_2}, {bias_0, bias_1, bias_2});
+  return {first, second, third};
+}
+
 }  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(hf_specdec, library) {
+  library.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("linear_2(Tensor input, Tensor w0, Tensor w1, Tensor? b0, Tensor? b1) -> (Tensor, Tensor)");
+  library.def(
+      "linear_3(Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor? b0, Tensor? b1, Tensor? b2)"
+      " -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
+  library.impl("linear", TORCH_BOX(&linear));
+  library.impl("linear_2", TORCH_BOX(&linear_2));
+  library.impl("linear_3", TORCH_BOX(&linear_3));
+}

@@ -163,4 +163,23 @@ void quantized_of(const Tensor& input, const Tensor& weight, const Tensor& scale
   rows(input, weight, scale, shift, bias, output);
 }
 
+// `[..., K]`, `[N, K]` int8 or `[N / 2, K]` of two rows of 4 bits, and scales and shifts `[N, G]`, to `[..., N]`. See
+// `Rows`; shifts of int8 are in units of the scale. All are contiguous.
+Tensor quantized_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tensor> shift,
+                        std::optional<Tensor> bias) {
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = scale.size(0);
+  Tensor output = empty(input, sizes);
+  FOR_TYPE_OF(input, quantized_of, input, weight, scale, shift, bias, output)
+  return output;
+}
+
 }  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(hf_specdec, library) {
+  library.def("quantized_linear(Tensor input, Tensor weight, Tensor scale, Tensor? shift, Tensor? bias) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
+  library.impl("quantized_linear", TORCH_BOX(&quantized_linear));
+}

@@ -103,6 +103,14 @@ template <class A> inline Four<A> fold(Vector<A> v) {
   return parts[0];
 }
 
+// The sums of four vectors.
+template <class A> inline Four<A> sums_of(Four<A> a, Four<A> b, Four<A> c, Four<A> d) {
+  using Index = typename Lanes<std::conditional_t<sizeof(A) == 8, int64_t, int32_t>, 4>::type;
+  auto ab = __builtin_shuffle(a, b, Index{0, 4, 1, 5}) + __builtin_shuffle(a, b, Index{2, 6, 3, 7});
+  auto cd = __builtin_shuffle(c, d, Index{0, 4, 1, 5}) + __builtin_shuffle(c, d, Index{2, 6, 3, 7});
+  return __builtin_shuffle(ab, cd, Index{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Index{2, 3, 6, 7});
+}
+
 // Memory that vectors are read from without crossing a line of the cache.
 template <class A> struct Aligned {
   explicit Aligned(int64_t count) : data(static_cast<A*>(::operator new(count * sizeof(A), kAlignment))) {}
@@ -175,6 +183,28 @@ template <class A> inline Vector<A> exponential(Vector<A> x) {
     for (int i = 0; i < kLanes<A>; ++i) x[i] = std::exp(x[i]);
     return x;
   }
+}
+
+// `function<T>(arguments…)` for the type of the numbers in `like`.
+#define FOR_TYPE_OF(like, function, ...)                                                      \
+  switch ((like).scalar_type()) {                                                             \
+    case ScalarType::Float: function<float>(__VA_ARGS__); break;                              \
+    case ScalarType::Double: function<double>(__VA_ARGS__); break;                            \
+    case ScalarType::BFloat16: function<BFloat16>(__VA_ARGS__); break;                        \
+    case ScalarType::Half: function<Half>(__VA_ARGS__); break;                                \
+    default: STD_TORCH_CHECK(false, "few-token products take floating-point numbers only");   \
+  }
+
+// A contiguous tensor of the type of another; `torch::stable::new_empty` takes several times as long.
+Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes[i];
+  int32_t type;
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(sizes.size()), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
 }
 
 }  // namespace
