@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_specdec import last_speculation
+from hf_specdec.drafting.model_drafter import align_vocabulary
 
 pytestmark = pytest.mark.usefixtures("enabled")
 NEW_TOKENS = 20
@@ -46,6 +47,12 @@ def test_padded_vocabularies_of_other_sizes(pair, rows: int, sizes: tuple[int, i
         assert output.speculation.accepted > 0
     if rows == 4 and sizes[0] > sizes[1]:
         assert (output.sequences >= sizes[1]).any(), "the target has to use its own tokens for the test to bite"
+
+
+def test_missing_tokens_have_probability_0_and_padding_is_cut() -> None:
+    logits = torch.tensor([[1.0, 2.0]])
+    assert align_vocabulary(logits, 4).softmax(dim=-1).tolist() == [[*logits.softmax(dim=-1)[0].tolist(), 0.0, 0.0]]
+    assert align_vocabulary(logits, 1).tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize("sizes", [(72, 64), (64, 72)])

@@ -59,6 +59,15 @@ def test_a_processor_sees_every_prefix_that_plain_generate_shows(pair, rows: int
     assert live <= set(recorders[1].seen)
 
 
+def test_no_more_is_drafted_than_the_text_has_room_for(pair) -> None:
+    """The last token is the target's own."""
+    decoding = hf_specdec.SpeculativeDecoding(pair[0], num_assistant_tokens=4)
+    call = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "custom_generate": decoding}
+    pair[0].generate(**prompts(1), **call)
+    assert decoding.stats is not None
+    assert [r.drafted for r in decoding.stats.rounds] == [(4,), (2,)]
+
+
 def test_rows_without_a_position_are_padded_behind_their_text() -> None:
     """Behind it may stand drafts of earlier rounds."""
     recorder, ids = Recorder(), torch.arange(10, 34).view(3, 8)
