@@ -32,15 +32,19 @@ def test_experience_is_a_situation_s_own() -> None:
     assert all(each.elapsed > 0.0 for each in known.values())
 
 
+@pytest.mark.parametrize("end", ["length", "EOS"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_what_a_text_s_end_cuts_off_is_not_held_against_the_draft(kind: str, monkeypatch) -> None:
+def test_what_a_text_s_end_cuts_off_is_not_held_against_the_draft(kind: str, end: str, monkeypatch) -> None:
     """The target as its own draft is never rejected, however short the texts."""
     monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
     target, _ = pair("llama")
-    settings = {**prompts(1), "do_sample": False, "num_assistant_tokens": "auto", "cache_implementation": kind}
+    texts = [prompts(1, seed=seed) for seed in range(12)]
+    plain = [target.generate(**text, do_sample=False, max_new_tokens=4, eos_token_id=None) for text in texts]
+    settings = {"do_sample": False, "num_assistant_tokens": "auto", "cache_implementation": kind}
     with hf_specdec.enable(target, assistant_model=target, generation_strategy="speculative"):
-        for seed in range(12):
-            target.generate(**settings | prompts(1, seed=seed), max_new_tokens=4)
+        for text, written in zip(texts, plain, strict=True):
+            ends = {"max_new_tokens": 4} if end == "length" else {"eos_token_id": int(written[0, -1])}
+            target.generate(**settings | text | {"max_new_tokens": 40} | ends)
     (known,) = auto_length._histories.all_of(target).values()
     known = known.prepared or known
     assert min(known.accepted.reach()[:4]) > 0.85
