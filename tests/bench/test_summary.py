@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.made_up_results import drafted_call, method, plain_call, result_of
 
 from hf_specdec.bench.figures import speed, tradeoff
 from hf_specdec.bench.reports import readme, summary
@@ -172,3 +173,38 @@ def test_a_folder_without_results_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps({}))
     with pytest.raises(BenchError, match=r"--output_dir: .* holds no"):
         report.run_report(Settings(task="report", output_dir=tmp_path))
+
+
+MODELS = {"target": {"name": "large", "dtype": "float32"}, "draft": {"name": "small", "dtype": "float32"}}
+
+
+def found_in(task: str, result: Result) -> dict[str, float]:
+    return {claim.words: claim.found.value for claim in summary.claims({**result, "task": task, "models": MODELS})}
+
+
+def test_engines_are_compared_with_llama_cpp_plain_with_plain_and_drafting_with_drafting() -> None:
+    theirs = {"kind": "llama.cpp", "engine": "llama.cpp-f32"}
+    methods = [
+        method("plain"),
+        method("ours", "none", engine="compiled", same_engine="ours"),
+        method("ours drafting", "speculative", engine="compiled", same_engine="ours"),
+        method("theirs", **theirs, role="plain"),
+        method("theirs drafting", **theirs, role="fixed"),
+    ]
+    calls = [
+        plain_call(step=step, method=name)
+        for name, step in (("plain", 0.8), ("ours", 0.4), ("theirs", 0.2), ("theirs drafting", 0.1))
+    ]
+    # Six tokens behind the first delivery, in half a second.
+    calls.append(drafted_call([(4, 4), (4, 4), (4, 0)], seconds=1.5, method="ours drafting"))
+    found = found_in("engines", result_of(calls, methods))
+    assert found["Batch size 1: ours, over llama.cpp-f32 plain (large + small, greedy)"] == pytest.approx(0.5)
+    drafting = "Batch size 1: ours drafting, over llama.cpp-f32 with a draft (large + small, greedy)"
+    assert found[drafting] == pytest.approx(1.2)
+
+
+def test_an_aligned_draft_s_gain_is_a_claim() -> None:
+    calls = [drafted_call([(4, 1)], method="before"), drafted_call([(4, 3)], method="after")]
+    result = result_of(calls, [method(name, "speculative") for name in ("before", "after")])
+    words = "Acceptance on held-out prompts, aligned draft − draft as it was (large + small, greedy)"
+    assert found_in("align", result) == {words: pytest.approx(50.0)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_specdec.bench.figures import quality, speed, tradeoff
+from hf_specdec.bench.figures import alignment, quality, speed, tradeoff
 from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.figures.speed import batch_sizes
@@ -14,7 +14,7 @@ from hf_specdec.bench.models.known_pairs import short_name
 from hf_specdec.bench.reports.best_settings import methods_of
 from hf_specdec.bench.reports.markdown import capital, table
 from hf_specdec.bench.reports.rendering import title_note
-from hf_specdec.bench.reports.tables import growth, methods
+from hf_specdec.bench.reports.tables import growth, llama_cpp, methods
 from hf_specdec.bench.reports.tables.ablation import base_of
 from hf_specdec.bench.reports.tables.benchmark import chosen_method
 from hf_specdec.bench.reports.tables.engines import DRAFTING, engines_of
@@ -107,6 +107,11 @@ def _of_engines(result: Result) -> Iterator[Claim]:
             if best is not None:
                 baselines = speed.BASELINES if batch == sizes[0] else ("engine",)
                 yield from _over(result, best, f"batch size {batch}: {best['title']},", *baselines, batch=batch)
+        for decoding, own in llama_cpp.fastest_of_ours(result, batch):
+            for engine in llama_cpp.engines_of(result):
+                gain = llama_cpp.over(result, own, batch, engine)
+                if gain is not None:
+                    yield Claim(f"batch size {batch}: {own['title']}, over {engine} {decoding}", gain)
 
 
 def _of_subtasks(result: Result) -> Iterator[Claim]:
@@ -142,6 +147,12 @@ def _of_ablation(result: Result) -> Iterator[Claim]:
             yield Claim(f"{method['title']}, over {speed.BASELINES['engine']}", gain)
 
 
+def _of_align(result: Result) -> Iterator[Claim]:
+    gain = alignment.acceptance_gain(result)
+    if gain is not None:
+        yield Claim("acceptance on held-out prompts, aligned draft − draft as it was", gain, "points")
+
+
 def _of_growth(result: Result) -> Iterator[Claim]:
     for method in result["methods"]:
         first, last = growth.settled_and_last(result, method["name"])
@@ -156,6 +167,7 @@ _CLAIMS: Mapping[str, Callable[[Result], Iterator[Claim]]] = {
     "subtasks": _of_subtasks,
     "sweep": _of_sweep,
     "ablation": _of_ablation,
+    "align": _of_align,
     "growth": _of_growth,
     "rollback": _of_benchmark,
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.bootstrap import Ratio
 from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.markdown import number, ratio, table
 
@@ -30,22 +33,25 @@ def table_over_llama_cpp(result: Result) -> str:
     theirs = engines_of(result)
     header = ["Batch size", "Engine", "Decoding", "Tokens/Sec", *(f"Speedup over {engine}" for engine in theirs)]
     rows = []
-    ours = list(dict.fromkeys(m["engine"] for m in result["methods"] if m["kind"] == "none"))
     for batch in speed.batch_sizes(result):
-        for engine in ours:
-            for decoding, kind, role in (
-                ("plain", "none", "plain"),
-                ("with a draft", ("speculative", "bild"), "fixed"),
-            ):
-                own = speed.fastest(result, batch=batch, kind=kind, engine=engine)
-                if own is None:
-                    continue
-                rate = speed.decode_rate(speed.calls_of(result, own["name"], batch=batch))
-                cells = [str(batch), engine, decoding, number(rate, 1)]
-                rows.append([*cells, *(_over(result, own, batch, other, role) for other in theirs)])
+        for decoding, own in fastest_of_ours(result, batch):
+            rate = speed.decode_rate(speed.calls_of(result, own["name"], batch=batch))
+            cells = [str(batch), own["engine"], decoding, number(rate, 1)]
+            rows.append([*cells, *(ratio(over(result, own, batch, engine)) for engine in theirs)])
     return table(header, rows)
 
 
-def _over(result: Result, own: MethodDict, batch: int, engine: str, role: str) -> str:
+def fastest_of_ours(result: Result, batch: int) -> Iterator[tuple[str, MethodDict]]:
+    """This package's fastest methods, plain and with the draft on each engine, and how they decode."""
+    for engine in dict.fromkeys(m["engine"] for m in result["methods"] if m["kind"] == "none"):
+        for decoding, kind in (("plain", "none"), ("with a draft", ("speculative", "bild"))):
+            own = speed.fastest(result, batch=batch, kind=kind, engine=engine)
+            if own is not None:
+                yield decoding, own
+
+
+def over(result: Result, own: MethodDict, batch: int, engine: str) -> Ratio | None:
+    """A method's speedup over llama.cpp, which drafts if the method does."""
+    role = "plain" if own["kind"] == "none" else "fixed"
     best = speed.fastest(result, batch=batch, kind="llama.cpp", engine=engine, role=role)
-    return ratio(None if best is None else speed.speedup(result, own["name"], best["name"], batch=batch))
+    return None if best is None else speed.speedup(result, own["name"], best["name"], batch=batch)
