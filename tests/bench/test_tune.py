@@ -181,6 +181,7 @@ def test_other_engines_get_the_best_and_its_neighbours(settings: Settings, pairs
         plain_drafts = [one.method.lookahead for one in listed if len(one.method.keywords) == 3 and one.method.draft]
         assert plain_drafts == [6, 8, 4]
         assert [one.method.kind for one in listed[:2]] == ["speculative", "none"]
+        assert "entropy_threshold" in listed[2].method.keywords
         assert any("lookup" in one.method.name for one in listed) == kept, "compiled rounds draft with a model"
     unpaying = tune_candidates.on_engine("compiled", [found["none eager"], *ranking])
     assert unpaying[0].method.kind == "none", "first where drafts don't pay"

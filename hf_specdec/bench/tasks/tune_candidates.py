@@ -62,15 +62,15 @@ def candidates(settings: Settings, pairs: Sequence[LoadedPair]) -> list[Contende
 def on_engine(engine: str, ranking: Sequence[Contender]) -> list[Contender]:
     """The best of another engine's ranking on this one, the most promising first.
 
-    The fastest fixed lookahead; no draft; its neighbours, since another engine may favour another length;
-    the fastest of each other draft; the fastest of all, and of each strategy.
+    The fastest fixed lookahead; no draft; the fastest entropy stop; the lookahead's neighbours, since another engine
+    may favour another length; the fastest of each other draft; the fastest of all, and of each strategy.
     """
-    found: list[Contender] = []
     drafted = [one for one in ranking if one.method.kind != "none"]
     fixed = [one for one in drafted if _is_fixed(one.method)]
-    if fixed:
-        tokens = fixed[0].method.keywords["num_assistant_tokens"]
-        found += [_again(fixed[0], engine, count) for count in (tokens, *_neighbours(tokens))]
+    stopping = [one for one in drafted if _stops_by_entropy(one.method)]
+    found = [_again(one, engine) for one in (*fixed[:1], *stopping[:1])]
+    for one in fixed[:1]:
+        found += [_again(one, engine, count) for count in _neighbours(one.method.keywords["num_assistant_tokens"])]
     # First where drafts don't pay, otherwise behind the fastest draft.
     place = 1 if drafted[:1] == list(ranking[:1]) else 0
     found[place:place] = [Contender(plain_on_engine(ENGINES[engine]), one.pair) for one in ranking[:1]]
@@ -102,18 +102,21 @@ def _again(one: Contender, engine: str, tokens: int | None = None) -> Contender:
 
 
 def _fits(one: Contender, engine: str) -> bool:
-    """Whether an engine gains anything: compiled rounds draft with a model, to a length that is known before."""
-    return engine != "compiled" or (one.method.draft_name is not None and not _stops(one.method.keywords))
+    """Whether an engine gains anything: compiled rounds draft with a model alone."""
+    return engine != "compiled" or _by_model(one.method)
+
+
+def _by_model(method: Method) -> bool:
+    return method.draft_name is not None and "drafter" not in method.keywords
 
 
 def _is_fixed(method: Method) -> bool:
-    keywords = method.keywords
-    by_model = method.draft_name is not None and "drafter" not in keywords
-    return by_model and method.kind == "speculative" and isinstance(method.lookahead, int) and not _stops(keywords)
+    lossless = _by_model(method) and method.kind == "speculative"
+    return lossless and isinstance(method.lookahead, int) and "entropy_threshold" not in method.keywords
 
 
-def _stops(keywords: Keywords) -> bool:
-    return "entropy_threshold" in keywords or keywords.get("drafter") == "hybrid"
+def _stops_by_entropy(method: Method) -> bool:
+    return _by_model(method) and "entropy_threshold" in method.keywords
 
 
 def _neighbours(tokens: int) -> list[int]:
