@@ -64,7 +64,7 @@ def _sweep(result: Result) -> dict[str, Figure]:
     bild = methods_of(result, "bild")
     for draft, lookahead in dict.fromkeys((m["draft"], m["lookahead"]) for m in bild):
         pairs = {thresholds(m) for m in bild if (m["draft"], m["lookahead"]) == (draft, lookahead)}
-        if len(pairs) >= _ENOUGH:
+        if len(pairs) >= _ENOUGH and all(len(set(values)) > 1 for values in zip(*pairs, strict=True)):
             found[f"thresholds-{short_name(draft)}-{lookahead}"] = sweep.threshold_maps(result, draft, lookahead)
     lossy = lossy_methods(result) if result["quality"] else []
     if lossy and tradeoff.quality_differs(result):
