@@ -98,9 +98,9 @@ class Settings:
 
     @property
     def lossy_strategies(self) -> tuple[str, ...]:
-        """The lossy strategies that are part of a sweep: asked for by name or by their own settings."""
-        asked = (self.generation_strategy, *self.grid) if self.task == "sweep" else ()
-        return tuple(name for name in LOSSY_STRATEGIES if {name, *STRATEGY_SETTINGS[name]} & set(asked))
+        """The lossy strategies that are part of a sweep: given by name or by their own settings."""
+        given = (self.generation_strategy, *self.grid) if self.task == "sweep" else ()
+        return tuple(name for name in LOSSY_STRATEGIES if {name, *STRATEGY_SETTINGS[name]} & set(given))
 
     def values(self, name: str) -> tuple[Any, ...]:
         """All values of an argument: those of the grid, or the one that it has."""

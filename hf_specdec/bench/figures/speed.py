@@ -160,19 +160,18 @@ def fastest(
     result: Result, *, batch: int | None = None, prompts: Iterable[int] | None = None, **facts: Any
 ) -> MethodDict | None:
     """The method with the highest decode rate among those with these facts (a tuple means any of its values)."""
+    wanted = {key: value if isinstance(value, tuple) else (value,) for key, value in facts.items()}
+    fit = [m for m in result["methods"] if all(m.get(key) in values for key, values in wanted.items())]
+    return fastest_of(result, fit, batch=batch, prompts=prompts)
+
+
+def fastest_of(
+    result: Result, methods: Iterable[MethodDict], *, batch: int | None = None, prompts: Iterable[int] | None = None
+) -> MethodDict | None:
+    """The one with the highest decode rate among some methods, the first if several; None where none has a rate."""
     wanted = None if prompts is None else set(prompts)
-    best: tuple[float, MethodDict] | None = None
-    for method in result["methods"]:
-        fits = all(method.get(key) in (value if isinstance(value, tuple) else (value,)) for key, value in facts.items())
-        rate = decode_rate(calls_of(result, method["name"], prompts=wanted, batch=batch)) if fits else None
-        if rate is not None and (best is None or rate > best[0]):
-            best = rate, method
-    return None if best is None else best[1]
-
-
-def fastest_of(result: Result, methods: Iterable[MethodDict]) -> MethodDict | None:
-    """The one with the highest decode rate among some methods; None where none has a rate."""
-    rated = [(rate, one) for one in methods if (rate := decode_rate(calls_of(result, one["name"]))) is not None]
+    rates = [(decode_rate(calls_of(result, one["name"], prompts=wanted, batch=batch)), one) for one in methods]
+    rated = [(rate, one) for rate, one in rates if rate is not None]
     return max(rated, key=lambda item: item[0])[1] if rated else None
 
 

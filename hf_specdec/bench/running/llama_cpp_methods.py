@@ -80,7 +80,7 @@ def check_llama_cpp(settings: Settings) -> None:
 
 
 def llama_cpp_refusal(settings: Settings, pair: LoadedPair) -> str | None:
-    """Why llama.cpp can't take part though it was asked for, in a sentence; None where it can."""
+    """Why llama.cpp can't take part though `engines` names it, in a sentence; None where it can."""
     if not set(settings.engines) & set(LLAMA_CPP_ENGINES):
         return None
     from hf_specdec.bench.models.gguf_export import export_refusal

@@ -27,7 +27,7 @@ _PACKAGES = str(Path(__file__).resolve().parents[3])
 
 
 def check_peak_memory(settings: Settings) -> None:
-    """Raises `BenchError` where peak memory is asked for and can't be measured."""
+    """Raises `BenchError` where `--peak_memory` is given and can't be had."""
     if settings.peak_memory and sys.platform != "linux" and not torch.cuda.is_available():
         raise BenchError("--peak_memory: on a CPU it is read from /proc, which only Linux has; leave it out here")
 

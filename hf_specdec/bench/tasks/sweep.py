@@ -109,7 +109,7 @@ def _crossed(settings: Settings, pair: LoadedPair, strategy: str, *, every: bool
 
     Args:
         strategy: whose settings to cross; those of others are left out.
-        every: all of `LOOKAHEADS`, where no lookahead was asked for.
+        every: all of `LOOKAHEADS`, where no lookahead is given.
     """
     names = [name for name in KEYWORDS if name not in others_settings(strategy)]
     values = {name: settings.values(name) for name in names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hf_specdec.bench.figures import rejections, rounds, speed, tradeoff
 from hf_specdec.bench.figures.bootstrap import Interval, Ratio
@@ -98,8 +98,9 @@ def bound_rows(
     return rows
 
 
-def _by_subtask(methods: Sequence[MethodDict], panels: Sequence[str | None], cell: object) -> str:
-    assert callable(cell)
+def _by_subtask(
+    methods: Sequence[MethodDict], panels: Sequence[str | None], cell: Callable[[MethodDict, str | None], str]
+) -> str:
     header = ["Strategy", "n_lookahead", *(label or "all" for label in panels)]
     rows = [[_setting(m), str(m["lookahead"]), *(cell(m, label) for label in panels)] for m in methods]
     return table(header, rows)
@@ -116,4 +117,4 @@ def _setting(method: MethodDict) -> str:
 
 
 def _draft(name: str | None) -> str:
-    return "none" if name is None else short_name(name)
+    return short_name(name or "none")
