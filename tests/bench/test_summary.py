@@ -87,6 +87,17 @@ def test_a_readme_shows_what_the_results_hold(reported: Path) -> None:
         assert links and all((page.parent / link).is_file() for link in links)
 
 
+def test_a_table_can_be_limited_to_folders(reported: Path) -> None:
+    results = {stem.resolve(): result for stem, result in loaded(reported).items()}
+
+    def rows(folders: str) -> int:
+        text = readme.filled(f"<!-- pays{folders} -->\n<!-- /pays -->", reported.resolve(), results)
+        return text.count("](results/pair/engines")
+
+    assert rows("") == rows(" elsewhere results/pair") > 0
+    assert rows(" elsewhere") == rows(" results") == 0
+
+
 def test_a_readme_that_no_longer_fits_is_seen(reported: Path) -> None:
     text = (reported / "README.md").read_text()
     results = {stem.resolve(): result for stem, result in loaded(reported).items()}
@@ -198,9 +209,9 @@ def test_engines_are_compared_with_llama_cpp_plain_with_plain_and_drafting_with_
     # Six tokens behind the first delivery, in half a second.
     calls.append(drafted_call([(4, 4), (4, 4), (4, 0)], seconds=1.5, method="ours drafting"))
     found = found_in("engines", result_of(calls, methods))
-    assert found["Batch size 1: ours, over llama.cpp-f32 plain (large + small, greedy)"] == pytest.approx(0.5)
-    drafting = "Batch size 1: ours drafting, over llama.cpp-f32 with a draft (large + small, greedy)"
-    assert found[drafting] == pytest.approx(1.2)
+    where, pair = "Batch size 1, prompts of 100 tokens", "(large + small, greedy)"
+    assert found[f"{where}: ours, over llama.cpp-f32 plain {pair}"] == pytest.approx(0.5)
+    assert found[f"{where}: ours drafting, over llama.cpp-f32 with a draft {pair}"] == pytest.approx(1.2)
 
 
 def test_an_aligned_draft_s_gain_is_a_claim() -> None:

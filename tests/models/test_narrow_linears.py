@@ -10,9 +10,17 @@ from torch.nn import functional
 
 import hf_specdec
 from hf_specdec.models import narrow_linears, recorded_passes
-from hf_specdec.models.narrow_linears import MAX_ROWS, NarrowLinears
+from hf_specdec.models.narrow_linears import ELSEWHERE, OVER_MKL_ON_INTEL, NarrowLinears, Range
 
+FASTER_RANGE = narrow_linears.faster_range.__wrapped__
+MAX_ROWS = ELSEWHERE.most_rows
 WEIGHT = (1024, 256)  # the smallest that is served
+
+
+@pytest.fixture(autouse=True)
+def faster_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wide range, on whatever processor the tests run."""
+    monkeypatch.setattr(narrow_linears, "faster_range", lambda: ELSEWHERE)
 
 
 @pytest.fixture
@@ -57,6 +65,43 @@ def test_only_few_rows_of_large_float32_weights_are_served(served: list[tuple[in
         assert served == []
         functional.linear(tokens, weight)
     assert served == [(1, MAX_ROWS, 256)]
+
+
+def test_on_intel_s_processors_single_tokens_and_small_layers_stay_with_mkl(
+    served: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(narrow_linears, "faster_range", lambda: OVER_MKL_ON_INTEL)
+    large = torch.randn(2048, 1024)
+    with torch.inference_mode(), NarrowLinears():
+        for rows in (1, 3, 4, 15, 16):
+            functional.linear(torch.randn(rows, 1024), large)
+            functional.linear(torch.randn(rows, 1024), large[1:])
+    assert served == [(4, 1024), (15, 1024)]
+
+
+@pytest.mark.parametrize(
+    ("processor", "mkl", "expected"),
+    [
+        ("vendor_id : GenuineIntel", True, OVER_MKL_ON_INTEL),
+        ("vendor_id : GenuineIntel", False, ELSEWHERE),
+        ("vendor_id : AuthenticAMD", True, ELSEWHERE),
+    ],
+)
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_range_is_the_processor_s(
+    processor: str, mkl: bool, expected: Range, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named in /proc/cpuinfo or, where there is no such file, by Python."""
+
+    def read_text(path: object) -> str:
+        if listed:
+            return processor
+        raise FileNotFoundError
+
+    monkeypatch.setattr(narrow_linears.Path, "read_text", read_text)
+    monkeypatch.setattr(narrow_linears.platform, "processor", lambda: processor)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    assert FASTER_RANGE() == expected
 
 
 def test_models_whose_weights_are_not_served_get_no_mode() -> None:

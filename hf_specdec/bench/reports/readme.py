@@ -1,8 +1,8 @@
 """The parts of a README that are taken from results, between markers that name them.
 
-`<!-- summary -->`, `<!-- pays -->`, `<!-- speed PATH -->` and `<!-- picture PATH NAME -->` open a part, and
-`<!-- /summary -->` and so on close it. PATH is a result's path without its suffix, relative to the README; NAME is a
-picture of it.
+`<!-- summary -->`, `<!-- pays FOLDER … -->`, `<!-- speed PATH -->` and `<!-- picture PATH NAME -->` open a part, and
+`<!-- /summary -->` and so on close it. FOLDER limits a table to the results that lie in it. PATH is a result's path
+without its suffix, relative to the README; NAME is a picture of it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _summary(linked: Mapping[str, Result], words: list[str]) -> str:
 
 
 def _pays(linked: Mapping[str, Result], words: list[str]) -> str:
-    return engine_rows({f"{path}.md": result for path, result in linked.items()})
+    listed = {path: result for path, result in linked.items() if not words or os.path.dirname(path) in words}
+    return engine_rows({f"{path}.md": result for path, result in listed.items()})
 
 
 def _speed(linked: Mapping[str, Result], words: list[str]) -> str:

@@ -93,25 +93,30 @@ def _over(result: Result, method: Mapping[str, Any], words: str, *which: str, **
             yield Claim(f"{words} over {speed.BASELINES[name]}", gain)
 
 
+def _prompts_of(result: Result) -> str:
+    lengths = dict.fromkeys(str(prompt["tokens"]) for prompt in result["prompts"])
+    return f"prompts of {', '.join(lengths)} tokens"
+
+
 def _of_benchmark(result: Result) -> Iterator[Claim]:
-    lengths = ", ".join(dict.fromkeys(str(prompt["tokens"]) for prompt in result["prompts"]))
     chosen = chosen_method(result)
-    yield from _over(result, chosen, f"prompts of {lengths} tokens: {chosen['title']}")
+    yield from _over(result, chosen, f"{_prompts_of(result)}: {chosen['title']}")
 
 
 def _of_engines(result: Result) -> Iterator[Claim]:
-    sizes = batch_sizes(result)
+    sizes, prompts = batch_sizes(result), _prompts_of(result)
     for batch in sizes:
+        where = f"batch size {batch}, {prompts}"
         for engine in engines_of(result):
             best = speed.fastest(result, batch=batch, kind=DRAFTING, engine=engine)
             if best is not None:
                 baselines = speed.BASELINES if batch == sizes[0] else ("engine",)
-                yield from _over(result, best, f"batch size {batch}: {best['title']},", *baselines, batch=batch)
+                yield from _over(result, best, f"{where}: {best['title']},", *baselines, batch=batch)
         for decoding, own in llama_cpp.fastest_of_ours(result, batch):
             for engine in llama_cpp.engines_of(result):
                 gain = llama_cpp.over(result, own, batch, engine)
                 if gain is not None:
-                    yield Claim(f"batch size {batch}: {own['title']}, over {engine} {decoding}", gain)
+                    yield Claim(f"{where}: {own['title']}, over {engine} {decoding}", gain)
 
 
 def _of_subtasks(result: Result) -> Iterator[Claim]:
