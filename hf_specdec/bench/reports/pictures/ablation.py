@@ -19,12 +19,10 @@ def ablation_gains(result: Result) -> Figure:
     figure, panels = new_figure(1.4 + 0.42 * len(shown), columns=2, sharey=True)
     bases = {m["name"]: base for m in shown if (base := base_of(result, m, "none"))}
     drafting = {name: speed.speedup(result, name, base) for name, base in bases.items()}
-    for axes, found, title in zip(
-        panels, (gains, drafting), ("over all switched off", "over plain, same engine and switches"), strict=True
-    ):
+    for axes, found, title in zip(panels, (gains, drafting), ("all switched off", "plain, same switches"), strict=True):
         ratio_panel(axes, [(_name(m), found.get(m["name"]), BY_KIND[m["kind"]]) for m in shown])
         axes.tick_params(axis="y", labelsize="small")
-        axes.set_xlabel(f"Speedup {title} (×)", fontsize="small")
+        axes.set_xlabel(f"Speedup over\n{title} (×)", fontsize="small")
     figure.suptitle("Speculative decoding, KV cache and Better Transformer")
     caption(figure, HOLLOW)
     return figure
