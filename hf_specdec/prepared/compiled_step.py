@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from hf_specdec.prepared import cpp_compiler
 from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.few_token_products import FewTokenProducts, join_linears, load, share_heads, supported
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of
@@ -23,9 +26,6 @@ from hf_specdec.prepared.step_trace import trace, value_of
 Step = Callable[..., Any]
 Code = Callable[[list[Any]], Sequence[Any]]  # inductor's; empties the list that it is given
 
-# What inductor is asked for: code without Python, a product and a sum in one instruction, no checks of shapes, which
-# never change.
-CPU_OPTIONS = {"cpp_wrapper": True, "cpp.enable_floating_point_contract_flag": "fast", "size_asserts": False}
 KEPT_CODES = 256
 
 _codes: OrderedDict[Hashable, Code] = OrderedDict()
@@ -33,7 +33,7 @@ _compiling = threading.RLock()  # inductor's settings are the process's
 
 
 class CompiledStep:
-    """A step as inductor makes it at the first call.
+    """A step as inductor makes it: ahead by `compile`, or at the first call.
 
     Args:
         step: reads and writes tensors of its closure, which have to stay the same objects, and its arguments.
@@ -45,16 +45,29 @@ class CompiledStep:
         self._step: Step | None = step
         self._name = name
         self._device = device
+        self._form: Hashable = None
         self._run: Step | None = None
+
+    def compile(self, *args: Any) -> None:
+        """Compile for calls with arguments like these. C++ may still be compiling; the first call waits for it."""
+        assert self._step is not None
+        with _compiling:
+            self._run, self._form = _compiled(self._step, args, self._device, self._name), _form(args)
 
     def __call__(self, *args: Any) -> Any:
         """Run the step; all calls have arguments of one structure, all of them tensors, of the same shapes."""
-        if self._run is None:
-            assert self._step is not None
-            with _compiling:
-                self._run = _compiled(self._step, args, self._device, self._name)
+        if self._step is not None:
+            if self._form != _form(args):
+                self.compile(*args)
             self._step = None
+        assert self._run is not None
         return self._run(*args)
+
+
+def _form(args: tuple[Any, ...]) -> Hashable:
+    """What compiled code is made for: the structure of the arguments, and each one's shape, strides and type."""
+    leaves, structure = pytree.tree_flatten(args)
+    return structure, tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves)
 
 
 def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str) -> Step:
@@ -97,12 +110,28 @@ def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gr
 
     if device.type != "cpu" or not supported():
         return trace(flat, *leaves), returned[-1]
-    load()
+    _load_kernels()
     with FewTokenProducts():
         graph = trace(flat, *leaves)
     share_heads(graph)
     join_linears(graph)
     return graph, returned[-1]
+
+
+@cache
+def _load_kernels() -> None:
+    """Load the kernels; where they have to be compiled, inductor is imported and its header compiled meanwhile."""
+    cpp_compiler.find_instructions()
+    with ThreadPoolExecutor(1) as other:
+        header = other.submit(_compile_any)
+        load()
+        header.result()
+
+
+def _compile_any() -> None:
+    graph = Graph()
+    graph.output([graph.call_function(torch.ops.aten.neg.default, (graph.placeholder("input"),))])
+    _code(graph, [torch.ones(8, device="cpu")], torch.device("cpu"))
 
 
 def _codes_of(segments: Sequence[Segment], device: torch.device, name: str) -> dict[Hashable, Code]:
@@ -123,11 +152,14 @@ def _codes_of(segments: Sequence[Segment], device: torch.device, name: str) -> d
 
 
 def _compile(segment: Segment, device: torch.device) -> Code:
+    return _code(segment.graph, [value_of(node) for node in segment.inputs], device)
+
+
+def _code(graph: Graph, inputs: Sequence[Tensor], device: torch.device) -> Code:
+    """Inductor's code of a graph for inputs like these."""
     # Importing these takes seconds.
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     codes: list[Any] = []
 
@@ -135,17 +167,19 @@ def _compile(segment: Segment, device: torch.device) -> Code:
         codes.append(compile_fx_inner(*args, **kwargs))
         return codes[-1]
 
+    options = cpp_compiler.OPTIONS if device.type == "cpu" else {}
+    # AOTAutograd's cache would give back code that has not passed `inner`. Inductor's own is used.
+    with functorch_config.patch(enable_autograd_cache=False), torch.no_grad(), cpp_compiler.in_background():
+        compile_fx(GraphModule({}, graph), _fake(inputs), inner, config_patches=options)
+    (code,) = codes
+    run: Code = code.current_callable
+    return run
+
+
+def _fake(tensors: Sequence[Tensor]) -> list[Tensor]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     # Inductor's cache on disk wants an environment for symbolic shapes, though there are none.
     with FakeTensorMode(shape_env=ShapeEnv()):
-        examples = [_example(node) for node in segment.inputs]
-    options = CPU_OPTIONS if device.type == "cpu" else {}
-    # AOTAutograd's cache would give back code that has not passed `inner`. Inductor's own is used.
-    with functorch_config.patch(enable_autograd_cache=False), torch.no_grad():
-        compile_fx(GraphModule({}, segment.graph), examples, inner, config_patches=options)
-    (code,) = codes
-    return code.current_callable
-
-
-def _example(node: Node) -> Tensor:
-    value = value_of(node)
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]

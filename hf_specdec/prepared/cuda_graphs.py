@@ -16,10 +16,11 @@ def captures(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def prepare(step: Step, device: torch.device, name: str, *, compile: bool) -> Step:
-    """The step ready to run: compiled if `compile`, then captured if on CUDA."""
+def prepare(step: Step, device: torch.device, name: str, args: tuple[Any, ...] = (), *, compile: bool) -> Step:
+    """The step ready to run: compiled for arguments like `args` if `compile`, then captured if on CUDA."""
     if compile:
-        step = CompiledStep(step, device, name)
+        compiled = step = CompiledStep(step, device, name)
+        compiled.compile(*args)
     return CapturedStep(step, device) if device.type == "cuda" else step
 
 

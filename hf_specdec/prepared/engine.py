@@ -25,8 +25,6 @@ BURST = 4  # drafts between two checks of the host, see `burst_of`
 class Steps:
     """The prepared steps of rounds of one lookahead, over an engine's buffers.
 
-    Preparing runs them once; the round that follows overwrites what that wrote.
-
     Args:
         plan: the settings of the rounds.
         target: the model that verifies.
@@ -53,15 +51,18 @@ class Steps:
         blanks = _blank_drafts(plan, len(state), device)
         # One plain run allocates the cache, which must exist before anything is compiled or captured.
         step: Step = partial(verify_step, target, plan)
-        step(state, *blanks.parts(), *draws)
-        verify = cuda_graphs.prepare(
-            step, device, f"verification of {count} tokens" if count else "step without drafts", compile=compile
-        )
+        args = state, *blanks.parts(), *draws
+        step(*args)
+        name = f"verification of {count} tokens" if count else "step without drafts"
+        verify = cuda_graphs.prepare(step, device, name, args, compile=compile)
         self.run_verify: Callable[[Drafts], Tensor] = lambda drafts: verify(state, *drafts.parts(), *draws)
         self.run_draft: Callable[[], Drafts] = lambda: blanks
         if tokens is not None:
             draft = partial(_draft, tokens, plan, state, uniforms)
             self.run_draft = cuda_graphs.prepare(draft, device, "drafts", compile=False)
+
+    def run_once(self) -> None:
+        """Finish preparing: wait for what still compiles, and capture. The round that follows overwrites the result."""
         self.run_verify(self.run_draft())
 
 
@@ -146,19 +147,22 @@ class Engine:
 
     def prepare(self, lookahead: int) -> None:
         """Prepare the steps that rounds of up to `lookahead` lack. The state of a round must be loaded."""
-        drafting, *longer = self.lengths(lookahead)
+        lengths = self.lengths(lookahead)
+        missing = [length for length in lengths if length not in self.steps]
         with ordinary_tensors():
-            for length in (drafting, *longer):
-                if length not in self.steps:
-                    drafts = self.draft is not None and 0 < length == drafting
-                    self.steps[length] = Steps(
-                        replace(self.plan, lookahead=length),
-                        self.target,
-                        self._draft_tokens() if drafts else None,
-                        self.state,
-                        self.uniforms,
-                        compile=self.compile,
-                    )
+            for length in missing:
+                drafts = self.draft is not None and 0 < length == lengths[0]
+                self.steps[length] = Steps(
+                    replace(self.plan, lookahead=length),
+                    self.target,
+                    self._draft_tokens() if drafts else None,
+                    self.state,
+                    self.uniforms,
+                    compile=self.compile,
+                )
+            # All compile before the first one runs and waits for the compiler.
+            for length in missing:
+                self.steps[length].run_once()
 
     def _draft_tokens(self) -> tuple[DraftToken, DraftToken]:
         """The steps that draft a token, which rounds of all lengths share."""
@@ -170,11 +174,14 @@ class Engine:
                 return draft_token(side, plan, *given)
 
             draws = (self.uniforms[:, 0].clone(),) if plan.do_sample else ()
-            step(*first_slots(self.state), *draws)  # allocates the cache
+            slots = first_slots(self.state)
+            next_slots = step(*slots, *draws)[0]  # allocates the cache
             self._tokens = step, step
             if self.compile:
-                names = "first draft step of a round", "draft step"
-                first, later = (CompiledStep(step, self.state.device, name) for name in names)
+                first = CompiledStep(step, self.state.device, "first draft step of a round")
+                later = CompiledStep(step, self.state.device, "draft step")
+                first.compile(*slots, *draws)
+                later.compile(*next_slots, *draws)
                 self._tokens = first, later
         return self._tokens
 

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
 
@@ -50,7 +51,7 @@ def load(library: str = "wide") -> None:
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
+    with config.patch(INSTRUCTIONS):
         CppCodeCache.load(source(library))
     for name, shapes in SHAPES[library].items():
         torch.library.register_fake(f"hf_specdec::{name}", shapes)

@@ -70,6 +70,22 @@ def test_later_calls_do_not_run_the_step(segments: list[Any]) -> None:
     assert torch.equal(result, torch.full((3,), 2.0)) and step.runs == runs
 
 
+def test_a_step_compiled_ahead_is_not_compiled_again_for_arguments_of_that_form(segments: list[Any]) -> None:
+    step = Step()
+    run = CompiledStep(step, CPU, "step")
+    run.compile((torch.ones(3),), torch.ones(3))
+    (result,), _ = run((torch.full((3,), 2.0),), torch.zeros(3))
+    assert torch.equal(result, torch.full((3,), 2.0)) and step.runs == 1 and len(segments) == 1
+
+
+def test_a_step_compiled_ahead_for_another_form_is_compiled_for_its_first_call(segments: list[Any]) -> None:
+    step = Step()
+    run = CompiledStep(step, CPU, "step")
+    run.compile((torch.ones(3),), torch.ones(3))
+    (result,), _ = run((torch.ones(3),), torch.ones(2, 3))
+    assert result.shape == (2, 3) and step.runs == len(segments) == 2
+
+
 def test_steps_of_equal_operations_share_their_code_but_not_their_weights(segments: list[Any]) -> None:
     one, other = Step(), Step()
     other.weight = 2 * torch.eye(3)

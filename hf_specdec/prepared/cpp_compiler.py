@@ -1,0 +1,46 @@
+"""How inductor's C++ is compiled on a CPU: its settings, and in the background while the next part is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+# A product and a sum in one instruction. What the processor reports is believed: trying each set of instructions by
+# compiling a program takes seconds.
+INSTRUCTIONS: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast", "cpp.vec_isa_ok": True}
+# Code without Python, and no checks of shapes, which never change.
+OPTIONS: dict[str, Any] = {**INSTRUCTIONS, "cpp_wrapper": True, "size_asserts": False}
+
+
+def find_instructions() -> None:
+    """Let inductor look up the processor's instructions, which it must not do in two threads at once."""
+    # Importing these takes seconds.
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    with config.patch(INSTRUCTIONS):
+        pick_vec_isa()
+
+
+@contextmanager
+def in_background() -> Iterator[None]:
+    """Compile inductor's C++ in threads; the code waits for its library when it is first called.
+
+    Without the functions that this replaces, code is compiled before it is returned, as inductor does it.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppWrapperCodeCache as Cache
+
+    submit, start = getattr(AsyncCompile, "submit", None), getattr(Cache, "load_pybinding_async", None)
+    if submit is None or start is None:
+        yield
+        return
+
+    def load(*args: Any, **options: Any) -> Callable[..., Any]:
+        library = start(*args, submit_fn=submit, **options)
+        return lambda *inputs: library()(*inputs)
+
+    with patch.object(Cache, "load_pybinding", load):
+        yield
