@@ -15,7 +15,7 @@ from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.per_target import PerTarget
 from hf_specdec.rules.round_statistics import Round
 
-# Lengths of prepared rounds. They are few because each takes seconds to minutes to compile, or memory for its graph.
+# Lengths of prepared rounds. They are few because each takes seconds to compile, or memory for its graph.
 PREPARED_LENGTHS = (0, 1, 2, 4, 8, MAX_ASSISTANT_TOKENS)
 # The factor by which a length that is not prepared yet must beat the prepared ones.
 UNPREPARED_PENALTY = 1.1

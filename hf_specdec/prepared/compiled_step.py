@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from hf_specdec.prepared import cpp_compiler
 from hf_specdec.prepared.compile_progress import progress_bar
-from hf_specdec.prepared.few_token_products import FewTokenProducts, join_linears, load, share_heads, supported
+from hf_specdec.prepared.few_token_products import FewTokenProducts, join_linears, share_heads, supported
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of
 from hf_specdec.prepared.step_trace import trace, value_of
 
@@ -110,22 +110,23 @@ def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gr
 
     if device.type != "cpu" or not supported():
         return trace(flat, *leaves), returned[-1]
-    _load_kernels()
+    ready = _inductor()
     with FewTokenProducts():
         graph = trace(flat, *leaves)
+    ready.result()
     share_heads(graph)
     join_linears(graph)
     return graph, returned[-1]
 
 
 @cache
-def _load_kernels() -> None:
-    """Load the kernels; where they have to be compiled, inductor is imported and its header compiled meanwhile."""
+def _inductor() -> Future[None]:
+    """Inductor imported and its header compiled, in a thread, while a first step is traced and kernels are compiled."""
     cpp_compiler.find_instructions()
-    with ThreadPoolExecutor(1) as other:
-        header = other.submit(_compile_any)
-        load()
-        header.result()
+    pool = ThreadPoolExecutor(1)
+    ready = pool.submit(_compile_any)
+    pool.shutdown(wait=False)
+    return ready
 
 
 def _compile_any() -> None:

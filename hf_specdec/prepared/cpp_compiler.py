@@ -17,7 +17,7 @@ OPTIONS: dict[str, Any] = {**INSTRUCTIONS, "cpp_wrapper": True, "size_asserts": 
 def find_instructions() -> None:
     """Let inductor look up the processor's instructions, which it must not do in two threads at once."""
     # Importing these takes seconds.
-    from torch._inductor import config
+    from torch._inductor import codecache, config  # noqa: F401, or tracing would import it
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     with config.patch(INSTRUCTIONS):

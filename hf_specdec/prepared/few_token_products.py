@@ -1,8 +1,8 @@
 """Linear layers and attention over few tokens on a CPU, by kernels of our own: each weight is read once for all tokens.
 
 Libraries of matrix products are tuned for many rows; for the few tokens of a round they take several times what
-reading the weights takes. The kernels are C++ and compiled on first use, for this processor. Weights are read where
-they are: no copy takes memory or goes stale.
+reading the weights takes. The kernels are C++ and compiled on first use, for this processor and one type of numbers.
+Weights are read where they are: no copy takes memory or goes stale.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
 
-# The files of each library; they are compiled apart, since compiling takes longer than many a call.
+# The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
 LIBRARIES = {"wide": ("vectors", "linear", "attention"), "quantized": ("vectors", "quantized")}
+NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def supported() -> bool:
@@ -34,15 +34,21 @@ def supported() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-def source(library: str) -> str:
-    """The C++ of one of `LIBRARIES`."""
+def namespace(dtype: torch.dtype) -> str:
+    """Where in `torch.ops` the kernels for numbers of a type are."""
+    return f"hf_specdec_{NUMBERS[dtype].lower()}"
+
+
+def source(library: str, dtype: torch.dtype) -> str:
+    """The C++ of one of `LIBRARIES` for numbers of a type."""
     folder = Path(__file__).parent / "kernels"
-    return "\n".join((folder / f"{part}.cpp").read_text() for part in LIBRARIES[library])
+    chosen = f"#define NUMBER {NUMBERS[dtype]}\n#define NAMESPACE {namespace(dtype)}\n"
+    return chosen + "\n".join((folder / f"{part}.cpp").read_text() for part in LIBRARIES[library])
 
 
 @cache
-def load(library: str = "wide") -> None:
-    """Compile some kernels, or load them from inductor's cache, and register them in `torch.ops.hf_specdec`.
+def load(library: str, dtype: torch.dtype) -> None:
+    """Compile some kernels, or load them from inductor's cache, and register them in `torch.ops`.
 
     Raises:
         Exception: whatever inductor raises where there is no compiler or it fails.
@@ -52,9 +58,15 @@ def load(library: str = "wide") -> None:
     from torch._inductor.codecache import CppCodeCache
 
     with config.patch(INSTRUCTIONS):
-        CppCodeCache.load(source(library))
+        CppCodeCache.load(source(library, dtype))
     for name, shapes in SHAPES[library].items():
-        torch.library.register_fake(f"hf_specdec::{name}", shapes)
+        torch.library.register_fake(f"{namespace(dtype)}::{name}", shapes)
+
+
+def kernels(library: str, dtype: torch.dtype) -> Any:
+    """The operations of one of `LIBRARIES` for numbers of a type, loaded at the first use."""
+    load(library, dtype)
+    return getattr(torch.ops, namespace(dtype))
 
 
 def _linear_shapes(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[Tensor, ...]:
@@ -102,13 +114,12 @@ class FewTokenProducts(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = torch.ops.hf_specdec.linear(input.contiguous(), weight, bias)
+    result: Tensor = kernels("wide", input.dtype).linear(input.contiguous(), weight, bias)
     return result
 
 
 def _quantized(parts: QuantizedParts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    load("quantized")
-    result: Tensor = torch.ops.hf_specdec.quantized_linear(
+    result: Tensor = kernels("quantized", input.dtype).quantized_linear(
         input.contiguous(), parts.values, parts.scale, parts.shift, bias
     )
     return result
@@ -118,7 +129,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *, scale: float | None = None, **other: Any
 ) -> Tensor:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    mixed: Tensor = torch.ops.hf_specdec.attention(query, key, value, attn_mask, scale)
+    mixed: Tensor = kernels("wide", query.dtype).attention(query, key, value, attn_mask, scale)
     return mixed.transpose(1, 2)
 
 
@@ -170,7 +181,7 @@ def _takes_attention(
 
 
 def _is_ours(states: Tensor) -> bool:
-    return states.device.type == "cpu" and states.dtype in DTYPES
+    return states.device.type == "cpu" and states.dtype in NUMBERS
 
 
 def join_linears(trace: Graph) -> None:
@@ -180,8 +191,9 @@ def join_linears(trace: Graph) -> None:
     """
     layers: dict[Node, list[Node]] = {}
     for node in trace.nodes:
-        is_linear = node.op == "call_function" and node.target is torch.ops.hf_specdec.linear.default
-        if is_linear and all(arg.op != "call_function" for arg in node.all_input_nodes[1:]):  # weights stand ready
+        if _calls(node, "linear") and all(
+            arg.op != "call_function" for arg in node.all_input_nodes[1:]
+        ):  # weights stand ready
             layers.setdefault(cast(Node, node.args[0]), []).append(node)
     for input, nodes in layers.items():
         for at in range(0, len(nodes), 3):
@@ -195,7 +207,8 @@ def _join(trace: Graph, input: Node, nodes: Sequence[Node]) -> None:
     for constant in (*weights, *biases):
         if isinstance(constant, Node) and constant.op == "get_attr":
             nodes[0].prepend(constant)
-    together = torch.ops.hf_specdec.linear_2 if len(nodes) == 2 else torch.ops.hf_specdec.linear_3
+    ours = kernels("wide", nodes[0].meta["val"].dtype)
+    together = ours.linear_2 if len(nodes) == 2 else ours.linear_3
     with trace.inserting_before(nodes[0]):
         joined = trace.call_function(together.default, (input, *weights, *biases))
         joined.meta["val"] = None
@@ -213,11 +226,16 @@ def share_heads(trace: Graph) -> None:
     Models repeat them by `unsqueeze`, `expand` and `reshape`, which would copy the cache in every pass.
     """
     for node in trace.nodes:
-        if node.op == "call_function" and node.target is torch.ops.hf_specdec.attention.default:
+        if _calls(node, "attention"):
             key, value = (_before_repeating(arg) for arg in node.args[1:3])
             if key is not None and value is not None:
                 node.update_arg(1, key)
                 node.update_arg(2, value)
+
+
+def _calls(node: Node, kernel: str) -> bool:
+    """Whether a node calls a kernel, for numbers of whichever type."""
+    return str(node.target) in {f"{namespace(dtype)}.{kernel}.default" for dtype in NUMBERS}
 
 
 def _before_repeating(node: Node) -> Node | None:

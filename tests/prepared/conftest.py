@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.prepared.few_token_products import LIBRARIES, load, source
+from hf_specdec.prepared import few_token_products
+from hf_specdec.prepared.few_token_products import namespace, source
 
 
 @cache
-def _avx2_kernels() -> Any:
+def _avx2_kernels(library: str, dtype: torch.dtype) -> Any:
     """The kernels as they are where there is no AVX-512, under a name of their own.
 
     Built with little optimization, which takes a few seconds; what they compute is the same.
@@ -21,17 +22,15 @@ def _avx2_kernels() -> Any:
     from torch._inductor.codecache import CppCodeCache
 
     refusal = "#ifdef __AVX512F__\n#error the form for AVX-512\n#endif\n"
+    name = f"avx2_{namespace(dtype)}"
+    text = source(library, dtype).replace(f"NAMESPACE {namespace(dtype)}", f"NAMESPACE {name}")
     with config.patch({"cpp.simdlen": 256, "cpp.enable_floating_point_contract_flag": "fast"}):
-        for library in LIBRARIES:
-            text = source(library).replace("(hf_specdec,", "(hf_specdec_avx2,")
-            CppCodeCache.load(refusal + text, extra_flags=("-mno-avx512f", "-O1"))
-    return torch.ops.hf_specdec_avx2
+        CppCodeCache.load(refusal + text, extra_flags=("-mno-avx512f", "-O1"))
+    return getattr(torch.ops, name)
 
 
 @pytest.fixture(params=["this processor", "AVX2"])
 def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels as built for this processor, then those for AVX2 in their place."""
-    for library in LIBRARIES:
-        load(library)
     if request.param == "AVX2":
-        monkeypatch.setattr(torch.ops, "hf_specdec", _avx2_kernels())
+        monkeypatch.setattr(few_token_products, "kernels", _avx2_kernels)

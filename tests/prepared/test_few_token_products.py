@@ -8,16 +8,11 @@ from torch.fx import GraphModule
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from hf_specdec.prepared import few_token_products
-from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts, load
+from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
 from hf_specdec.prepared.step_trace import trace, value_of
 
 # The error of a sum of a few hundred products, and that of rounding the result once.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    load()
 
 
 def _draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -108,7 +103,7 @@ def test_shared_heads_are_read_where_they_are(heads: int) -> None:
     with FewTokenProducts():
         graph = trace(step, query)
     few_token_products.share_heads(graph)
-    (node,) = (node for node in graph.nodes if node.target is torch.ops.hf_specdec.attention.default)
+    (node,) = (node for node in graph.nodes if node.target is torch.ops.hf_specdec_double.attention.default)
     assert value_of(node.args[1]).shape[1] == heads
     constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
     torch.testing.assert_close(GraphModule(constants, graph)(query), step(query), rtol=0, atol=1e-12)

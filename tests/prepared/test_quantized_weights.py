@@ -16,7 +16,7 @@ from hf_specdec import SpeculativeDecoding
 from hf_specdec.bench.models.precision import unpack_without_compiler
 from hf_specdec.models.fingerprint import weights_of
 from hf_specdec.prepared import compiled_step, few_token_products, quantized_weights
-from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts, load
+from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 
 # The error of a sum of a few hundred products, and that of rounding the result once.
@@ -26,7 +26,6 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    load()
     unpack_without_compiler()
 
 
@@ -75,7 +74,9 @@ def test_products(shape: tuple[int, ...], rows: int, bits: int, shifts: str, dty
         parts = QuantizedParts(values, scale, shift)
         states, bias = _draw(*shape, dtype=dtype), _draw(rows, dtype=dtype)
         for given in (None, bias):
-            found = torch.ops.hf_specdec.quantized_linear(states, values, scale, parts.shift, given)
+            found = few_token_products.kernels("quantized", dtype).quantized_linear(
+                states, values, scale, parts.shift, given
+            )
             asked = linear(states.double(), _stands_for(parts), None if given is None else given.double())
             size = asked.abs().amax().clamp(min=1)
             assert found.dtype == dtype and found.shape == asked.shape

@@ -165,16 +165,16 @@ void attention_of(const Tensor& query, const Tensor& key, const Tensor& value, c
 // last dimension of all is contiguous, and the last two of keys and values are.
 Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double scale) {
   Tensor output = empty(query, {query.size(0), query.size(2), query.size(1), query.size(3)});
-  FOR_TYPE_OF(query, attention_of, query, key, value, mask, scale, output)
+  attention_of<NUMBER>(query, key, value, mask, scale, output);
   return output;
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(hf_specdec, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(NAMESPACE, library) {
   library.def("attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CPU, library) {
   library.impl("attention", TORCH_BOX(&attention));
 }

@@ -128,7 +128,7 @@ std::array<Tensor, Count> linears(const Tensor& input, const std::array<Tensor, 
     sizes.back() = weights[i].size(0);
     outputs[i] = empty(input, sizes);
   }
-  FOR_TYPE_OF(input, linear_of, input, Count, weights.data(), biases.data(), outputs.data())
+  linear_of<NUMBER>(input, Count, weights.data(), biases.data(), outputs.data());
   return outputs;
 }
 
@@ -152,7 +152,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_3(Tensor input, Tensor weight_0, Tenso
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(hf_specdec, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(NAMESPACE, library) {
   library.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
   library.def("linear_2(Tensor input, Tensor w0, Tensor w1, Tensor? b0, Tensor? b1) -> (Tensor, Tensor)");
   library.def(
@@ -160,7 +160,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(hf_specdec, library) {
       " -> (Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("linear_2", TORCH_BOX(&linear_2));
   library.impl("linear_3", TORCH_BOX(&linear_3));

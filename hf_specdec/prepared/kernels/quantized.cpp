@@ -170,16 +170,16 @@ Tensor quantized_linear(Tensor input, Tensor weight, Tensor scale, std::optional
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = scale.size(0);
   Tensor output = empty(input, sizes);
-  FOR_TYPE_OF(input, quantized_of, input, weight, scale, shift, bias, output)
+  quantized_of<NUMBER>(input, weight, scale, shift, bias, output);
   return output;
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(hf_specdec, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(NAMESPACE, library) {
   library.def("quantized_linear(Tensor input, Tensor weight, Tensor scale, Tensor? shift, Tensor? bias) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CPU, library) {
   library.impl("quantized_linear", TORCH_BOX(&quantized_linear));
 }

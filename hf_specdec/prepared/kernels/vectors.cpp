@@ -3,7 +3,7 @@
 // Matrix libraries are tuned for many rows. Here every weight is read from memory once per pass and multiplied with all
 // tokens while it is in a register, so that a pass over five tokens takes little more than a pass over one.
 // Numbers narrower than float are widened as they are read, sums are kept in float (in double for double), and results
-// are rounded to the type of the input.
+// are rounded to the type of the input. `NUMBER`, that type, and `NAMESPACE` are defined where the files are joined.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -184,16 +184,6 @@ template <class A> inline Vector<A> exponential(Vector<A> x) {
     return x;
   }
 }
-
-// `function<T>(arguments…)` for the type of the numbers in `like`.
-#define FOR_TYPE_OF(like, function, ...)                                                      \
-  switch ((like).scalar_type()) {                                                             \
-    case ScalarType::Float: function<float>(__VA_ARGS__); break;                              \
-    case ScalarType::Double: function<double>(__VA_ARGS__); break;                            \
-    case ScalarType::BFloat16: function<BFloat16>(__VA_ARGS__); break;                        \
-    case ScalarType::Half: function<Half>(__VA_ARGS__); break;                                \
-    default: STD_TORCH_CHECK(false, "few-token products take floating-point numbers only");   \
-  }
 
 // A contiguous tensor of the type of another; `torch::stable::new_empty` takes several times as long.
 Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes) {
