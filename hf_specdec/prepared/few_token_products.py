@@ -191,9 +191,8 @@ def join_linears(trace: Graph) -> None:
     """
     layers: dict[Node, list[Node]] = {}
     for node in trace.nodes:
-        if _calls(node, "linear") and all(
-            arg.op != "call_function" for arg in node.all_input_nodes[1:]
-        ):  # weights stand ready
+        weights_stand_ready = all(arg.op != "call_function" for arg in node.all_input_nodes[1:])
+        if _calls(node, "linear") and weights_stand_ready:
             layers.setdefault(cast(Node, node.args[0]), []).append(node)
     for input, nodes in layers.items():
         for at in range(0, len(nodes), 3):
