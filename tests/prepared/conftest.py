@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_specdec.prepared import few_token_products
+from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
 from hf_specdec.prepared.few_token_products import namespace, source
 
 
@@ -24,7 +25,7 @@ def _avx2_kernels(library: str, dtype: torch.dtype) -> Any:
     refusal = "#ifdef __AVX512F__\n#error the form for AVX-512\n#endif\n"
     name = f"avx2_{namespace(dtype)}"
     text = source(library, dtype).replace(f"NAMESPACE {namespace(dtype)}", f"NAMESPACE {name}")
-    with config.patch({"cpp.simdlen": 256, "cpp.enable_floating_point_contract_flag": "fast"}):
+    with config.patch({**INSTRUCTIONS, "cpp.simdlen": 256}):
         CppCodeCache.load(refusal + text, extra_flags=("-mno-avx512f", "-O1"))
     return getattr(torch.ops, name)
 
