@@ -2,23 +2,44 @@
 
 namespace {
 
-// Adds the products of R rows of `w` and T rows of `x`, over `width` columns, to sums[t][r]. Rows have `k`
-// columns, `left` of them from `w` on.
-template <class T, class X, class A, int R, int N>
-void tile(const T* w, const X* x, int64_t k, int64_t left, int64_t width, Four<A>* sums) {
+constexpr int64_t kAheadBytes = 4096;  // from what is read to what is fetched from memory
+
+// The products of some rows of `w` and one token, which waits for memory only: rows are read as they lie there.
+template <class T, class X, class A>
+void rows_of(int rows, const T* w, const X* x, int64_t k, Four<A>* sums) {
   using Multiply = Product<T, X>;
-  Vector<A> acc[R][N];
-  for (int r = 0; r < R; ++r)
+  constexpr int kWidth = Multiply::kWidth;
+  Four<A> folded[4] = {};
+  for (int r = 0; r < rows; ++r, w += k) {
+    Vector<A> even{}, odd{};
+    int64_t i = 0;
+    for (; i + 2 * kWidth <= k; i += 2 * kWidth) {
+      for (int half = 0; half < 2 * kWidth * int(sizeof(T)); half += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(w + i) + half + kAheadBytes, 0, 2);
+      even = Multiply::add(even, Multiply::weights(w + i), Multiply::token(x + i));
+      odd = Multiply::add(odd, Multiply::weights(w + i + kWidth), Multiply::token(x + i + kWidth));
+    }
+    for (; i + kWidth <= k; i += kWidth) even = Multiply::add(even, Multiply::weights(w + i), Multiply::token(x + i));
+    folded[r] = fold<A>(even + odd);
+    for (; i < k; ++i) folded[r][0] += A(widen(w[i])) * A(widen(x[i]));
+  }
+  *sums += sums_of<A>(folded[0], folded[1], folded[2], folded[3]);
+}
+
+// Adds the products of four rows of `w` and N rows of `x`, over `width` columns, to sums[t][r]. Rows have `k` columns.
+// Meanwhile the memory from `next` on is fetched, as it lies there: the processor does not foresee jumps between rows.
+template <class T, class X, class A, int N>
+void tile(const T* w, const X* x, int64_t k, int64_t width, const T* next, Four<A>* sums) {
+  using Multiply = Product<T, X>;
+  Vector<A> acc[4][N];
+  for (int r = 0; r < 4; ++r)
     for (int t = 0; t < N; ++t) acc[r][t] = Vector<A>{};
-  // The processor does not foresee the jumps between rows: what is read next is the rest of the row, then the next
-  // tile's. Where it has little else to do, one token without widening, asking for it costs more than it brings.
-  constexpr bool foresee = N > 1 || sizeof(T) < sizeof(X);
   int64_t i = 0;
   for (; i + Multiply::kWidth <= width; i += Multiply::kWidth) {
-    typename Multiply::Weights weights[R];
+    typename Multiply::Weights weights[4];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      if (foresee) __builtin_prefetch(w + r * k + i + kAhead + (i + kAhead < left ? 0 : 3 * k), 0, 2);
+    for (int r = 0; r < 4; ++r, next += Multiply::kWidth) {
+      __builtin_prefetch(next, 0, 2);
       weights[r] = Multiply::weights(w + r * k + i);
     }
 #pragma GCC unroll 8
@@ -26,50 +47,38 @@ void tile(const T* w, const X* x, int64_t k, int64_t left, int64_t width, Four<A
       typename Multiply::Token token = Multiply::token(x + t * k + i);
       asm("" : "+v"(token));  // stays in a register: gcc would read it again for every row
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) acc[r][t] = Multiply::add(acc[r][t], weights[r], token);
+      for (int r = 0; r < 4; ++r) acc[r][t] = Multiply::add(acc[r][t], weights[r], token);
     }
   }
 #pragma GCC unroll 8
-  for (int t = 0; t < N; ++t) {
-    Four<A> rows[4] = {};
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) rows[r] = fold<A>(acc[r][t]);
-    sums[t] += sums_of<A>(rows[0], rows[1], rows[2], rows[3]);
-  }
+  for (int t = 0; t < N; ++t)
+    sums[t] += sums_of<A>(fold<A>(acc[0][t]), fold<A>(acc[1][t]), fold<A>(acc[2][t]), fold<A>(acc[3][t]));
   for (; i < width; ++i)
     for (int t = 0; t < N; ++t)
-      for (int r = 0; r < R; ++r) sums[t][r] += A(widen(w[r * k + i])) * A(widen(x[t * k + i]));
-}
-
-template <class T, class X, class A, int N>
-void tile_of(int rows, const T* w, const X* x, int64_t k, int64_t left, int64_t width, Four<A>* sums) {
-  if (rows == 4) return tile<T, X, A, 4, N>(w, x, k, left, width, sums);
-  // The last rows of a matrix, if their number is no multiple of four: one after another.
-  for (int r = 0; r < rows; ++r)
-    for (int t = 0; t < N; ++t) {
-      Four<A> one = {};
-      tile<T, X, A, 1, 1>(w + r * k, x + t * k, k, left, width, &one);
-      sums[t][r] += one[0];
-    }
+      for (int r = 0; r < 4; ++r) sums[t][r] += A(widen(w[r * k + i])) * A(widen(x[t * k + i]));
 }
 
 // The products of up to four rows of weights and all tokens. Tokens come in groups of about equal size, which read the
 // same columns of the weights one after another, from the cache.
 template <class T, class X, class A>
 void products(int rows, const T* w, const X* x, int64_t tokens, int64_t k, Four<A>* sums) {
+  if (tokens == 1 || rows < 4) {
+    for (int64_t t = 0; t < tokens; ++t) rows_of<T, X, A>(rows, w, x + t * k, k, sums + t);
+    return;
+  }
   const int64_t groups = (tokens + kTokens - 1) / kTokens;
   for (int64_t at = 0; at < k; at += kColumns) {
     const int64_t width = std::min(kColumns, k - at);
+    const T* next = w + 4 * (k + at) + kAheadBytes / sizeof(T);
     for (int64_t group = 0, t = 0; group < groups; ++group) {
       const int64_t size = (tokens - t + groups - group - 1) / (groups - group);
       const X* tokens_from = x + t * k + at;
       switch (size) {
-        case 1: tile_of<T, X, A, 1>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
-        case 2: tile_of<T, X, A, 2>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
-        case 3: tile_of<T, X, A, 3>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
-        case 4: tile_of<T, X, A, 4>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
-        case 5: tile_of<T, X, A, 5>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
-        case 6: tile_of<T, X, A, 6>(rows, w + at, tokens_from, k, k - at, width, sums + t); break;
+        case 2: tile<T, X, A, 2>(w + at, tokens_from, k, width, next, sums + t); break;
+        case 3: tile<T, X, A, 3>(w + at, tokens_from, k, width, next, sums + t); break;
+        case 4: tile<T, X, A, 4>(w + at, tokens_from, k, width, next, sums + t); break;
+        case 5: tile<T, X, A, 5>(w + at, tokens_from, k, width, next, sums + t); break;
+        case 6: tile<T, X, A, 6>(w + at, tokens_from, k, width, next, sums + t); break;
       }
       t += size;
     }
@@ -98,7 +107,7 @@ void linear_of(const Tensor& input, int count, const Tensor* weights, const std:
     tiles += (layers[i].rows + 3) / 4;
   }
   const Widened<T, TokenOf<T>> x(input);
-  const int64_t part = part_of_tiles(tiles, tokens);
+  const int64_t part = part_of_tiles(tiles);
 #pragma omp parallel if (4 * tiles * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);

@@ -2,7 +2,7 @@
 
 namespace {
 
-constexpr int64_t kAheadBytes = 8192;  // of weights, from what is read to what is fetched from memory
+constexpr int64_t kAheadBytes = 8192;  // from what is read to what is fetched from memory
 
 // 8 bits are signed; 4 bits, the low or the high half of a byte, are not.
 enum Part { kByte, kLow, kHigh };
@@ -128,7 +128,7 @@ void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& sca
   const Aligned<A> multiplied(given ? 0 : n * groups);
   for (int64_t i = 0; i < (given ? 0 : n * groups); ++i) multiplied.data[i] = whole ? scales.data[i] * whole[i] : A(0);
   const A* shifts = given ? numbers.data : multiplied.data;
-  const int64_t part = part_of_tiles((most + step - 1) / step, tokens);
+  const int64_t part = part_of_tiles((most + step - 1) / step);
 #pragma omp parallel if (n * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);

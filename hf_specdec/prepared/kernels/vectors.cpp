@@ -38,8 +38,6 @@ constexpr int kVectorBytes = 32;
 constexpr int64_t kTokens = 3;
 #endif
 constexpr int64_t kColumns = 1024;   // of a tile; what it reads of the input stays in the first-level cache
-constexpr int64_t kAhead = 1024;     // columns from what is read to what is fetched from memory
-constexpr int64_t kPart = 16;          // tiles of one token's pass that a thread takes at a time
 constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
 
 struct BFloat16 { uint16_t bits; };
@@ -131,11 +129,10 @@ template <class T, class A> struct Widened {
   const A* data;
 };
 
-// How many of a matrix's tiles a thread takes at a time. One token waits for memory only, which serves threads unequally:
-// they take few.
-inline int64_t part_of_tiles(int64_t tiles, int64_t tokens) {
-  const int64_t threads = omp_get_max_threads();
-  return tokens == 1 ? kPart : (tiles + threads - 1) / threads;
+// How many of a matrix's tiles a thread takes at a time: few enough that no thread waits long for a slower one, as many
+// as make reading steady.
+inline int64_t part_of_tiles(int64_t tiles) {
+  return std::clamp<int64_t>(tiles / (4 * omp_get_max_threads()), 16, 64);
 }
 
 // How a row of weights meets a token: the type of the token's numbers, as many of both as an instruction multiplies, and
