@@ -59,14 +59,15 @@ void tile(const T* w, const X* x, int64_t k, int64_t width, const T* next, Four<
 }
 
 // The products of up to four rows of weights and all tokens. Tokens come in groups of about equal size, which read the
-// same columns of the weights one after another, from the cache.
+// same columns of the weights one after another, from the cache. Two groups are faster than one that would do: the
+// second leaves memory the time to bring what comes next, and asks for it again.
 template <class T, class X, class A>
 void products(int rows, const T* w, const X* x, int64_t tokens, int64_t k, Four<A>* sums) {
   if (tokens == 1 || rows < 4) {
     for (int64_t t = 0; t < tokens; ++t) rows_of<T, X, A>(rows, w, x + t * k, k, sums + t);
     return;
   }
-  const int64_t groups = (tokens + kTokens - 1) / kTokens;
+  const int64_t groups = std::max<int64_t>((tokens + kTokens - 1) / kTokens, tokens > 3 ? 2 : 1);
   for (int64_t at = 0; at < k; at += kColumns) {
     const int64_t width = std::min(kColumns, k - at);
     const T* next = w + 4 * (k + at) + kAheadBytes / sizeof(T);
