@@ -210,6 +210,17 @@ def test_engines_say_where_drafting_is_faster_by_the_interval(results: dict[str,
     assert "is not shown to be faster at batch size 1 (0.50" in slower and "is faster than" not in slower
 
 
+def test_a_share_of_the_memorys_bandwidth_above_1_is_explained(results: dict[str, Result]) -> None:
+    result = results["engines"]
+    for factor, said in ((2.0, True), (0.5, False)):
+        bytes_read = 2**30
+        limit = rate(calls(result, "plain", batch=1)) * bytes_read / factor
+        memory = {"context": 9, "weight_bytes": bytes_read, "cache_bytes": 0, "read_bytes_per_second": limit}
+        text = "\n".join(engines.conclusions({**result, "memory": memory}))
+        assert f"Plain generate() reaches {100 * factor:.1f}% of the bandwidth limit" in text
+        assert (f"{100 * factor:.1f}% of the bandwidth limit: memory was read faster" in text) == said
+
+
 def test_the_load_of_the_machine_is_said_above_half_a_core(results: dict[str, Result]) -> None:
     result = results["benchmark"]
     for cores, said in ((0.4, False), (0.6, True)):

@@ -124,5 +124,7 @@ def _bandwidth_lines(result: Result) -> list[str]:
     for method in (m for m in result["methods"] if m["kind"] in ("plain", "none")):
         rate = speed.decode_rate(speed.calls_of(result, method["name"], batch=1))
         share = None if rate is None else bandwidth.share(rate, memory)
-        lines.append(f"{capital(method['title'])} reaches {percent(share)} of the bandwidth limit.")
+        beyond = share is not None and share > 1
+        why = ": memory was read faster during these calls than when its speed was measured" if beyond else ""
+        lines.append(f"{capital(method['title'])} reaches {percent(share)} of the bandwidth limit{why}.")
     return lines
