@@ -16,14 +16,18 @@ BUFFER = {"cpu": 256 * 2**20, "other": 2 * 2**30}
 _READS = 15
 
 
-def describe(pair: LoadedPair, context: int) -> dict[str, Any]:
-    """Bytes of a step of the target at batch size 1 and a context of so many tokens, and bytes/s of the device."""
-    device = pair.target.device
+def describe(pair: LoadedPair, context: int, earlier_rate: float = 0.0) -> dict[str, Any]:
+    """Bytes of a step of the target at batch size 1 and a context of so many tokens, and bytes/s of the device.
+
+    Args:
+        earlier_rate: `device_rate` at another moment, bytes/s. Other jobs can slow a shared machine's memory for
+            minutes: the faster of two moments is nearer to its limit.
+    """
     return {
         "context": context,
         "weight_bytes": weight_bytes(pair.target),
         "cache_bytes": None if pair.encoder_decoder else cache_bytes(pair.target, context),
-        "read_bytes_per_second": read_rate(device, BUFFER["cpu" if device.type == "cpu" else "other"]),
+        "read_bytes_per_second": max(earlier_rate, device_rate(pair.target.device)),
     }
 
 
@@ -48,6 +52,11 @@ def cache_bytes(model: PreTrainedModel, context: int) -> int:
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
     return context * sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def device_rate(device: torch.device) -> float:
+    """Bytes per second at which a device reads its memory, beyond its caches."""
+    return read_rate(device, BUFFER["cpu" if device.type == "cpu" else "other"])
 
 
 def read_rate(device: torch.device, size: int) -> float:

@@ -47,12 +47,10 @@ def _measured(settings: Settings) -> dict[str, Any]:
     spare = max(method.longest for method in methods)
     count = max(rows, *settings.batch_sizes)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens, spare=spare)
-    context = settings.prompt_lengths[0] + settings.max_new_tokens // 2
-    before = bandwidth.describe(pair, context)
+    rate_before = bandwidth.device_rate(pair.target.device)
     result = measured(settings, pair, methods, prompts, batches_of(prompts, settings, rows))
-    # Other jobs can slow a shared machine's memory for minutes: the faster of two moments is nearer to its limit.
-    moments = (before, bandwidth.describe(pair, context))
-    result["memory"] = max(moments, key=lambda memory: memory["read_bytes_per_second"])
+    context = settings.prompt_lengths[0] + settings.max_new_tokens // 2
+    result["memory"] = bandwidth.describe(pair, context, rate_before)
     for refusal in (assisted_refusal(settings, pair), llama_cpp_refusal(settings, pair)):
         if refusal is not None:
             result["notes"].append(refusal)
