@@ -9,7 +9,8 @@ template <class T, class X, class A>
 void rows_of(int rows, const T* w, const X* x, int64_t k, Four<A>* sums) {
   using Multiply = Product<T, X>;
   constexpr int kWidth = Multiply::kWidth;
-  Four<A> folded[4] = {};
+  Vector<A> folded[4] = {};
+  Four<A> last{};
   for (int r = 0; r < rows; ++r, w += k) {
     Vector<A> even{}, odd{};
     int64_t i = 0;
@@ -20,10 +21,10 @@ void rows_of(int rows, const T* w, const X* x, int64_t k, Four<A>* sums) {
       odd = Multiply::add(odd, Multiply::weights(w + i + kWidth), Multiply::token(x + i + kWidth));
     }
     for (; i + kWidth <= k; i += kWidth) even = Multiply::add(even, Multiply::weights(w + i), Multiply::token(x + i));
-    folded[r] = fold<A>(even + odd);
-    for (; i < k; ++i) folded[r][0] += A(widen(w[i])) * A(widen(x[i]));
+    folded[r] = even + odd;
+    for (; i < k; ++i) last[r] += A(widen(w[i])) * A(widen(x[i]));
   }
-  *sums += sums_of<A>(folded[0], folded[1], folded[2], folded[3]);
+  *sums += last + sums_of<A>(folded[0], folded[1], folded[2], folded[3]);
 }
 
 // Adds the products of four rows of `w` and N rows of `x`, over `width` columns, to sums[t][r]. Rows have `k` columns.
@@ -52,7 +53,7 @@ void tile(const T* w, const X* x, int64_t k, int64_t width, const T* next, Four<
   }
 #pragma GCC unroll 8
   for (int t = 0; t < N; ++t)
-    sums[t] += sums_of<A>(fold<A>(acc[0][t]), fold<A>(acc[1][t]), fold<A>(acc[2][t]), fold<A>(acc[3][t]));
+    sums[t] += sums_of<A>(acc[0][t], acc[1][t], acc[2][t], acc[3][t]);
   for (; i < width; ++i)
     for (int t = 0; t < N; ++t)
       for (int r = 0; r < 4; ++r) sums[t][r] += A(widen(w[r * k + i])) * A(widen(x[t * k + i]));
@@ -108,11 +109,10 @@ void linear_of(const Tensor& input, int count, const Tensor* weights, const std:
     tiles += (layers[i].rows + 3) / 4;
   }
   const Widened<T, TokenOf<T>> x(input);
-  const int64_t part = part_of_tiles(tiles);
 #pragma omp parallel if (4 * tiles * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);
-#pragma omp for schedule(dynamic, part)
+#pragma omp for schedule(guided, 4)
     for (int64_t tile = 0; tile < tiles; ++tile) {
       int64_t row = 4 * tile;
       const Layer<T>* layer = layers.data();

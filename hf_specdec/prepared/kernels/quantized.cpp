@@ -88,7 +88,7 @@ void quantized_tile(const Rows<A>& rows, const A* x, int64_t k, int64_t at, int6
   for (int r = 0; r < 4; ++r) scales[r] = grouped ? A(1) : *rows.scale[r];
 #pragma GCC unroll 8
   for (int t = 0; t < N; ++t)
-    sums[t] += scales * sums_of<A>(fold<A>(acc[0][t]), fold<A>(acc[1][t]), fold<A>(acc[2][t]), fold<A>(acc[3][t]));
+    sums[t] += scales * sums_of<A>(acc[0][t], acc[1][t], acc[2][t], acc[3][t]);
 }
 
 // The products of four rows of weights and all tokens; see `products`.
@@ -128,14 +128,13 @@ void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& sca
   const Aligned<A> multiplied(given ? 0 : n * groups);
   for (int64_t i = 0; i < (given ? 0 : n * groups); ++i) multiplied.data[i] = whole ? scales.data[i] * whole[i] : A(0);
   const A* shifts = given ? numbers.data : multiplied.data;
-  const int64_t part = part_of_tiles((most + step - 1) / step);
 #pragma omp parallel if (n * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);
     Rows<A> rows;
     rows.width = k / groups;
     rows.ahead = std::max<int64_t>(kAheadBytes / (step * k), 1) * step * k;
-#pragma omp for schedule(dynamic, part)
+#pragma omp for schedule(guided, 4)
     for (int64_t at = 0; at < most; at += step) {
       std::fill(sums.begin(), sums.end(), Four<A>{});
       int64_t row[4];
@@ -157,9 +156,12 @@ void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& sca
 template <class T>
 void quantized_of(const Tensor& input, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& shift,
                   const std::optional<Tensor>& bias, Tensor& output) {
-  auto rows = quantized_rows<4, true, T>;
-  if (weight.scalar_type() == ScalarType::Char)
-    rows = shift || scale.size(1) > 1 ? quantized_rows<8, true, T> : quantized_rows<8, false, T>;
+  const bool bytes = weight.scalar_type() == ScalarType::Char, grouped = shift || scale.size(1) > 1;
+#ifdef __AVX512VNNI__
+  if constexpr (!std::is_same_v<T, double>)
+    if (bytes && !grouped) return whole_linear<T>(input, weight, scale, bias, output);
+#endif
+  auto rows = bytes ? grouped ? quantized_rows<8, true, T> : quantized_rows<8, false, T> : quantized_rows<4, true, T>;
   rows(input, weight, scale, shift, bias, output);
 }
 

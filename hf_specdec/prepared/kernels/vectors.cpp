@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <new>
 #include <optional>
@@ -94,19 +95,27 @@ template <class T> inline T narrow(typename SumOf<T>::type v) {
   }
 }
 
-template <class A> inline Four<A> fold(Vector<A> v) {
+// Every four lanes joined into four.
+template <class A, class Join = std::plus<>> inline Four<A> fold(Vector<A> v, Join join = {}) {
   Four<A> parts[kLanes<A> / 4];
   std::memcpy(parts, &v, sizeof v);
-  for (int i = 1; i < kLanes<A> / 4; ++i) parts[0] += parts[i];
+  for (int i = 1; i < kLanes<A> / 4; ++i) parts[0] = join(parts[0], parts[i]);
   return parts[0];
 }
 
-// The sums of four vectors.
-template <class A> inline Four<A> sums_of(Four<A> a, Four<A> b, Four<A> c, Four<A> d) {
-  using Index = typename Lanes<std::conditional_t<sizeof(A) == 8, int64_t, int32_t>, 4>::type;
-  auto ab = __builtin_shuffle(a, b, Index{0, 4, 1, 5}) + __builtin_shuffle(a, b, Index{2, 6, 3, 7});
-  auto cd = __builtin_shuffle(c, d, Index{0, 4, 1, 5}) + __builtin_shuffle(c, d, Index{2, 6, 3, 7});
-  return __builtin_shuffle(ab, cd, Index{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Index{2, 3, 6, 7});
+// The sums of four vectors: they are shuffled and added until every four lanes hold a part of each sum.
+template <class A> inline Four<A> sums_of(Vector<A> a, Vector<A> b, Vector<A> c, Vector<A> d) {
+  constexpr int n = kLanes<A>;
+  using Index = typename Lanes<std::conditional_t<sizeof(A) == 8, int64_t, int32_t>, n>::type;
+  Index pairs, halves;  // of every four lanes: a0 b0 a1 b1, and a0 a1 b0 b1
+#pragma GCC unroll 16
+  for (int i = 0; i < n; ++i) {
+    pairs[i] = i / 4 * 4 + i % 4 / 2 + i % 2 * n;
+    halves[i] = i / 4 * 4 + i % 2 + i % 4 / 2 * n;
+  }
+  const auto ab = __builtin_shuffle(a, b, pairs) + __builtin_shuffle(a, b, pairs + 2);
+  const auto cd = __builtin_shuffle(c, d, pairs) + __builtin_shuffle(c, d, pairs + 2);
+  return fold<A>(__builtin_shuffle(ab, cd, halves) + __builtin_shuffle(ab, cd, halves + 2));
 }
 
 // Memory that vectors are read from without crossing a line of the cache.
@@ -128,12 +137,6 @@ template <class T, class A> struct Widened {
   const Aligned<A> copy;
   const A* data;
 };
-
-// How many of a matrix's tiles a thread takes at a time: few enough that no thread waits long for a slower one, as many
-// as make reading steady.
-inline int64_t part_of_tiles(int64_t tiles) {
-  return std::clamp<int64_t>(tiles / (4 * omp_get_max_threads()), 16, 64);
-}
 
 // How a row of weights meets a token: the type of the token's numbers, as many of both as an instruction multiplies, and
 // that instruction. Weights are widened where the token's numbers are wider.

@@ -1,0 +1,176 @@
+// Products of few tokens and a matrix of 8 bits a number, where the processor multiplies bytes (AVX-512 VNNI).
+//
+// One instruction multiplies 64 pairs of bytes, four times as many as it would of floats, and no weight is widened. A
+// token's numbers become whole multiples of the largest of them over 2^23, and each of these three digits to the base
+// 256. Sums of products of digits are exact, so a result is as precise as in float, and the same whichever tokens come
+// with it.
+
+namespace {
+
+#ifdef __AVX512VNNI__
+constexpr int kDigits = 3;
+constexpr int kBytes = 64;  // of a row, multiplied at a time
+constexpr float kLargest = 127 * 65536;
+constexpr int64_t kFetchedBytes = 4096;  // from what is read to what is fetched from memory
+
+// Adds the products of bytes without and with a sign, of every four neighbours to one of 16 sums. Written in assembler
+// since gcc copies sums that it could leave in their registers.
+inline void add_products(__m512i& sums, __m512i weights, __m512i digits) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(digits));
+}
+
+// The tokens `[tokens, k]` as digits `[steps, tokens, 3, 64]`, the highest first, with zeros after the last column.
+struct Digits {
+  Digits(const float* x, int64_t tokens, int64_t k)
+      : tokens(tokens), k(k), steps((k + kBytes - 1) / kBytes), digits(steps * tokens * kDigits * kBytes),
+        starts(tokens * kDigits), unit(tokens) {
+    for (int64_t token = 0; token < tokens; ++token) write(x + token * k, token);
+  }
+
+  int8_t* at(int64_t step, int64_t token) const { return digits.data + (step * tokens + token) * kDigits * kBytes; }
+
+  // The columns of a step. Predicted, since every load would wait for a mask that is computed.
+  __mmask64 given(int64_t step) const {
+    if (__builtin_expect(step < k / kBytes, 1)) return ~0ull;
+    return (1ull << k % kBytes) - 1;
+  }
+
+  const int64_t tokens, k, steps;
+  const Aligned<int8_t> digits;
+  const Aligned<__m512i> starts;  // `[tokens, 3]`: what sums start from, as weights without a sign are 128 larger
+  const Aligned<float> unit;      // of each token: what its numbers are multiples of
+
+ private:
+  void write(const float* x, int64_t token) {
+    const auto part = [&](int64_t i) {
+      return _mm512_maskz_loadu_ps((1u << std::clamp<int64_t>(k - i, 0, 16)) - 1, x + i);
+    };
+    __m512 most = _mm512_setzero_ps(), zeros = _mm512_setzero_ps();  // zeros unless a number is not finite
+    for (int64_t i = 0; i < k; i += 16) {
+      most = _mm512_max_ps(most, _mm512_abs_ps(part(i)));
+      zeros += part(i) * 0.f;
+    }
+    const float largest = _mm512_reduce_max_ps(most), scale = largest > 0 ? kLargest / largest : 0;
+    unit.data[token] = largest / kLargest + _mm512_reduce_add_ps(zeros);
+    __m512i sums[kDigits] = {};
+    for (int64_t step = 0; step < steps; ++step) {
+      int8_t* to = at(step, token);
+      for (int64_t i = 0; i < kBytes; i += 16) {
+        __m512i rest = _mm512_cvtps_epi32(part(step * kBytes + i) * scale);
+        for (int digit = kDigits - 1; digit >= 0; --digit) {
+          const __m128i last = _mm512_cvtepi32_epi8(rest);
+          _mm_store_si128((__m128i*)(to + digit * kBytes + i), last);
+          rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, _mm512_cvtepi8_epi32(last)), 8);
+        }
+      }
+      for (int digit = 0; digit < kDigits; ++digit)
+        add_products(sums[digit], _mm512_set1_epi8(-128), _mm512_load_si512(to + digit * kBytes));
+    }
+    for (int digit = 0; digit < kDigits; ++digit)
+      starts.data[token * kDigits + digit] = _mm512_sub_epi32(_mm512_setzero_si512(), sums[digit]);
+  }
+};
+
+// A row's bytes without a sign, 128 larger.
+inline __m512i unsigned_bytes(const int8_t* from, __mmask64 given) {
+  return _mm512_xor_si512(_mm512_maskz_loadu_epi8(given, from), _mm512_set1_epi8(-128));
+}
+
+inline Vector<float> number_of(const __m512i* sums) {
+  __m512 number = _mm512_cvtepi32_ps(sums[0]);
+#pragma GCC unroll 4
+  for (int digit = 1; digit < kDigits; ++digit) number = number * 256.f + _mm512_cvtepi32_ps(sums[digit]);
+  return (Vector<float>)number;
+}
+
+// The products of four rows of weights and one token, which waits for memory only: rows are read as they lie there.
+inline void whole_rows_of(const int8_t* const* rows, const Digits& x, Four<float>* sums) {
+  Vector<float> found[4];
+  for (int r = 0; r < 4; ++r) {
+    __m512i acc[kDigits];
+#pragma GCC unroll 4
+    for (int digit = 0; digit < kDigits; ++digit) acc[digit] = x.starts.data[digit];
+    for (int64_t step = 0; step < x.steps; ++step) {
+      const int8_t* from = rows[r] + step * kBytes;
+      __builtin_prefetch(from + kFetchedBytes, 0, 2);
+      const __m512i weights = unsigned_bytes(from, x.given(step));
+#pragma GCC unroll 4
+      for (int digit = 0; digit < kDigits; ++digit)
+        add_products(acc[digit], weights, _mm512_load_si512(x.at(step, 0) + digit * kBytes));
+    }
+    found[r] = number_of(acc);
+  }
+  *sums = sums_of<float>(found[0], found[1], found[2], found[3]) * x.unit.data[0];
+}
+
+// The products of four rows of weights and N tokens from `first` on, to sums[t][r]. Meanwhile the memory from `next` on
+// is fetched.
+template <int N>
+void whole_tile(const int8_t* const* rows, const Digits& x, int64_t first, const int8_t* next, Four<float>* sums) {
+  __m512i acc[4][N][kDigits];
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; ++r)
+#pragma GCC unroll 8
+    for (int t = 0; t < N; ++t)
+#pragma GCC unroll 4
+      for (int digit = 0; digit < kDigits; ++digit) acc[r][t][digit] = x.starts.data[(first + t) * kDigits + digit];
+  for (int64_t step = 0; step < x.steps; ++step) {
+    const int8_t* digits_of = x.at(step, first);
+    const __mmask64 given = x.given(step);
+    __m512i weights[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r, next += kBytes) {
+      __builtin_prefetch(next, 0, 2);
+      weights[r] = unsigned_bytes(rows[r] + step * kBytes, given);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < N; ++t)
+#pragma GCC unroll 4
+      for (int digit = 0; digit < kDigits; ++digit) {
+        const __m512i digits = _mm512_load_si512(digits_of + (t * kDigits + digit) * kBytes);
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) add_products(acc[r][t][digit], weights[r], digits);
+      }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < N; ++t)
+    sums[t] = sums_of<float>(number_of(acc[0][t]), number_of(acc[1][t]), number_of(acc[2][t]), number_of(acc[3][t])) *
+              x.unit.data[first + t];
+}
+
+// The same for all tokens, two at a time, which fills the registers.
+inline void whole_products(const int8_t* const* rows, const Digits& x, const int8_t* next, Four<float>* sums) {
+  if (x.tokens == 1) return whole_rows_of(rows, x, sums);
+  int64_t t = 0;
+  for (; t + 2 <= x.tokens; t += 2) whole_tile<2>(rows, x, t, next, sums + t);
+  if (t < x.tokens) whole_tile<1>(rows, x, t, next, sums + t);
+}
+
+// A linear layer whose rows of weights have one scale each.
+template <class T>
+void whole_linear(const Tensor& input, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& bias,
+                  Tensor& output) {
+  const int64_t n = scale.size(0), k = weight.size(1), tokens = output.numel() / n;
+  const int8_t* w = static_cast<const int8_t*>(weight.data_ptr());
+  const Widened<T, float> numbers(input), scales(scale);
+  const Digits x(numbers.data, tokens, k);
+  const T* b = bias ? static_cast<const T*>(bias->data_ptr()) : nullptr;
+  T* out = static_cast<T*>(output.data_ptr());
+#pragma omp parallel if (n * k * tokens > kSerial)
+  {
+    std::vector<Four<float>> sums(tokens);
+#pragma omp for schedule(guided, 4)
+    for (int64_t at = 0; at < n; at += 4) {
+      const int8_t* rows[4];
+      for (int r = 0; r < 4; ++r) rows[r] = w + std::min(at + r, n - 1) * k;
+      whole_products(rows, x, rows[0] + 4 * k + kFetchedBytes, sums.data());
+      const int given = int(std::min<int64_t>(4, n - at));
+      for (int64_t t = 0; t < tokens; ++t)
+        for (int r = 0; r < given; ++r)
+          out[t * n + at + r] = narrow<T>(sums[t][r] * scales.data[at + r] + (b ? widen(b[at + r]) : 0.f));
+    }
+  }
+}
+#endif
+
+}  // namespace
