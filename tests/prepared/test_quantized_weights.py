@@ -86,7 +86,7 @@ def test_products(shape: tuple[int, ...], rows: int, bits: int, shifts: str, dty
 @pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("tokens", [1, 4, 5])
 def test_a_large_number_leaves_the_others_precise(tokens: int) -> None:
-    """Numbers beside one of 10⁴ are known to 0.0006. Models have such numbers; 16 bits would know the others to 0.15."""
+    """Beside 10⁴, other numbers are known to 0.0006, with 16 bits to 0.15. Models have such numbers."""
     values = torch.randint(-128, 128, (8, 200), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     values[:, 3] = 0
     states, scale = _draw(tokens, 200, dtype=torch.float32), torch.full((8, 1), 0.01)
