@@ -112,6 +112,7 @@ void linear_of(const Tensor& input, int count, const Tensor* weights, const std:
 #pragma omp parallel if (4 * tiles * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);
+    // Large parts first, which memory brings steadily; small ones last, so that no thread waits long for another.
 #pragma omp for schedule(guided, 4)
     for (int64_t tile = 0; tile < tiles; ++tile) {
       int64_t row = 4 * tile;

@@ -1,9 +1,9 @@
 // Products of few tokens and a matrix of 8 bits a number, where the processor multiplies bytes (AVX-512 VNNI).
 //
 // One instruction multiplies 64 pairs of bytes, four times as many as it would of floats, and no weight is widened. A
-// token's numbers become whole multiples of the largest of them over 2^23, and each of these three digits to the base
-// 256. Sums of products of digits are exact, so a result is as precise as in float, and the same whichever tokens come
-// with it.
+// token's numbers become whole multiples of its largest one divided by 127 · 2^16, each of three digits to the base 256.
+// Sums of products of digits are exact, so a result is as precise as in float, and the same whichever tokens come with
+// it.
 
 namespace {
 
