@@ -2,7 +2,7 @@
 
 For a small model, calling its modules takes longer than the computation. A recording replays the model's own
 operations bit by bit; making one needs no compiler and takes as long as about thirty passes. Weights and caches are
-inputs of a recording, so it holds no copy of them and serves texts of any length; torch's graph takes 2 to 3 MB a
+inputs of a recording, so it holds no copy of them and serves texts of any length; torch's graph takes about 3 MB a
 layer. Models whose passes do more in Python than call operations are not recorded.
 """
 

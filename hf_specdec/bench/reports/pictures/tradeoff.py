@@ -27,10 +27,11 @@ from hf_specdec.bench.reports.pictures.drawing import (
 )
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.running.methods import STRATEGY_TITLES
+from hf_specdec.config import LOSSY_STRATEGIES
 
 _CROWDED = 12  # methods
 _COLUMNS = 3  # of panels, one a subtask
-_MARKERS = {"bild": "o", "lenient": "s", "typical": "^", "ensemble": "v"}  # the lossy strategies
+_MARKERS = dict(zip(LOSSY_STRATEGIES, "os^v", strict=True))
 _SPAN = 4.0  # points of ROUGE-L that the axis shows at least
 
 
