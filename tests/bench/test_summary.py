@@ -214,6 +214,26 @@ def test_engines_are_compared_with_llama_cpp_plain_with_plain_and_drafting_with_
     assert found[f"{where}: ours drafting, over llama.cpp-f32 with a draft {pair}"] == pytest.approx(1.2)
 
 
+def test_a_trimmed_draft_is_compared_with_the_whole_one() -> None:
+    ours = {"engine": "eager", "same_engine": "none eager"}
+    methods = [
+        method("plain"),
+        method("whole", "speculative", **ours),
+        method("trimmed", "speculative", draft="small, head of 800 tokens", **ours),
+    ]
+    # Six tokens behind the first delivery, in two seconds and in one.
+    calls = [plain_call()]
+    calls += [
+        drafted_call([(4, 4), (4, 4), (4, 0)], seconds=seconds, method=name)
+        for name, seconds in (("whole", 3.0), ("trimmed", 2.0))
+    ]
+    found = found_in("benchmark", result_of(calls, methods))
+    words = "Prompts of 100 tokens: whole, head of 800 tokens, over the whole head (large + small, greedy)"
+    assert found[words] == pytest.approx(2.0)
+    (alone,) = found_in("benchmark", result_of(calls[:2], methods[:2])).items()
+    assert "whole over plain generate()" in alone[0], "a run without a trimmed draft claims nothing about one"
+
+
 def test_an_aligned_draft_s_gain_is_a_claim() -> None:
     calls = [drafted_call([(4, 1)], method="before"), drafted_call([(4, 3)], method="after")]
     result = result_of(calls, [method(name, "speculative") for name in ("before", "after")])

@@ -16,7 +16,7 @@ from hf_specdec.bench.reports.markdown import capital, table
 from hf_specdec.bench.reports.rendering import title_note
 from hf_specdec.bench.reports.tables import growth, llama_cpp, methods
 from hf_specdec.bench.reports.tables.ablation import base_of
-from hf_specdec.bench.reports.tables.benchmark import chosen_method
+from hf_specdec.bench.reports.tables.benchmark import chosen_method, gains_of_trimming
 from hf_specdec.bench.reports.tables.engines import DRAFTING, engines_of
 from hf_specdec.bench.reports.tables.subtasks import MEASURE_TITLES
 
@@ -99,8 +99,10 @@ def _prompts_of(result: Result) -> str:
 
 
 def _of_benchmark(result: Result) -> Iterator[Claim]:
-    chosen = chosen_method(result)
-    yield from _over(result, chosen, f"{_prompts_of(result)}: {chosen['title']}")
+    chosen, where = chosen_method(result), _prompts_of(result)
+    yield from _over(result, chosen, f"{where}: {chosen['title']}")
+    for words, gain in gains_of_trimming(result).items():
+        yield Claim(f"{where}: {words}", gain)
 
 
 def _of_engines(result: Result) -> Iterator[Claim]:

@@ -7,6 +7,7 @@ from statistics import mean
 from typing import Any
 
 from hf_specdec.bench.figures import rounds, speed
+from hf_specdec.bench.figures.bootstrap import Ratio
 from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.equal_outputs import differences, equal_outputs
 from hf_specdec.bench.reports.heading import heading, joined, remarks
@@ -78,8 +79,21 @@ def chosen_method(result: Result) -> Mapping[str, Any]:
     return found
 
 
+def gains_of_trimming(result: Result) -> dict[str, Ratio]:
+    """How much faster the chosen strategy is with each trimmed draft than with the whole one, by what is compared."""
+    whole = chosen_method(result)
+    gains = {}
+    for method in result["methods"]:
+        if speed.drafts_in_our_loop(method) and method["draft"] != whole["draft"]:
+            head = method["draft"].removeprefix(f"{whole['draft']}, ")
+            gain = speed.speedup(result, method["name"], whole["name"])
+            if gain is not None:
+                gains[f"{whole['title']}, {head}, over the whole head"] = gain
+    return gains
+
+
 def conclusions(result: Result) -> list[str]:
-    """Sentences: equality of outputs, and the speedups of the chosen strategy over each baseline."""
+    """Sentences: equality of outputs, speedups of the chosen strategy over each baseline, gains of trimmed drafts."""
     chosen, plain = chosen_method(result), methods.plain_name(result)
     lines = []
     if not result["sampling"]:
@@ -94,7 +108,7 @@ def conclusions(result: Result) -> list[str]:
                 f"{capital(chosen['title'])} over {title}: no example had tokens after its first delivery; "
                 f"end to end {ratio(ends)}."
             )
-    return lines
+    return lines + [f"{capital(words)}: **{ratio(gain)}**." for words, gain in gains_of_trimming(result).items()]
 
 
 def _row(name: str, length: str, calls: Sequence[speed.Call], drafting: bool) -> list[str]:
