@@ -135,10 +135,11 @@ def caption(figure: Figure, *sentences: str | None) -> None:
 
 def legend(axes: Axes, width: int = 100) -> None:
     """Between the axes and the figure's title, at most so many characters wide."""
-    _, labels = axes.get_legend_handles_labels()
+    handles, labels = axes.get_legend_handles_labels()
+    labels = [_broken(label, width) for label in labels]
     columns = max(1, min(len(labels), int(width / (max(map(len, labels), default=1) + 8))))
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.3}
-    axes.legend(**place, ncols=columns, fontsize="small", frameon=False)
+    axes.legend(handles, labels, **place, ncols=columns, fontsize="small", frameon=False)
 
 
 def title_of(method: Mapping[str, Any], width: int = 50) -> str:
