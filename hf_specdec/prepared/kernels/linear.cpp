@@ -3,6 +3,8 @@
 namespace {
 
 constexpr int64_t kAheadBytes = 4096;  // from what is read to what is fetched from memory
+constexpr int64_t kStripBytes = 512;   // of a row, read for all tokens before the next strip
+constexpr int64_t kManyTokens = 24;    // from here on, products take longer than memory, and strips are twice as wide
 
 // The products of some rows of `w` and one token, which waits for memory only: rows are read as they lie there.
 template <class T, class X, class A>
@@ -40,7 +42,7 @@ void tile(const T* w, const X* x, int64_t k, int64_t width, const T* next, Four<
     typename Multiply::Weights weights[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r, next += Multiply::kWidth) {
-      __builtin_prefetch(next, 0, 2);
+      __builtin_prefetch(next, 0, 3);
       weights[r] = Multiply::weights(w + r * k + i);
     }
 #pragma GCC unroll 8
@@ -60,22 +62,24 @@ void tile(const T* w, const X* x, int64_t k, int64_t width, const T* next, Four<
 }
 
 // The products of up to four rows of weights and all tokens. Tokens come in groups of about equal size, which read the
-// same columns of the weights one after another, from the cache. Two groups are faster than one that would do: the
-// second leaves memory the time to bring what comes next, and asks for it again.
+// same strip of the weights one after another, from the first-level cache. Three groups are faster than one that would
+// do: each asks again for the memory that comes next, and narrow strips keep these requests evenly spaced.
 template <class T, class X, class A>
 void products(int rows, const T* w, const X* x, int64_t tokens, int64_t k, Four<A>* sums) {
   if (tokens == 1 || rows < 4) {
     for (int64_t t = 0; t < tokens; ++t) rows_of<T, X, A>(rows, w, x + t * k, k, sums + t);
     return;
   }
-  const int64_t groups = std::max<int64_t>((tokens + kTokens - 1) / kTokens, tokens > 3 ? 2 : 1);
-  for (int64_t at = 0; at < k; at += kColumns) {
-    const int64_t width = std::min(kColumns, k - at);
+  const int64_t groups = std::max<int64_t>((tokens + kTokens - 1) / kTokens, tokens > 3 ? 3 : 1);
+  const int64_t strip = (tokens > kManyTokens ? 2 : 1) * kStripBytes / int64_t(sizeof(T));
+  for (int64_t at = 0; at < k; at += strip) {
+    const int64_t width = std::min(strip, k - at);
     const T* next = w + 4 * (k + at) + kAheadBytes / sizeof(T);
     for (int64_t group = 0, t = 0; group < groups; ++group) {
       const int64_t size = (tokens - t + groups - group - 1) / (groups - group);
       const X* tokens_from = x + t * k + at;
       switch (size) {
+        case 1: tile<T, X, A, 1>(w + at, tokens_from, k, width, next, sums + t); break;
         case 2: tile<T, X, A, 2>(w + at, tokens_from, k, width, next, sums + t); break;
         case 3: tile<T, X, A, 3>(w + at, tokens_from, k, width, next, sums + t); break;
         case 4: tile<T, X, A, 4>(w + at, tokens_from, k, width, next, sums + t); break;

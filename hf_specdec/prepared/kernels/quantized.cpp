@@ -3,6 +3,7 @@
 namespace {
 
 constexpr int64_t kAheadBytes = 8192;  // from what is read to what is fetched from memory
+constexpr int64_t kColumns = 1024;     // read for all tokens before the next ones; they stay in the first-level cache
 
 // 8 bits are signed; 4 bits, the low or the high half of a byte, are not.
 enum Part { kByte, kLow, kHigh };

@@ -38,7 +38,6 @@ constexpr int64_t kTokens = 6;  // of a tile; with four rows their sums fill the
 constexpr int kVectorBytes = 32;
 constexpr int64_t kTokens = 3;
 #endif
-constexpr int64_t kColumns = 1024;   // of a tile; what it reads of the input stays in the first-level cache
 constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
 
 struct BFloat16 { uint16_t bits; };

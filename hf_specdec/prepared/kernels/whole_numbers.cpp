@@ -120,7 +120,7 @@ void whole_tile(const int8_t* const* rows, const Digits& x, int64_t first, const
     __m512i weights[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r, next += kBytes) {
-      __builtin_prefetch(next, 0, 2);
+      __builtin_prefetch(next, 0, 3);
       weights[r] = unsigned_bytes(rows[r] + step * kBytes, given);
     }
 #pragma GCC unroll 8
