@@ -20,7 +20,7 @@ from helpers.tiny_pair import save_pair
 from transformers import PreTrainedModel
 
 import hf_specdec
-from hf_specdec.models import recorded_passes
+from hf_specdec.models import jit_traces
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.prepared_decoder import PreparedDecoder
 
@@ -41,7 +41,7 @@ os.fork = _no_fork
 @pytest.fixture(scope="module", autouse=True)
 def _traces_of_this_module_only() -> None:
     """A process records a limited number of passes, which all tests together exceed."""
-    recorded_passes._traces = count(1)
+    jit_traces._traces = count(1)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from functools import partial
 from itertools import count
 from types import FunctionType
 from typing import Any
@@ -63,9 +64,18 @@ def _address(weight: torch.Tensor) -> Hashable:
     return tuple((_serial(part), _address(part)) for name in names if (part := getattr(weight, name)) is not None)
 
 
-def shapes_of(model: PreTrainedModel) -> Hashable:
+def shapes_of(model: torch.nn.Module) -> Hashable:
     """The shape and dtype of each weight and buffer."""
     return tuple((tuple(t.shape), t.dtype) for tensors in (model.parameters(), model.buffers()) for t in tensors)
+
+
+def kind_of(layer: torch.nn.Module) -> Hashable:
+    """What a layer computes, whichever values its weights have and wherever in the model it stands."""
+    parts = [
+        (name, _behaviour_of(part, (pair for pair in _attributes_of(part) if pair[0] != "layer_idx")))
+        for name, part in layer.named_modules()
+    ]
+    return tuple(parts), shapes_of(layer)
 
 
 def has_custom_hooks(model: PreTrainedModel) -> bool:
@@ -113,21 +123,21 @@ def _runs_custom_python(module: torch.nn.Module) -> bool:
 
 
 def _module_state(module: torch.nn.Module) -> Hashable:
-    attributes = [
-        (name, _value(value))
+    return _serial(module), _behaviour_of(module, _attributes_of(module))
+
+
+def _attributes_of(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    return [
+        (name, value)
         for name, value in vars(module).items()
         if name in _ADAPTERS or not (name.startswith("_") or name in _MODULE_ATTRIBUTES)
     ]
+
+
+def _behaviour_of(module: torch.nn.Module, attributes: Iterable[tuple[str, Any]]) -> Hashable:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    kind = type(module)
-    return (
-        _serial(module),
-        kind,
-        _serial(kind.forward),
-        tuple(map(_serial, hooks)),
-        module.training,
-        tuple(attributes),
-    )
+    kind, values = type(module), tuple((name, _value(value)) for name, value in attributes)
+    return kind, _serial(kind.forward), tuple(map(_serial, hooks)), module.training, values
 
 
 def _config_state(config: PreTrainedConfig) -> Hashable:
@@ -149,6 +159,8 @@ def _value(value: Any) -> Hashable:
         return frozenset(map(_value, value))
     if isinstance(value, dict):
         return tuple((_value(key), _value(part)) for key, part in value.items())
+    if isinstance(value, partial):
+        return _value((value.func, value.args, value.keywords))
     return _serial(value)
 
 

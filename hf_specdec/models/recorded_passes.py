@@ -1,18 +1,16 @@
 """Passes on a CPU without Python overhead: traced as the model runs, replayed by TorchScript's interpreter.
 
 For a small model, calling its modules takes longer than the computation. A recording replays the model's own
-operations bit by bit; making one needs no compiler and takes as long as about thirty passes. Weights and caches are
-inputs of a recording, so it holds no copy of them and serves texts of any length; torch's graph takes about 3 MB a
-layer. Models whose passes do more in Python than call operations are not recorded.
+operations bit by bit; making one needs no compiler and takes as long as about ten passes. Weights and caches are
+inputs of a recording, so it holds no copy of them and serves texts of any length. Layers that are alike share a trace:
+torch's graph takes about 3 MB for each. Models whose passes do more in Python than call operations are not recorded.
 """
 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -23,19 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_specdec.models.fingerprint import has_fixed_rope, runs_custom_python, shapes_of, state_of
+from hf_specdec.models.jit_traces import replay, traced
 from hf_specdec.models.per_target import PerTarget
+from hf_specdec.models.shared_layers import trace_with_shared_layers
 
 EAGER_PASSES = 8  # passes of a shape before it is recorded
-SLOW_PASS = 0.1  # seconds; Python is a small part of slower passes, and recording takes as long as thirty
+SLOW_PASS = 0.1  # seconds; Python is a small part of slower passes, and recording takes as long as ten
 AGREEING_TRIALS = 2  # passes of a shape in which recording and model have to agree in every bit
 MAX_RECORDINGS = 4  # recordings of a model in one state; shapes that none of them serves run eagerly
-MAX_TRACES = 512  # recordings ever made by a process, since torch never frees a trace
 
 Step = Callable[..., Tensor]
-
-
-_traces = count(1)
-_tracing = threading.local()
 
 
 @dataclass
@@ -66,17 +61,18 @@ class RecordedStep:
         """How many recordings there are."""
         return len(self._recordings)
 
-    def run(self, step: Step, inputs: Sequence[Tensor], span: int) -> Tensor:
+    def run(self, step: Step, inputs: Sequence[Tensor], span: int, model: PreTrainedModel | None = None) -> Tensor:
         """The result of `step(*inputs)`, with its changes to the inputs.
 
         Args:
             step: the same function in every call, apart from closures that hold nothing that changes except inputs.
             inputs: all tensors that may differ between calls; the shape of the first one tells shapes apart.
             span: slots that attention looks at; once it has doubled, a shape is compared anew.
+            model: if given, what the step runs; it also takes another one, as `step(*inputs, model=…)`.
         """
         shape = self._shapes.setdefault((*inputs[0].shape, span.bit_length()), _Shape())
         if shape.agreed >= AGREEING_TRIALS:
-            return _replay(self._recordings[shape.recording], inputs)
+            return replay(self._recordings[shape.recording], inputs)
         if not self._trying.acquire(blocking=False):
             return step(*inputs)
         try:
@@ -91,14 +87,14 @@ class RecordedStep:
             slow = min(shape.seconds, default=0.0) > SLOW_PASS
             if slow or len(self._recordings) == MAX_RECORDINGS or self._refused:
                 return step(*inputs)
-            return self._record(step, inputs)
+            return self._record(step, inputs, model)
         finally:
             self._trying.release()
 
     def _try(self, step: Step, inputs: Sequence[Tensor], shape: _Shape) -> Tensor:
         """Run a recording and the step and compare; if they differ, the shape goes on to the next recording."""
         try:
-            replayed = _replay(self._recordings[shape.recording], inputs)
+            replayed = replay(self._recordings[shape.recording], inputs)
         except RuntimeError:  # made for other shapes
             replayed = None
         result = step(*inputs)  # last, so that its writes to the cache stay
@@ -108,14 +104,16 @@ class RecordedStep:
             shape.recording, shape.agreed = shape.recording + 1, 0
         return result
 
-    def _record(self, step: Step, inputs: Sequence[Tensor]) -> Tensor:
+    def _record(self, step: Step, inputs: Sequence[Tensor], model: PreTrainedModel | None) -> Tensor:
         """Record the step if possible; returns its result."""
+        recording = None
         try:
             with _ReadsValues() as reads, _ReadsOnHost() as host:
-                step(*inputs)
-            recording = None if reads.seen or host.seen else _recording(step, inputs)
+                result = step(*inputs)
+            if not reads.seen and not host.seen:
+                recording = _shared(step, inputs, model, result) or traced(step, inputs)
         except Exception:  # a model's code may do anything; one that can't be traced runs eagerly
-            recording = None
+            pass
         if recording is None:
             self._refused = True
         else:
@@ -123,38 +121,15 @@ class RecordedStep:
         return step(*inputs)
 
 
-def _recording(step: Step, inputs: Sequence[Tensor]) -> Step | None:
-    """The trace of a step; None where torch makes none."""
-    if next(_traces) > MAX_TRACES:
+def _shared(step: Step, inputs: Sequence[Tensor], model: PreTrainedModel | None, result: Tensor) -> Step | None:
+    """The trace with shared layers; None where it gives another result, since layers know their place in the model."""
+    if model is None:
         return None
-    warnings.filterwarnings("ignore", category=_WhileTracing)
-    _tracing.active = True
     try:
-        made: Any = torch.jit.trace(step, tuple(inputs), check_trace=False)
-    finally:
-        _tracing.active = False
-    if not isinstance(made, torch.jit.ScriptFunction):  # PYTORCH_JIT=0: the step itself, which reads this call's cache
+        made = trace_with_shared_layers(step, model, inputs)
+    except Exception:  # it asks more of a model than a trace of the whole pass, which may succeed
         return None
-    vars(made).pop("_torchdynamo_inline", None)  # the step, which holds the model
-    return made
-
-
-class _InTracingThread(type):
-    def __subclasscheck__(cls, category: type) -> bool:
-        return getattr(_tracing, "active", False)
-
-
-class _WhileTracing(Warning, metaclass=_InTracingThread):
-    """Every warning of a thread that is tracing: that tracing is deprecated, and that it fixes shapes.
-
-    `warnings.catch_warnings` would change the filters of all threads.
-    """
-
-
-def _replay(recording: Step, inputs: Sequence[Tensor]) -> Tensor:
-    # The optimizer takes as long as recording and gains nothing.
-    with torch.jit.optimized_execution(False):
-        return recording(*inputs)
+    return made if made is not None and torch.equal(replay(made, inputs), result) else None
 
 
 class _ReadsValues(TorchDispatchMode):

@@ -148,12 +148,12 @@ class StaticRunner:
         """A pass over few tokens, recorded after a while; it returns all logits, so one recording serves all counts."""
         masks = self._ready_masks(slots, span)
 
-        def step(tokens: Tensor, slots: Tensor, positions: Tensor, *rest: Tensor) -> Tensor:
+        def step(tokens: Tensor, slots: Tensor, positions: Tensor, *rest: Tensor, model: Any = self.model) -> Tensor:
             given, looked_at = _by_kind(dict(zip(masks, rest, strict=False))), rest[0].shape[-1]
-            return masked_pass(self.model, self.cache, tokens, slots, positions, given, span=looked_at, count=None)
+            return masked_pass(model, self.cache, tokens, slots, positions, given, span=looked_at, count=None)
 
         inputs = [tokens, slots, self.positions, *masks.values(), *self.cache.tensors(), *self._weights]
-        return recorded.of(len(self._fed)).run(step, inputs, span)
+        return recorded.of(len(self._fed)).run(step, inputs, span, self.model)
 
     def _by_row(self, logits: Tensor) -> Tensor:
         """`[B, count, V]` from the logits `[m, count, V]` of the rows in use; zeros for the others."""

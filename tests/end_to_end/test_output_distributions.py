@@ -84,7 +84,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Combination],
             monkeypatch.setattr(static_runner, "recorded_passes", lambda model: None)
         elif c.engine == "recorded":
             monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
-            count(recorded_passes, "_replay")
+            count(recorded_passes, "replay")
         else:
             count(PreparedDecoder, "_round")
             monkeypatch.setattr(cuda_graphs, "captures", lambda device: c.engine == "captured")

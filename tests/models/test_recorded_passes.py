@@ -18,7 +18,7 @@ from torch.overrides import BaseTorchFunctionMode
 from transformers.models.llama import modeling_llama
 
 import hf_specdec
-from hf_specdec.models import recorded_passes
+from hf_specdec.models import jit_traces, recorded_passes
 from hf_specdec.models.fingerprint import has_custom_hooks, state_of
 from hf_specdec.models.recorded_passes import MAX_RECORDINGS, RecordedStep, recordable
 
@@ -29,9 +29,9 @@ SETTINGS = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate":
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Recordings are made at once; one entry for every replay."""
     seen: list[int] = []
-    replay = recorded_passes._replay
+    replay = recorded_passes.replay
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
-    monkeypatch.setattr(recorded_passes, "_replay", lambda made, inputs: (seen.append(1), replay(made, inputs))[1])
+    monkeypatch.setattr(recorded_passes, "replay", lambda made, inputs: (seen.append(1), replay(made, inputs))[1])
     return seen
 
 
@@ -71,7 +71,9 @@ def test_few_recordings_serve_all_widths_and_lengths(replays: list[int], monkeyp
             inputs = prompts(1, length=length)
             with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
                 target.generate(**inputs, max_new_tokens=30, do_sample=False, num_assistant_tokens=lookahead)
-    assert replays and len(made) <= 2 * 2  # one token and several, for target and draft
+    assert (
+        replays and len(made) <= 2 * 2 * 2
+    )  # one token and several, for target and draft, each with a layer of its own
 
 
 @pytest.mark.parametrize("seconds", [0.09, 0.11])
@@ -310,7 +312,7 @@ def test_without_torchscript_nothing_is_replayed(replays: list[int]) -> None:
 
 def test_a_process_makes_a_limited_number_of_traces(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps every trace for good."""
-    monkeypatch.setattr(recorded_passes, "_traces", count(recorded_passes.MAX_TRACES))
+    monkeypatch.setattr(jit_traces, "_traces", count(jit_traces.MAX_TRACES))
     steps = [RecordedStep() for _ in range(3)]
     for step in steps:
         for _ in range(5):
@@ -329,7 +331,7 @@ def test_tracing_hides_no_warning_of_another_thread() -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert recorded_passes._recording(step, [torch.zeros(2)]) is not None
+        assert jit_traces.traced(step, [torch.zeros(2)]) is not None
         seen = [str(warning.message) for warning in caught]
     assert "elsewhere" in seen
     assert not any("tracing" in text or "deprecated" in text for text in seen)

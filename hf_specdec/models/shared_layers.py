@@ -1,0 +1,160 @@
+"""Traces of a pass in which layers that compute alike are one function, which is traced once and called for each.
+
+torch keeps about 3 MB for every layer that it traces, and tracing takes long. A pass therefore runs on a twin of the
+model, whose layers are stand-ins: the first of each kind is traced, with everything that it reads as an input, and the
+others call that trace.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from hf_specdec.models.fingerprint import kind_of
+from hf_specdec.models.jit_traces import replay, traced
+from hf_specdec.models.static_cache import RowsCache, Slots
+
+
+class UnshareableError(Exception):
+    """A layer takes part in a pass by more than its arguments, its weights and its place in the cache."""
+
+
+def trace_with_shared_layers(
+    step: Callable[..., Tensor], model: PreTrainedModel, inputs: Sequence[Tensor]
+) -> torch.jit.ScriptFunction | None:
+    """The trace of `step(*inputs, model=model)` with a function for each kind of layer; None where none is shared.
+
+    Args:
+        step: runs the model that it is given over a `RowsCache`; reads no other tensors than `inputs`.
+        inputs: all that the pass reads, weights and cache included.
+
+    Raises:
+        UnshareableError: see there. Whatever else tracing a model raises.
+    """
+    name, layers = _layers_of(model)
+    kinds = [kind_of(layer) for layer in layers]
+    if len(set(kinds)) == len(kinds):
+        return None
+    functions: dict[Hashable, _Function] = {}
+    stand_ins = [
+        _StandIn(layer, at, functions, kind) for at, (layer, kind) in enumerate(zip(layers, kinds, strict=True))
+    ]
+    twin = _with_module(model, name.split("."), torch.nn.ModuleList(stand_ins))
+    step(*inputs, model=twin)  # traces the layers
+    return traced(lambda *inputs: step(*inputs, model=twin), inputs)
+
+
+def _layers_of(model: PreTrainedModel) -> tuple[str, Sequence[torch.nn.Module]]:
+    """The name of the decoder's list of layers, and the layers; none where no list is as long as the model is deep."""
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
+            return name, list(module)
+    return "", []
+
+
+def _with_module(model: torch.nn.Module, path: Sequence[str], new: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model with another module in one place; it shares everything else."""
+    first, *rest = path
+    twin = copy.copy(model)
+    inner = _with_module(model._modules[first], rest, new) if rest else new  # type: ignore[arg-type]
+    twin._modules = {**model._modules, first: inner}
+    return twin
+
+
+@dataclass(frozen=True)
+class _Function:
+    """What layers of a kind compute.
+
+    Args:
+        form: of their calls: everything but the tensors.
+        trace: a function of tensors, which returns those of the result.
+        result: the result's structure.
+    """
+
+    form: tuple[Any, ...]
+    trace: Callable[..., Sequence[Tensor]]
+    result: pytree.TreeSpec
+
+
+class _StandIn(torch.nn.Module):
+    """Takes a layer's place: calls the function of its kind, which the first one traces.
+
+    Args:
+        layer: what it stands for.
+        place: the layer's index, in the model and in the cache.
+        functions: those traced so far, by kind.
+        kind: the layer's.
+    """
+
+    def __init__(
+        self, layer: torch.nn.Module, place: int, functions: dict[Hashable, _Function], kind: Hashable
+    ) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer  # not as a part, which would give it a parent
+        self.place, self.functions, self.kind = place, functions, kind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        cache = next((leaf for leaf in leaves if isinstance(leaf, RowsCache)), None)
+        if cache is None:
+            raise UnshareableError("it is not given the cache")
+        slots, own = cache.slots, cache.layers[self.place]
+        span = slots.span if isinstance(slots.span, Tensor) else torch.tensor(slots.span)
+        stored = [own.keys, own.values] if own.is_initialized else []
+        inputs = [span, slots.written, slots.rows, *stored, *self.layer.parameters(), *self.layer.buffers(), *given]
+        form = structure, tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves), _twice(inputs)
+        if self.kind not in self.functions:
+            self.functions[self.kind] = self._function(leaves, structure, slots, inputs, form)
+        function = self.functions[self.kind]
+        if function.form != form:
+            raise UnshareableError("layers of its kind are called in several ways")
+        return pytree.tree_unflatten(replay(function.trace, inputs), function.result)
+
+    def _function(
+        self, leaves: Sequence[Any], structure: pytree.TreeSpec, slots: Slots, inputs: Sequence[Tensor], form: Any
+    ) -> _Function:
+        """The layer as a function of `inputs`, the last of which are the tensors among `leaves`."""
+        span, returned = slots.span, []
+        count = sum(isinstance(leaf, Tensor) for leaf in leaves)
+
+        def layer(span: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+            slots.span = span  # type: ignore[assignment]
+            given = iter(inputs[len(inputs) - count :])
+            filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(filled, structure)
+            results, found = pytree.tree_flatten(self.layer(*args, **kwargs))
+            returned.append(found)
+            return tuple(results)
+
+        try:
+            trace = traced(layer, inputs)
+        finally:
+            slots.span = span
+        if trace is None or _holds_tensors(trace):
+            raise UnshareableError("it reads what it is not given")
+        return _Function(form, trace, returned[-1])
+
+
+def _twice(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor, where it comes first: the same object may be given as several inputs."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors))
+
+
+def _holds_tensors(trace: torch.jit.ScriptFunction) -> bool:
+    """Whether a trace has tensors of its own, which would be those of the first layer."""
+    graph: Any = trace.graph  # whose annotations leave out its methods
+    return any(isinstance(node.output().toIValue(), Tensor) for node in graph.findAllNodes("prim::Constant"))
