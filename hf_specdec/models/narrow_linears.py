@@ -7,18 +7,18 @@ MKL is made. Other dtypes go to oneDNN anyway, or are not known to it.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+
+from hf_specdec.models.processor import reported
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,8 @@ ELSEWHERE = Range(1, 64, 2**18)
 @cache
 def faster_range() -> Range:
     """The range for this processor and this build of torch."""
-    try:
-        processor = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        processor = platform.processor()
-    return OVER_MKL_ON_INTEL if torch.backends.mkl.is_available() and "GenuineIntel" in processor else ELSEWHERE
+    intel = "GenuineIntel" in reported("vendor_id")
+    return OVER_MKL_ON_INTEL if torch.backends.mkl.is_available() and intel else ELSEWHERE
 
 
 class NarrowLinears(TorchFunctionMode):

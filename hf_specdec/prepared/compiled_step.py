@@ -9,7 +9,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,15 +18,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from hf_specdec.prepared import cpp_compiler
+from hf_specdec.prepared import code_on_disk, cpp_compiler
+from hf_specdec.prepared.code_on_disk import Code
 from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.few_token_products import FewTokenProducts, join_linears, share_heads, supported
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of
 from hf_specdec.prepared.step_trace import trace, value_of
 
 Step = Callable[..., Any]
-Code = Callable[[list[Any]], Sequence[Any]]  # inductor's; empties the list that it is given
-
 KEPT_CODES = 256
 
 _codes: OrderedDict[Hashable, Code] = OrderedDict()
@@ -110,10 +110,10 @@ def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gr
 
     if device.type != "cpu" or not supported():
         return trace(flat, *leaves), returned[-1]
-    ready = _inductor()
+    if not code_on_disk.any_kept():
+        _inductor()
     with FewTokenProducts():
         graph = trace(flat, *leaves)
-    ready.result()
     share_heads(graph)
     join_linears(graph)
     return graph, returned[-1]
@@ -137,9 +137,14 @@ def _compile_any() -> None:
 
 def _codes_of(segments: Sequence[Segment], device: torch.device, name: str) -> dict[Hashable, Code]:
     """Inductor's code of each segment, by its key; equal segments, of other steps and models too, share it."""
-    place = (str(device), torch.get_num_threads())
+    place = _place(device)
     distinct = {segment.key: segment for segment in segments}
+    for key in distinct:
+        if (key, place) not in _codes and (code := code_on_disk.code_for((key, place))) is not None:
+            _codes[key, place] = code
     missing = [key for key in distinct if (key, place) not in _codes]
+    if missing and device.type == "cpu":
+        _inductor().result()
     with progress_bar(name, len(missing)) as bar:
         for key in missing:
             _codes[key, place] = _compile(distinct[key], device)
@@ -152,12 +157,20 @@ def _codes_of(segments: Sequence[Segment], device: torch.device, name: str) -> d
     return found
 
 
+def _place(device: torch.device) -> Hashable:
+    """What code depends on besides its segment."""
+    return str(device), torch.get_num_threads()
+
+
 def _compile(segment: Segment, device: torch.device) -> Code:
-    return _code(segment.graph, [value_of(node) for node in segment.inputs], device)
+    inputs = [value_of(node) for node in segment.inputs]
+    return _code(segment.graph, inputs, device, partial(code_on_disk.keep, (segment.key, _place(device))))
 
 
-def _code(graph: Graph, inputs: Sequence[Tensor], device: torch.device) -> Code:
-    """Inductor's code of a graph for inputs like these."""
+def _code(
+    graph: Graph, inputs: Sequence[Tensor], device: torch.device, keep: Callable[[Path], None] | None = None
+) -> Code:
+    """Inductor's code of a graph for inputs like these; its library is kept once it is there."""
     # Importing these takes seconds.
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -168,9 +181,14 @@ def _code(graph: Graph, inputs: Sequence[Tensor], device: torch.device) -> Code:
         codes.append(compile_fx_inner(*args, **kwargs))
         return codes[-1]
 
+    def finished(library: Path) -> None:
+        # Inductor's code adds constants to the inputs in Python.
+        if keep is not None and not codes[0].constants:
+            keep(library)
+
     options = cpp_compiler.OPTIONS if device.type == "cpu" else {}
     # AOTAutograd's cache would give back code that has not passed `inner`. Inductor's own is used.
-    with functorch_config.patch(enable_autograd_cache=False), torch.no_grad(), cpp_compiler.in_background():
+    with functorch_config.patch(enable_autograd_cache=False), torch.no_grad(), cpp_compiler.in_background(finished):
         compile_fx(GraphModule({}, graph), _fake(inputs), inner, config_patches=options)
     (code,) = codes
     run: Code = code.current_callable

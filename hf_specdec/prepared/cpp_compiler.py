@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,10 +27,13 @@ def find_instructions() -> None:
 
 
 @contextmanager
-def in_background() -> Iterator[None]:
+def in_background(finished: Callable[[Path], None] = lambda library: None) -> Iterator[None]:
     """Compile inductor's C++ in threads; the code waits for its library when it is first called.
 
     Without the functions that this replaces, code is compiled before it is returned, as inductor does it.
+
+    Args:
+        finished: called with the file of each library once it is loaded.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppWrapperCodeCache as Cache
@@ -40,7 +45,16 @@ def in_background() -> Iterator[None]:
 
     def load(*args: Any, **options: Any) -> Callable[..., Any]:
         library = start(*args, submit_fn=submit, **options)
-        return lambda *inputs: library()(*inputs)
+
+        @cache
+        def function() -> Callable[..., Any]:
+            loaded: Callable[..., Any] = library()
+            file = getattr(getattr(loaded, "__self__", None), "__file__", None)
+            if file is not None:
+                finished(Path(file))
+            return loaded
+
+        return lambda *inputs: function()(*inputs)
 
     with patch.object(Cache, "load_pybinding", load):
         yield

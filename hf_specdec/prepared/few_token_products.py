@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hf_specdec.prepared import code_on_disk
 from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
@@ -53,14 +54,23 @@ def load(library: str, dtype: torch.dtype) -> None:
     Raises:
         Exception: whatever inductor raises where there is no compiler or it fails.
     """
+    text = source(library, dtype)
+    if (kept := code_on_disk.library_for(text)) is not None:
+        torch.ops.load_library(kept)
+    else:
+        _compile(text)
+    for name, shapes in SHAPES[library].items():
+        torch.library.register_fake(f"{namespace(dtype)}::{name}", shapes)
+
+
+def _compile(text: str) -> None:
     # Importing it takes seconds.
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
     with config.patch(INSTRUCTIONS):
-        CppCodeCache.load(source(library, dtype))
-    for name, shapes in SHAPES[library].items():
-        torch.library.register_fake(f"{namespace(dtype)}::{name}", shapes)
+        loaded = CppCodeCache.load(text)
+    code_on_disk.keep(text, Path(loaded._name))
 
 
 def kernels(library: str, dtype: torch.dtype) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import hf_specdec
-from hf_specdec.models import narrow_linears, recorded_passes
+from hf_specdec.models import narrow_linears, processor, recorded_passes
 from hf_specdec.models.narrow_linears import ELSEWHERE, OVER_MKL_ON_INTEL, NarrowLinears, Range
 
 FASTER_RANGE = narrow_linears.faster_range.__wrapped__
@@ -80,7 +80,7 @@ def test_on_intel_s_processors_single_tokens_and_small_layers_stay_with_mkl(
 
 
 @pytest.mark.parametrize(
-    ("processor", "mkl", "expected"),
+    ("entry", "mkl", "expected"),
     [
         ("vendor_id : GenuineIntel", True, OVER_MKL_ON_INTEL),
         ("vendor_id : GenuineIntel", False, ELSEWHERE),
@@ -89,17 +89,17 @@ def test_on_intel_s_processors_single_tokens_and_small_layers_stay_with_mkl(
 )
 @pytest.mark.parametrize("listed", [True, False])
 def test_the_range_is_the_processor_s(
-    processor: str, mkl: bool, expected: Range, listed: bool, monkeypatch: pytest.MonkeyPatch
+    entry: str, mkl: bool, expected: Range, listed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Named in /proc/cpuinfo or, where there is no such file, by Python."""
 
     def read_text(path: object) -> str:
         if listed:
-            return processor
+            return entry
         raise FileNotFoundError
 
-    monkeypatch.setattr(narrow_linears.Path, "read_text", read_text)
-    monkeypatch.setattr(narrow_linears.platform, "processor", lambda: processor)
+    monkeypatch.setattr(processor.Path, "read_text", read_text)
+    monkeypatch.setattr(processor.platform, "processor", lambda: entry)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     assert FASTER_RANGE() == expected
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import hf_specdec
+from hf_specdec.models.processor import reported
 
 _MOMENT = 0.2  # seconds
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
@@ -25,7 +26,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "packages": {"hf_specdec": hf_specdec.__version__} | {name: _version(name) for name in _PACKAGES},
-        "cpu": _cpu(),
+        "cpu": reported("model name") or "unknown",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
@@ -53,15 +54,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def _git(*arguments: str) -> str | None:

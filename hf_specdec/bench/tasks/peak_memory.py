@@ -102,8 +102,6 @@ def main() -> None:
     """Reads a request from the standard input, and writes what was measured as one line."""
     request = json.load(sys.stdin)
     settings, name = Settings(**request["settings"]), request["method"]
-    if "compiled" in settings.engines:
-        import torch._inductor.compile_fx  # noqa: F401  so that `base` counts this library, too
     base = _status("VmRSS") if _STATUS.exists() else 0
     pair = load_pair(settings)
     method = next(method for method in of_engines(settings, pair) if method.name == name)
