@@ -5,10 +5,12 @@ A trace is of operations on tensors. Whoever keeps a compiled step checks what e
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -51,7 +53,7 @@ class CompiledStep:
     def compile(self, *args: Any) -> None:
         """Compile for calls with arguments like these. C++ may still be compiling; the first call waits for it."""
         assert self._step is not None
-        with _compiling:
+        with _compiling, _graphs_freed():
             self._run, self._form = _compiled(self._step, args, self._device, self._name), _form(args)
 
     def __call__(self, *args: Any) -> Any:
@@ -62,6 +64,23 @@ class CompiledStep:
             self._step = None
         assert self._run is not None
         return self._run(*args)
+
+
+@contextmanager
+def _graphs_freed() -> Iterator[None]:
+    """Free the graphs that are made meanwhile: their nodes refer to each other, which takes a garbage collection.
+
+    Objects that were there before are left out of it, since looking at all of a process's would take most of a second.
+    """
+    if gc.get_freeze_count():  # the program has its own reasons to leave some out, and `unfreeze` would end that
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+        gc.collect()
+    finally:
+        gc.unfreeze()
 
 
 def _form(args: tuple[Any, ...]) -> Hashable:
@@ -108,15 +127,23 @@ def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gr
         # A result of its own, no view of an argument or of a weight.
         return [tensor.clone() for tensor in tensors]
 
-    if device.type != "cpu" or not supported():
-        return trace(flat, *leaves), returned[-1]
-    if not code_on_disk.any_kept():
-        _inductor()
-    with FewTokenProducts():
+    with kernels_as_compiled(device):
         graph = trace(flat, *leaves)
     share_heads(graph)
     join_linears(graph)
     return graph, returned[-1]
+
+
+@contextmanager
+def kernels_as_compiled(device: torch.device) -> Iterator[None]:
+    """Steps run with the kernels of compiled ones; on a CPU, others keep memory for each number of tokens."""
+    if device.type != "cpu" or not supported():
+        yield
+        return
+    if not code_on_disk.any_kept():
+        _inductor()
+    with FewTokenProducts():
+        yield
 
 
 @cache

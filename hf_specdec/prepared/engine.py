@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
-from hf_specdec.prepared.compiled_step import CompiledStep, Step
+from hf_specdec.prepared.compiled_step import CompiledStep, Step, kernels_as_compiled
 from hf_specdec.prepared.round_steps import Drafts, Plan, Side, draft_lengths, draft_token, first_slots, verify_step
 
 LEAST_CAPACITY_STEP = 128  # see `prepared_capacity`
@@ -49,10 +49,12 @@ class Steps:
         device, count = state.device, plan.lookahead
         draws = (uniforms[:, count : 2 * count + 1],) if plan.do_sample else ()  # behind those of the drafts
         blanks = _blank_drafts(plan, len(state), device)
-        # One plain run allocates the cache, which must exist before anything is compiled or captured.
         step: Step = partial(verify_step, target, plan)
         args = state, *blanks.parts(), *draws
-        step(*args)
+        if not target.cache.tensors():
+            # One plain run allocates the cache, which must exist before anything is compiled or captured.
+            with kernels_as_compiled(device) if compile else nullcontext():
+                step(*args)
         name = f"verification of {count} tokens" if count else "step without drafts"
         verify = cuda_graphs.prepare(step, device, name, args, compile=compile)
         self.run_verify: Callable[[Drafts], Tensor] = lambda drafts: verify(state, *drafts.parts(), *draws)
@@ -175,7 +177,8 @@ class Engine:
 
             draws = (self.uniforms[:, 0].clone(),) if plan.do_sample else ()
             slots = first_slots(self.state)
-            next_slots = step(*slots, *draws)[0]  # allocates the cache
+            with kernels_as_compiled(self.state.device) if self.compile else nullcontext():
+                next_slots = step(*slots, *draws)[0]  # allocates the cache
             self._tokens = step, step
             if self.compile:
                 first = CompiledStep(step, self.state.device, "first draft step of a round")

@@ -29,7 +29,7 @@ class Segment:
     """A part of a trace as a function of tensors.
 
     Args:
-        graph: takes `inputs` and returns a list of the values of `outputs`.
+        graph: takes `inputs` and returns a list of the values of `outputs`; equal segments share it.
         inputs: nodes of the trace, constants among them.
         outputs: nodes that later segments or the result use.
         key: equal for segments that are the same function.
@@ -59,7 +59,14 @@ def segments_of(trace: Graph) -> list[Segment]:
     keys = [_key(part) for part in closed]
     for key, part in zip(keys, closed, strict=True):
         returned.setdefault(key, set()).update(at for at, node in enumerate(part) if node in used and node in place)
-    return [_segment(part, sorted(returned[key]), key) for key, part in zip(keys, closed, strict=True)]
+    graphs: dict[Hashable, Graph] = {}
+    segments = []
+    for key, part in zip(keys, closed, strict=True):
+        results = tuple(sorted(returned[key]))
+        if key not in graphs:
+            graphs[key] = _graph(part, results)
+        segments.append(Segment(graphs[key], _inputs(part), tuple(part[at] for at in results), (key, results)))
+    return segments
 
 
 def _units(trace: Graph) -> list[list[Node]]:
@@ -153,15 +160,19 @@ def _identity(node: Node) -> Hashable:
     return node.target if node.op == "get_attr" else node
 
 
-def _segment(part: Sequence[Node], returned: Sequence[int], key: Hashable) -> Segment:
-    graph = Graph()
-    inputs: dict[Hashable, tuple[Node, Node]] = {}
+def _inputs(part: Sequence[Node]) -> tuple[Node, ...]:
+    """The values that a part reads from outside, in the order of their first use."""
+    inputs: dict[Hashable, Node] = {}
     for arg in _outside(part):
-        if _identity(arg) not in inputs:
-            inputs[_identity(arg)] = arg, graph.placeholder(f"input_{len(inputs)}")
+        inputs.setdefault(_identity(arg), arg)
+    return tuple(inputs.values())
+
+
+def _graph(part: Sequence[Node], returned: Sequence[int]) -> Graph:
+    graph = Graph()
+    inputs = {_identity(arg): graph.placeholder(f"input_{at}") for at, arg in enumerate(_inputs(part))}
     inside: dict[Node, Node] = {}
     for node in part:
-        inside[node] = graph.node_copy(node, lambda arg: inside[arg] if arg in inside else inputs[_identity(arg)][1])
-    outputs = tuple(part[at] for at in returned)
-    graph.output([inside[node] for node in outputs])
-    return Segment(graph, tuple(arg for arg, _ in inputs.values()), outputs, (key, tuple(returned)))
+        inside[node] = graph.node_copy(node, lambda arg: inside[arg] if arg in inside else inputs[_identity(arg)])
+    graph.output([inside[part[at]] for at in returned])
+    return graph
