@@ -231,9 +231,7 @@ class SpeculativeDecoding:
         with among(tensor_parallel_group(*call.models)), tqdm_disabled(config.disable_tqdm):
             cache = _run(decoder, transcript, stats, compile=config.compile, keep_cache=returns_dict)
         transcript.end()
-        if not returns_dict:
-            return transcript.sequences.clone()
-        return _output(model, transcript, cache, stats)
+        return _output(model, transcript, cache, stats) if returns_dict else transcript.sequences.clone()
 
     def _transcript(
         self,

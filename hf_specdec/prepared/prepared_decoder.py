@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -25,9 +25,11 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, state_of, weights_of
+from hf_specdec.models.runner_choice import Runner
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.compiled_step import kernels_as_compiled
 from hf_specdec.prepared.engine import Engine, ordinary_tensors
 from hf_specdec.prepared.engine_key import parts_of, plan_key
 from hf_specdec.prepared.engine_store import STORE
@@ -79,7 +81,8 @@ class PreparedDecoder(Decoder):
             drafts, lookahead = engine.run_draft(before, limits, lookahead)
         laps.mark()
         if first and transcript.prompt_length > 1:
-            self.target.forward(transcript.sequences[:, :-1], 1)
+            with self._reading(self.target):
+                self.target.forward(transcript.sequences[:, :-1], 1)
         with ordinary_tensors():
             result = engine.steps[lookahead].run_verify(drafts).tolist()
         reading, drafting = laps.seconds()
@@ -142,8 +145,18 @@ class PreparedDecoder(Decoder):
             return False
         ends = [max(n - 2, unread) for n in lengths]
         runner.rewind([end - unread for end in ends])
-        runner.forward(last_tokens(transcript.ids, ends, unread).clamp(max=self.engine.plan.draft_vocabulary - 1), 1)
+        tokens = last_tokens(transcript.ids, ends, unread).clamp(max=self.engine.plan.draft_vocabulary - 1)
+        with self._reading(runner):
+            runner.forward(tokens, 1)
         return True
+
+    def _reading(self, runner: Runner) -> AbstractContextManager[None]:
+        """Prompts are read with the kernels of compiled steps, too: the head, over one token, would widen int8 weights.
+
+        Later passes may be recorded, and calls that don't compile share recordings.
+        """
+        kernels = self.engine.compile and not runner.passes
+        return kernels_as_compiled(self.engine.state.device) if kernels else nullcontext()
 
     def _note_drafted(self, before: Sequence[int], after: Sequence[int], lookahead: int) -> None:
         """Note what the draft model has read: the text before the round and the accepted drafts except the last."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -85,7 +87,16 @@ def forget_peak(devices: Iterable[torch.device]) -> None:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
+            _return_freed_memory()
             _CLEAR.write_text("5")  # proc(5): resets the peak resident set size to the current one
+
+
+def _return_freed_memory() -> None:
+    """Give back to the system what loading has freed, such as the wide weights that were quantized."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
+    if trim is not None:
+        trim(0)
 
 
 def peak(devices: Iterable[torch.device]) -> int:
