@@ -10,6 +10,7 @@ from helpers.families import pair, prompts
 from helpers.int8_weights import Int8Weight
 from helpers.interpreted_steps import interpret_compiled_steps
 from optimum.quanto import freeze, qfloat8, qint2, qint4, qint8, quantize
+from torch import Tensor
 from torch.nn.functional import linear
 
 from hf_specdec import SpeculativeDecoding
@@ -185,6 +186,29 @@ def test_compiled_rounds(quantized: str, weights: object, monkeypatch: pytest.Mo
             weight._scale = -3 * weight._scale
     assert read and None not in read
     assert torch.equal(*answers) is (quantized == "draft")
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_the_prompt_s_last_token_meets_the_head_as_it_is_stored(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide copy of the head would be the largest tensor of the call; without compiling, the library makes it."""
+    interpret_compiled_steps(monkeypatch)
+    monkeypatch.setattr(compiled_step, "supported", few_token_products.supported)
+    target, draft = pair("llama", dtype=torch.float32)
+    quantize(target, weights=qint8)
+    freeze(target)
+    head, tokens = target.lm_head.weight._data.data_ptr(), []
+
+    def quantized(parts: QuantizedParts, input: Tensor, *rest: Tensor) -> Tensor:
+        if parts.values.data_ptr() == head:
+            tokens.append(input.shape[1])
+        return send(parts, input, *rest)
+
+    send = few_token_products._quantized
+    monkeypatch.setattr(few_token_products, "_quantized", quantized)
+    decoding = SpeculativeDecoding(draft, num_assistant_tokens=3, compile=compile)
+    target.generate(**prompts(1, MOST_TOKENS + 10), **GREEDY, custom_generate=decoding)
+    # A verification, of the drafts and the token before them, is of four.
+    assert (1 in tokens) is compile
 
 
 def test_parts_of_a_weight_are_part_of_a_models_state() -> None:

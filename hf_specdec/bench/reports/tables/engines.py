@@ -21,7 +21,7 @@ MEMORY = (
     "Each method in a process of its own, from its first call on, both models loaded. On a CPU: the largest resident "
     "set (VmHWM) less what the process held before it loaded the models (Libraries). On a GPU: torch's largest "
     "allocation. Weights: of both models. Caches: keys and values of all rows at the end of the text. Compiled code is "
-    "loaded from disk, where the timed calls have left it."
+    'loaded from disk as far as the timed calls have left it there; "auto" may choose other lengths and compile them.'
 )
 CHOSEN = "It was chosen on the calls that it is measured on, which flatters it a little."
 
