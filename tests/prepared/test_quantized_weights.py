@@ -198,10 +198,10 @@ def test_the_prompt_s_last_token_meets_the_head_as_it_is_stored(compile: bool, m
     freeze(target)
     head, tokens = target.lm_head.weight._data.data_ptr(), []
 
-    def quantized(parts: QuantizedParts, input: Tensor, *rest: Tensor) -> Tensor:
+    def quantized(parts: QuantizedParts, input: Tensor, *rest: Tensor, **named: Tensor) -> Tensor:
         if parts.values.data_ptr() == head:
             tokens.append(input.shape[1])
-        return send(parts, input, *rest)
+        return send(parts, input, *rest, **named)
 
     send = few_token_products._quantized
     monkeypatch.setattr(few_token_products, "_quantized", quantized)
