@@ -135,15 +135,21 @@ def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gr
 
 
 @contextmanager
-def kernels_as_compiled(device: torch.device) -> Iterator[None]:
-    """Steps run with the kernels of compiled ones; on a CPU, others keep memory for each number of tokens."""
-    if device.type != "cpu" or not supported():
+def kernels_as_compiled(device: torch.device, *, compile: bool = True) -> Iterator[None]:
+    """If `compile`, steps run with the kernels of compiled ones; others keep memory for each number of tokens."""
+    if not compile or device.type != "cpu" or not supported():
         yield
         return
-    if not code_on_disk.any_kept():
-        _inductor()
+    _start_inductor()
     with FewTokenProducts():
         yield
+
+
+@cache
+def _start_inductor() -> None:
+    """Where no code of earlier processes is found, inductor is needed; looked up once a process."""
+    if not code_on_disk.any_kept():
+        _inductor()
 
 
 @cache
@@ -195,7 +201,7 @@ def _compile(segment: Segment, device: torch.device) -> Code:
 
 
 def _code(
-    graph: Graph, inputs: Sequence[Tensor], device: torch.device, keep: Callable[[Path], None] | None = None
+    graph: Graph, inputs: Sequence[Tensor], device: torch.device, keep: Callable[[Path], None] = lambda library: None
 ) -> Code:
     """Inductor's code of a graph for inputs like these; its library is kept once it is there."""
     # Importing these takes seconds.
@@ -210,7 +216,7 @@ def _code(
 
     def finished(library: Path) -> None:
         # Inductor's code adds constants to the inputs in Python.
-        if keep is not None and not codes[0].constants:
+        if not codes[0].constants:
             keep(library)
 
     options = cpp_compiler.OPTIONS if device.type == "cpu" else {}

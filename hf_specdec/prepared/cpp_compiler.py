@@ -44,6 +44,7 @@ def in_background(finished: Callable[[Path], None] = lambda library: None) -> It
         return
 
     def load(*args: Any, **options: Any) -> Callable[..., Any]:
+        """As `CppWrapperCodeCache.load_pybinding`, but the function waits for its library at its first call."""
         library = start(*args, submit_fn=submit, **options)
 
         @cache

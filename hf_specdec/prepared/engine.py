@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -53,7 +53,7 @@ class Steps:
         args = state, *blanks.parts(), *draws
         if not target.cache.tensors():
             # One plain run allocates the cache, which must exist before anything is compiled or captured.
-            with kernels_as_compiled(device) if compile else nullcontext():
+            with kernels_as_compiled(device, compile=compile):
                 step(*args)
         name = f"verification of {count} tokens" if count else "step without drafts"
         verify = cuda_graphs.prepare(step, device, name, args, compile=compile)
@@ -177,7 +177,7 @@ class Engine:
 
             draws = (self.uniforms[:, 0].clone(),) if plan.do_sample else ()
             slots = first_slots(self.state)
-            with kernels_as_compiled(self.state.device) if self.compile else nullcontext():
+            with kernels_as_compiled(self.state.device, compile=self.compile):
                 next_slots = step(*slots, *draws)[0]  # allocates the cache
             self._tokens = step, step
             if self.compile:

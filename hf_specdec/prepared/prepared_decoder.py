@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -155,8 +155,7 @@ class PreparedDecoder(Decoder):
 
         Later passes may be recorded, and calls that don't compile share recordings.
         """
-        kernels = self.engine.compile and not runner.passes
-        return kernels_as_compiled(self.engine.state.device) if kernels else nullcontext()
+        return kernels_as_compiled(self.engine.state.device, compile=self.engine.compile and not runner.passes)
 
     def _note_drafted(self, before: Sequence[int], after: Sequence[int], lookahead: int) -> None:
         """Note what the draft model has read: the text before the round and the accepted drafts except the last."""
