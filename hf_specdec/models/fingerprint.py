@@ -14,6 +14,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_specdec.models.stored_tensors import stored_tensors
+
 # PEFT's layers say here which adapter is active. Other private attributes are bookkeeping of `generate`.
 _ADAPTERS = frozenset({"_active_adapter", "_disable_adapters"})
 # What every module has; hooks and `training` are part of the state separately.
@@ -57,11 +59,8 @@ def weights_of(model: PreTrainedModel) -> Hashable:
 
 
 def _address(weight: torch.Tensor) -> Hashable:
-    if type(weight) in (torch.nn.Parameter, torch.nn.Buffer, torch.Tensor):
-        return weight.data_ptr()
     # Tensor subclasses have no address of their own, and some don't name their parts either.
-    names = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else ()
-    return tuple((_serial(part), _address(part)) for name in names if (part := getattr(weight, name)) is not None)
+    return tuple((_serial(part), part.data_ptr()) for part in stored_tensors(weight))
 
 
 def shapes_of(model: torch.nn.Module) -> Hashable:

@@ -15,6 +15,7 @@ from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.compiled_step import CompiledStep, Step, kernels_as_compiled
+from hf_specdec.prepared.huge_pages import HugePages
 from hf_specdec.prepared.round_steps import Drafts, Plan, Side, draft_lengths, draft_token, first_slots, verify_step
 
 LEAST_CAPACITY_STEP = 128  # see `prepared_capacity`
@@ -100,6 +101,7 @@ class Engine:
         self.failed = False
         self.steps: dict[int, Steps] = {}
         self._tokens: tuple[DraftToken, DraftToken] | None = None
+        self._pages = HugePages(runner.model for runner in (target, draft) if runner is not None and compile)
 
     def adopt(self, target: StaticRunner, draft: StaticRunner | None) -> None:
         """Hand the engine's buffers to a call's runners, so that they read the prompt into them.
@@ -113,6 +115,8 @@ class Engine:
                 for stored in side.cache.tensors():
                     stored.zero_()
                 runner.cache, runner.positions, runner.visible = side.cache, side.positions, side.visible
+        if self.steps:
+            self._pages.gather()
 
     def fail(self) -> None:
         """Note that preparing failed, and give back what was prepared."""
@@ -163,6 +167,7 @@ class Engine:
                     compile=self.compile,
                 )
             # All compile before the first one runs and waits for the compiler.
+            self._pages.gather()
             for length in missing:
                 self.steps[length].run_once()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.models.stored_tensors import stored_tensors
 
 # Well beyond any cache of the device.
 BUFFER = {"cpu": 256 * 2**20, "other": 2 * 2**30}
@@ -41,9 +42,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 def stored_bytes(weight: Tensor) -> int:
     """Those of the tensors that a quantized weight consists of; its own are those of the dtype that it stands for."""
-    if not hasattr(weight, "__tensor_flatten__"):
-        return weight.nbytes
-    return sum(stored_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
+    return sum(part.nbytes for part in stored_tensors(weight)) or weight.nbytes
 
 
 @torch.no_grad()  # int4 weights of quanto fail in `inference_mode`

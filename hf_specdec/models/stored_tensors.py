@@ -1,0 +1,21 @@
+"""The plain tensors that hold a model's weights in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def stored_tensors(weight: Tensor) -> Iterator[Tensor]:
+    """A weight itself, or the tensors that a quantized one consists of: a tensor subclass has no memory of its own.
+
+    Nothing of a subclass that does not name its parts (`__tensor_flatten__`).
+    """
+    if type(weight) in (torch.nn.Parameter, torch.nn.Buffer, Tensor):
+        yield weight
+    elif hasattr(weight, "__tensor_flatten__"):
+        for name in weight.__tensor_flatten__()[0]:
+            if (part := getattr(weight, name)) is not None:
+                yield from stored_tensors(part)

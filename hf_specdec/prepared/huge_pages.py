@@ -1,0 +1,87 @@
+"""Huge pages for the weights of compiled steps, on a CPU under Linux.
+
+A pass reads every weight. In pages of 4 KiB each page's address has to be translated and the processor's prefetching
+ends at its border; in huge pages of 2 MiB both hardly count. The kernel moves memory that is in use into huge pages
+when it is asked to (`MADV_COLLAPSE`, Linux 6.1). Addresses and contents stay the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.models.stored_tensors import stored_tensors
+
+# What a call may spend; the next one goes on. Usually a gigabyte takes a quarter of a second.
+SECONDS = 2.0
+# How much is moved between two looks at the clock, in bytes.
+PIECE = 64 * 2**20
+# Tensors so near each other are moved together: allocators leave a few bytes between two.
+NEAR = 2**16
+
+_SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
+_MADV_COLLAPSE = 25
+
+# Asks for huge pages from an address on, for so many bytes; whether the kernel has done it.
+Collapse = Callable[[int, int], bool]
+
+
+class HugePages:
+    """Moves the weights of models on a CPU into huge pages, bit by bit.
+
+    Args:
+        models: whose weights; those on other devices are left alone.
+        page: bytes of a huge page; None leaves all memory as it is.
+        collapse: how the kernel is asked.
+    """
+
+    def __init__(
+        self, models: Iterable[PreTrainedModel], page: int | None = None, collapse: Collapse | None = None
+    ) -> None:
+        page, self._collapse = page or page_size(), collapse or _collapse
+        weights = (weight for model in models if model.device.type == "cpu" for weight in model.parameters())
+        blocks = [(part.data_ptr(), part.nbytes) for weight in weights for part in stored_tensors(weight)]
+        self._left = spans_of(blocks, page) if page else []
+
+    def gather(self, seconds: float = SECONDS) -> None:
+        """Go on for at most so many seconds. What the kernel can't move stays as it is, and is not tried again."""
+        end = perf_counter() + seconds
+        while self._left and perf_counter() < end:
+            span = self._left.pop()
+            piece, rest = span[:PIECE], span[PIECE:]
+            if self._collapse(piece.start, len(piece)) and rest:
+                self._left.append(rest)
+
+
+def spans_of(blocks: Iterable[tuple[int, int]], page: int) -> list[range]:
+    """The addresses of whole pages in memory blocks, given as address and bytes; neighbouring blocks are taken as one."""
+    joined: list[range] = []
+    for start, size in sorted(blocks):
+        if joined and start - joined[-1].stop <= NEAR:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, start + size))
+        else:
+            joined.append(range(start, start + size))
+    whole = (range(-(-block.start // page) * page, block.stop // page * page) for block in joined)
+    return [span for span in whole if span]
+
+
+@cache
+def page_size() -> int | None:
+    """Bytes of a huge page; None where the system has none, or its administrator does not want them."""
+    try:
+        wanted = "[never]" not in (_SYSTEM / "enabled").read_text()
+        return int((_SYSTEM / "hpage_pmd_size").read_text()) if wanted else None
+    except OSError:
+        return None
+
+
+def _collapse(address: int, size: int) -> bool:
+    madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    return madvise is not None and madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_COLLAPSE) == 0

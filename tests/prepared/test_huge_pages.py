@@ -1,0 +1,115 @@
+"""Weights are moved into huge pages where they lie: same addresses, same values, nothing beyond their memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_specdec.prepared import huge_pages
+from hf_specdec.prepared.huge_pages import NEAR, PIECE, HugePages, page_size, spans_of
+
+PAGE = 2**21
+
+
+class Weights(torch.nn.Module):
+    """A model of one weight of 8 MiB, and of one that is smaller than a huge page."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = torch.nn.Parameter(torch.arange(2**21, dtype=torch.float32))
+        self.small = torch.nn.Parameter(torch.ones(8))
+
+
+class Kernel:
+    """Notes what it is asked for, and refuses where `refuses` says so."""
+
+    def __init__(self, refuses: frozenset[int] = frozenset()) -> None:
+        self.asked: list[range] = []
+        self.refuses = refuses
+
+    def __call__(self, address: int, size: int) -> bool:
+        self.asked.append(range(address, address + size))
+        return address not in self.refuses
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**26), st.integers(1, 2**24)), max_size=8))
+def test_spans_are_whole_pages_of_the_blocks_and_what_lies_between_near_ones(blocks: list[tuple[int, int]]) -> None:
+    spans = sorted(spans_of(blocks, PAGE), key=lambda span: span.start)
+    assert all(span.start % PAGE == span.stop % PAGE == 0 for span in spans)
+    assert all(one.stop <= other.start for one, other in zip(spans, spans[1:], strict=False))
+    covered = [range(start - NEAR // 2, start + size + NEAR // 2 + 1) for start, size in blocks]
+    for span in spans:
+        for address in range(span.start, span.stop, NEAR):
+            assert any(address in block for block in covered)
+    for start, size in blocks:
+        for page in range(-(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE, PAGE):
+            assert any(page in span for span in spans)
+
+
+def test_blocks_that_are_not_near_each_other_are_not_joined() -> None:
+    half = PAGE // 2
+    assert spans_of([(half, half), (PAGE, half)], PAGE) == []
+    assert spans_of([(0, half), (half + NEAR, half)], PAGE) == [range(0, PAGE)]
+    assert spans_of([(0, half), (half + NEAR + 1, half)], PAGE) == []
+
+
+def test_a_call_without_time_left_asks_for_nothing_and_the_next_one_goes_on() -> None:
+    kernel, model = Kernel(), Weights()
+    pages = HugePages([model], PAGE, kernel)  # type: ignore[list-item]
+    pages.gather(seconds=0.0)
+    assert kernel.asked == []
+    pages.gather()
+    (span,) = kernel.asked
+    assert model.large.data_ptr() <= span.start < span.stop <= model.large.data_ptr() + model.large.nbytes
+    pages.gather()
+    assert kernel.asked == [span]
+
+
+def test_what_is_refused_is_not_tried_again_and_does_not_keep_others_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = [range(0, 3 * PIECE), range(4 * PIECE, 5 * PIECE)]
+    monkeypatch.setattr(huge_pages, "spans_of", lambda blocks, page: list(spans))
+    kernel = Kernel(refuses=frozenset({PIECE}))
+    pages = HugePages([], PAGE, kernel)
+    pages.gather()
+    pages.gather()
+    assert sorted(span.start for span in kernel.asked) == [0, PIECE, 4 * PIECE]
+
+
+def test_weights_on_other_devices_are_left_alone() -> None:
+    kernel, model = Kernel(), Weights()
+    model.device = torch.device("cuda")
+    HugePages([model], PAGE, kernel).gather()  # type: ignore[list-item]
+    assert kernel.asked == []
+
+
+def test_moving_changes_neither_addresses_nor_values() -> None:
+    model = Weights()
+    before = model.large.data_ptr()
+    HugePages([model]).gather()  # type: ignore[list-item]
+    assert model.large.data_ptr() == before
+    assert torch.equal(model.large, torch.arange(2**21, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("enabled", "expected"),
+    [
+        ("always [madvise] never", PAGE),
+        ("[always] madvise never", PAGE),
+        ("always madvise [never]", None),
+        (None, None),
+    ],
+)
+def test_an_administrator_can_forbid_huge_pages(
+    enabled: str | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if enabled is not None:
+        (tmp_path / "enabled").write_text(enabled)
+        (tmp_path / "hpage_pmd_size").write_text(f"{PAGE}\n")
+    monkeypatch.setattr(huge_pages, "_SYSTEM", tmp_path)
+    assert page_size.__wrapped__() == expected
