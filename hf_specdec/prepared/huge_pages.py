@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from time import perf_counter
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.models.stored_tensors import stored_tensors
@@ -61,7 +60,7 @@ class HugePages:
 
 
 def spans_of(blocks: Iterable[tuple[int, int]], page: int) -> list[range]:
-    """The addresses of whole pages in memory blocks, given as address and bytes; neighbouring blocks are taken as one."""
+    """The addresses of whole pages in memory blocks, given as address and bytes; near ones are taken as one."""
     joined: list[range] = []
     for start, size in sorted(blocks):
         if joined and start - joined[-1].stop <= NEAR:

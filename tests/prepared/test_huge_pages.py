@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ class Kernel:
 def test_spans_are_whole_pages_of_the_blocks_and_what_lies_between_near_ones(blocks: list[tuple[int, int]]) -> None:
     spans = sorted(spans_of(blocks, PAGE), key=lambda span: span.start)
     assert all(span.start % PAGE == span.stop % PAGE == 0 for span in spans)
-    assert all(one.stop <= other.start for one, other in zip(spans, spans[1:], strict=False))
+    assert all(one.stop <= other.start for one, other in itertools.pairwise(spans))
     covered = [range(start - NEAR // 2, start + size + NEAR // 2 + 1) for start, size in blocks]
     for span in spans:
         for address in range(span.start, span.stop, NEAR):
