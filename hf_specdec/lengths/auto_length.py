@@ -23,10 +23,14 @@ UNPREPARED_PENALTY = 1.1
 MIN_SPEEDUP = 1.03
 # Above this expected speedup no early plain round is spent on timing plain decoding.
 CLEAR_SPEEDUP = 2.0
-# The budget for probes: a fixed number of plain steps, plus a share of the time so far.
+# The budget for probes, of a call and of all calls together: a number of plain steps, plus a share of the time so far.
 PROBE_ALLOWANCE, PROBE_SHARE = 1.25, 0.01
-# Plain decoding is timed again after this many rounds with drafts; the interval then grows fourfold up to the maximum.
-FIRST_REFRESH, LAST_REFRESH = 16, 256
+# Plain decoding is timed again after this many rounds with drafts. The interval then grows fourfold up to the maximum,
+# unless the expected speedup is below the last figure: then more is lost by being wrong than by a plain round.
+FIRST_REFRESH, LAST_REFRESH, NARROW_SPEEDUP = 16, 256, 1.2
+# After a while without drafts, so many plain rounds are only timed before the length is chosen again: choosing takes a
+# twentieth of a short round.
+PLAIN_ROUNDS = 8
 
 
 class LengthHistory:
@@ -43,7 +47,8 @@ class LengthHistory:
         elapsed: seconds of all rounds, a share of which probes may lose.
         balance: seconds gained by drafting, negative if lost.
         probed: seconds lost by probes.
-        refresh: number of consecutive rounds with drafts after which plain decoding is timed again.
+        since_plain: number of rounds with drafts since the last plain one.
+        refresh: the number of them after which plain decoding is timed again.
         prepared: the estimates for prepared rounds, whose passes take different times; None before the first.
         lock: guards all attributes against concurrent calls.
     """
@@ -54,7 +59,7 @@ class LengthHistory:
         self.drafted = PositionRates(1.0)
         self.steps = PositionRates(1.0)
         self.elapsed = self.balance = self.probed = 0.0
-        self.refresh = FIRST_REFRESH
+        self.since_plain, self.refresh = 0, FIRST_REFRESH
         self.prepared: LengthHistory | None = None
         self.lock = threading.RLock()
 
@@ -74,8 +79,9 @@ class AutoLength(StopRule):
     draft steps and a target pass over γ + 1 tokens. Both are estimated from the rounds so far.
 
     While the chosen length is 0, single rounds with drafts, called probes, check whether drafting has become
-    worthwhile. A probe runs if its worst case fits a budget: a fixed allowance plus 1% of the time spent, minus what
-    drafting has lost. Its cost includes reading the tokens that the draft missed.
+    worthwhile. A probe runs if its worst case fits two budgets, each a fixed allowance plus 1% of the time spent: that
+    of all calls, minus what drafting has lost, and that of this call, minus what its probes have lost. The cost of a
+    probe includes reading the tokens that the draft missed.
 
     The first round has the length that earlier calls support. If there were none, or drafting did not pay in them, it
     drafts one token, so that the draft reads the prompt as part of the prefill.
@@ -94,9 +100,9 @@ class AutoLength(StopRule):
         self.lengths: Sequence[int] = range(MAX_ASSISTANT_TOKENS + 1)
         self.ready: Container[int] = self.lengths
         self._rounds = 0
-        self._unread = 0.0
-        self._since_plain = 0
+        self._unread = self._elapsed = self._probed = 0.0
         self._probing = False
+        self._plain, self._pause = 0, 1  # plain rounds since the last choice, and until the next one
         if self.known.elapsed:
             self._begin()
 
@@ -145,13 +151,32 @@ class AutoLength(StopRule):
         else:
             known.times.add(finished, self._unread)
             known.elapsed += finished.seconds
-        if self.limit and self._rounds > 1:
-            gain = gained * known.times.target(1) - finished.seconds
-            known.balance += gain
-            if self._probing:
-                known.probed += max(-gain, 0.0)
+            self._elapsed += finished.seconds
+        self._unread = 0.0 if finished.draft_steps else self._unread + gained
+        if self.limit == 0:
+            known.since_plain = 0
+            self._plain += 1
+            if self._plain < self._pause:
+                return
+        else:
+            known.since_plain += 1
+            if self._rounds > 1:
+                self._account(gained * known.times.target(1) - finished.seconds)
+            self._learn_acceptance(finished, live)
         for positions in (known.accepted, known.drafted, known.steps):
-            positions.fade()
+            positions.fade(self._plain or 1)
+        self._plain = 0
+        self._choose()
+
+    def _account(self, gain: float) -> None:
+        """Note the seconds that a round with drafts has gained over plain ones, negative if lost."""
+        self.known.balance += gain
+        if self._probing:
+            self._probed += max(-gain, 0.0)
+            self.known.probed += max(-gain, 0.0)
+
+    def _learn_acceptance(self, finished: Round, live: Sequence[int]) -> None:
+        known = self.known
         limits = [min(self.limit, space) for space in finished.room] or [self.limit] * len(finished.drafted)
         for row in live:
             accepted = finished.accepted[row]
@@ -160,21 +185,19 @@ class AutoLength(StopRule):
             known.accepted.add(accepted, accepted if ended else limits[row], 1.0 / len(live))
         known.drafted.add(finished.width - 1, max(limits), 1.0)
         known.steps.add(finished.draft_steps, max(limits), 1.0)
-        self._unread = 0.0 if finished.draft_steps else self._unread + gained
-        self._since_plain = 0 if self.limit == 0 else self._since_plain + 1
-        self._choose()
 
     def _choose(self) -> None:
         known, rates = self.known, self._rates()
         best = self._best(rates)
-        self._probing = False
+        self._probing, self._pause = False, 1
         doubtful = not known.times.knows_plain and rates[best] < CLEAR_SPEEDUP * rates[0]
-        if best and (doubtful or self._since_plain >= known.refresh):
-            known.refresh = min(4 * known.refresh, LAST_REFRESH)
+        if best and (doubtful or known.since_plain >= known.refresh):
+            narrow = rates[best] < NARROW_SPEEDUP * rates[0]
+            known.refresh = FIRST_REFRESH if narrow else min(4 * known.refresh, LAST_REFRESH)
             best = 0
         elif best == 0 and known.times.knows_plain:
             best = self._probe()
-            self._probing = best > 0
+            self._probing, self._pause = best > 0, min(1 + int(self._unread) // 4, PLAIN_ROUNDS)
         self.limit = best
 
     def _best(self, rates: Sequence[float]) -> int:
@@ -209,7 +232,8 @@ class AutoLength(StopRule):
         length = cheap[-1] if cheap else lengths[0]
         # Losses count only as far as they exceed earlier gains, except those of probes.
         lost = max(known.probed, -known.balance)
-        budget = PROBE_ALLOWANCE * plain + PROBE_SHARE * known.elapsed - lost
+        budget = min(PROBE_SHARE * known.elapsed - lost, PROBE_SHARE * self._elapsed - self._probed)
+        budget += PROBE_ALLOWANCE * plain
         return length if self._loss(length) <= budget else 0
 
     def _loss(self, length: int) -> float:

@@ -27,6 +27,9 @@ EARLIER_WEIGHT = 0.7
 HALF_LIFE = 16
 # Times are medians of this many passes of a width, so that one stall doesn't count.
 TIMES_KEPT = 5
+# What a prepared draft's first pass, which reads two tokens, takes beyond a step, in steps: assumed before drafts of
+# two lengths were timed, and at most.
+PRIOR_BEGINNING, MOST_BEGINNING = 0.5, 1.5
 LONG_PROMPT = 16  # tokens; shorter prompts don't tell how long the draft takes to read
 
 
@@ -43,11 +46,11 @@ class PositionRates:
         self._tried = [PRIOR_WEIGHT] + [0.0] * (MAX_ASSISTANT_TOKENS - 1)
         self._succeeded = [PRIOR_WEIGHT * prior] + [0.0] * (MAX_ASSISTANT_TOKENS - 1)
 
-    def fade(self) -> None:
-        """Reduce the weight of earlier rounds; call once per round."""
+    def fade(self, rounds: int = 1) -> None:
+        """Reduce the weight of earlier rounds; call for each round, or for several at once."""
         for position, tried in enumerate(self._tried):
             if tried > MIN_WEIGHT:
-                kept = max(DECAY, MIN_WEIGHT / tried)
+                kept = max(DECAY**rounds, MIN_WEIGHT / tried)
                 self._tried[position] *= kept
                 self._succeeded[position] *= kept
 
@@ -83,18 +86,20 @@ class PassTimes:
     Args:
         copies: drafts are copied and take no draft steps.
         prepared: passes are compiled or captured. Their times don't change over a call, and the first draft pass of a
-            round, which reads two tokens, takes about as long as two steps.
+            round, which reads two tokens, takes longer than a step.
     """
 
     def __init__(self, *, copies: bool = False, prepared: bool = False) -> None:
         self._half_life = math.inf if prepared else HALF_LIFE
-        self._extra_steps = 1 if prepared else 0
+        self._prepared = prepared
         self._by_width: dict[int, deque[float]] = {}
+        self._changed: set[int] = set()  # widths timed since the last fit
         self._medians: dict[int, tuple[float, float]] = {}  # width -> (weight, median)
         self._rounds = 0
         self._seen: dict[int, int] = {}
         self._line = (0.0, 0.0, 0.0, 0.0)
-        self._steps: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._drafts: dict[int, deque[float]] = {}  # steps of a draft, or 1 for a share of one -> seconds
+        self._step: tuple[float, float] | None = None  # seconds of a step; beginning of a draft, in steps
         self._catch_ups: deque[float] = deque(maxlen=TIMES_KEPT)
         self._ratio = 0.0 if copies else PRIOR_RATIO
         self._reading: float | None = None
@@ -102,7 +107,7 @@ class PassTimes:
     @property
     def knows_plain(self) -> bool:
         """Whether a round without drafts has been timed. Also True before any round has been."""
-        return not self._medians or 1 in self._medians
+        return not self._by_width or 1 in self._by_width
 
     def first_round(self, finished: Round) -> None:
         """Learn from the round that reads the prompts: draft time relative to the target, and reading time."""
@@ -116,45 +121,63 @@ class PassTimes:
         """Learn from a round in which the draft also read `unread` skipped tokens. Ignores rounds without times."""
         if finished.seconds <= 0:
             return
-        target = finished.seconds - finished.draft_seconds
-        if finished.width not in self._medians and self._medians:
+        width, target = finished.width, finished.seconds - finished.draft_seconds
+        if width not in self._by_width and self._by_width:
             # The first pass of a width may be a stall, so wider passes bound it.
-            wider = [seconds for width, (_, seconds) in self._medians.items() if width > finished.width]
-            target = min(target, 1.5 * self.target(finished.width), *wider)
-        self._by_width.setdefault(finished.width, deque(maxlen=TIMES_KEPT)).append(target)
-        self._fit(finished.width)
+            bound = 1.5 * self.target(width)
+            target = min(target, bound, *(seconds for wider, (_, seconds) in self._medians.items() if wider > width))
+        self._by_width.setdefault(width, deque(maxlen=TIMES_KEPT)).append(target)
+        self._rounds += 1
+        self._seen[width] = self._rounds
+        self._changed.add(width)
         if finished.draft_steps:
             drafting, caught_up = finished.draft_seconds, finished.catch_up_seconds
             if caught_up:
                 self._catch_ups.append(caught_up)
             elif unread:
                 caught_up = min(self.reading(unread), drafting / 2)
-            self._steps.append((drafting - caught_up) / (finished.draft_steps + self._extra_steps))
+            self._add_draft(finished.draft_steps, drafting - caught_up)
+
+    def _add_draft(self, steps: int, seconds: float) -> None:
+        """Lengths of prepared drafts are few, and each is timed; other drafts tell the time of a step."""
+        length, timed = (steps, seconds) if self._prepared else (1, seconds / steps)
+        self._drafts.setdefault(length, deque(maxlen=TIMES_KEPT)).append(timed)
+        shortest, longest = min(self._drafts), max(self._drafts)
+        first, last = median_low(self._drafts[shortest]), median_low(self._drafts[longest])
+        if not self._prepared:
+            self._step = last, 0.0
+        else:
+            # Nearby lengths, or a single one, hardly tell a step from the beginning.
+            assumed = last / (longest + PRIOR_BEGINNING)
+            step = (last - first + assumed) / (longest - shortest + 1)
+            step = min(max(step, last / (longest + MOST_BEGINNING)), last / longest)
+            self._step = step, last / step - longest
 
     def target(self, width: float) -> float:
         """Seconds of a target pass over `width` tokens per row.
 
         A fit to the medians of all widths, blended with the median of this width by its weight.
         """
-        if not self._medians:
+        if not self._by_width:
             return 1.0 + PRIOR_SLOPE * (width - 1)
+        if self._changed:
+            self._fit()
         level, single, jump, slope = self._line
         line = max(single + jump * min(width - 1, 1.0) + slope * (width - 1), 0.1 * level)
         own = self._medians.get(width) if isinstance(width, int) else None
         return line if own is None else line + (own[1] - line) * own[0] / (own[0] + 1)
 
-    def _fit(self, width: int) -> None:
-        """Update the median of `width`, and the line: (mean, one token, jump to two, each further token), in seconds.
+    def _fit(self) -> None:
+        """Update the medians, and the line: (mean, one token, jump to two, each further token), in seconds.
 
         A single token often runs in another kernel, so that two cost much more and further ones little.
         """
-        self._rounds += 1
-        self._seen[width] = self._rounds
-        for known_width, times in self._by_width.items():
+        for width, times in self._by_width.items():
             # Plain rounds are timed again regularly, so their times keep full weight.
-            age = 0 if known_width == 1 else self._rounds - self._seen[known_width]
-            middle = median_low(times) if known_width == width else self._medians[known_width][1]
-            self._medians[known_width] = (len(times) * 0.5 ** (age / self._half_life), middle)
+            age = 0 if width == 1 else self._rounds - self._seen[width]
+            middle = median_low(times) if width in self._changed else self._medians[width][1]
+            self._medians[width] = (len(times) * 0.5 ** (age / self._half_life), middle)
+        self._changed.clear()
         known = [(w > 1, w - 1, n, t) for w, (n, t) in self._medians.items()]
         total = sum(n for _, _, n, _ in known)
         share = sum(n * several for several, _, n, _ in known) / total
@@ -176,11 +199,12 @@ class PassTimes:
 
     def step(self) -> float:
         """Seconds of a draft step."""
-        return median_low(self._steps) if self._steps else self._ratio * self.target(1)
+        return self._step[0] if self._step else self._ratio * self.target(1)
 
     def drafting(self, steps: float) -> float:
         """Seconds of a draft of `steps` steps."""
-        return (steps + self._extra_steps) * self.step() if steps else 0.0
+        beginning = self._step[1] if self._step else PRIOR_BEGINNING * self._prepared
+        return (steps + beginning) * self.step() if steps else 0.0
 
     def reading(self, unread: float) -> float:
         """Seconds that `unread` more tokens add to a draft pass."""

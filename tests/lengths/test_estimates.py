@@ -85,3 +85,21 @@ def test_the_first_pass_of_a_width_may_be_a_stall(known: tuple[int, ...], most: 
     for _ in range(3):
         times.add(Round((4,), (0,), (1,), (0.0,), 0, 5, 0.0, 10.0, 10.0), 0.0)
     assert times.target(5) > 5.0
+
+
+@pytest.mark.parametrize("beginning", [0.1, 0.5, 1.2])
+def test_a_prepared_draft_s_beginning_is_told_from_its_steps(beginning: float) -> None:
+    """Its first pass reads two tokens. Drafts of one token alone can't tell, those of one and eight can."""
+    times = PassTimes(prepared=True)
+
+    def add(steps: int) -> None:
+        drafting = 0.1 * (steps + beginning)
+        times.add(Round((steps,), (0,), (1,), (0.0,), steps, steps + 1, drafting, 1.0, 1.0 + drafting), 0.0)
+
+    add(1)
+    alone = times.drafting(8)
+    assert alone == pytest.approx(0.1 * (1 + beginning) * 8.5 / 1.5)
+    for _ in range(3):
+        add(8)
+    assert times.drafting(8) == pytest.approx(0.1 * (8 + beginning))
+    assert times.drafting(16) == pytest.approx(0.1 * (16 + beginning), rel=0.03)
