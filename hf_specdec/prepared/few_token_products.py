@@ -129,10 +129,13 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _quantized(parts: QuantizedParts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = kernels("quantized", input.dtype).quantized_linear(
-        input.contiguous(), parts.values, parts.scale, parts.shift, bias
-    )
-    return result
+    product = kernels("quantized", input.dtype).quantized_linear
+    given = parts.values, parts.scale, parts.shift, bias
+    if (tokens := input.shape[:-1].numel()) <= MOST_TOKENS:
+        result: Tensor = product(input.contiguous(), *given)
+        return result
+    some = input.reshape(tokens, -1).split(MOST_TOKENS)
+    return torch.cat([product(part, *given) for part in some]).view(*input.shape[:-1], -1)
 
 
 def _attention(
@@ -148,18 +151,26 @@ def _takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         type(weight) in (Tensor, torch.nn.Parameter)
         and weight.dim() == 2
         and weight.is_contiguous()
-        and _over_few_tokens(input, weight, bias)
+        and _over_few_tokens(input)
+        and _fits(input, weight, bias)
     )
 
 
 def _takes_quantized(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> QuantizedParts | None:
+    """Of int8 weights also products of many tokens, since their own library would widen the weights for these."""
     plain = type(input) is Tensor and (bias is None or type(bias) in PLAIN)
-    return parts_of(weight) if plain and _over_few_tokens(input, weight, bias) else None
+    parts = parts_of(weight) if plain and _fits(input, weight, bias) else None
+    few = _over_few_tokens(input) or (parts is not None and parts.values.dtype == torch.int8)
+    return parts if few else None
 
 
-def _over_few_tokens(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _over_few_tokens(input: Tensor) -> bool:
+    return input.shape[:-1].numel() <= MOST_TOKENS
+
+
+def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
-        0 < input.shape[:-1].numel() <= MOST_TOKENS
+        input.numel() > 0
         and _is_ours(input)
         and input.dtype == weight.dtype
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))

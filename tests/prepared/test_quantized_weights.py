@@ -115,7 +115,17 @@ def test_a_number_that_is_not_finite_stays_in_its_token(bad: float) -> None:
 @pytest.mark.parametrize("weights", [qint8, qint4], ids=str)
 @pytest.mark.parametrize("columns", [64, 96, 256])
 def test_layers_of_quanto(weights: object, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, states = _layer(columns, 10, weights, torch.float64), _draw(2, 3, columns)
+    _sent_and_as_quanto_has_it(_layer(columns, 10, weights, torch.float64), _draw(2, 3, columns), monkeypatch)
+
+
+def test_prompts_of_any_length_are_multiplied_with_int8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their library would make a wide copy of each weight."""
+    layer = _layer(96, 10, qint8, torch.float64)
+    for rows, tokens in ((1, MOST_TOKENS + 1), (3, MOST_TOKENS), (2, 2 * MOST_TOKENS + 5)):
+        _sent_and_as_quanto_has_it(layer, _draw(rows, tokens, 96), monkeypatch)
+
+
+def _sent_and_as_quanto_has_it(layer: torch.nn.Linear, states: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
     send = few_token_products._quantized
     monkeypatch.setattr(few_token_products, "_quantized", lambda *args, **kw: sent.append(args) or send(*args, **kw))
@@ -139,13 +149,13 @@ def test_parts_share_the_weights_memory() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: _layer(64, 8, qint8)(_draw(MOST_TOKENS + 1, 64, dtype=torch.float32)),
+        lambda: _layer(64, 8, qint4)(_draw(MOST_TOKENS + 1, 64, dtype=torch.float32)),
         lambda: _layer(64, 8, qfloat8)(_draw(2, 64, dtype=torch.float32)),
         lambda: _layer(64, 8, qint2)(_draw(2, 64, dtype=torch.float32)),
         lambda: _layer(64, 9, qint4)(_draw(2, 64, dtype=torch.float32)),
         lambda: linear(_draw(2, 64), Int8Weight.of(_draw(8, 64))),
     ],
-    ids=["many tokens", "8 bits of floating point", "2 bits", "a row of two halves", "a class of its own"],
+    ids=["many tokens and 4 bits", "8 bits of floating point", "2 bits", "a row of two halves", "a class of its own"],
 )
 def test_other_weights_are_left_to_their_library(call: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_token_products, "_quantized", lambda *args, **kwargs: pytest.fail("sent to the kernel"))
