@@ -101,7 +101,7 @@ class Engine:
         self.failed = False
         self.steps: dict[int, Steps] = {}
         self._tokens: tuple[DraftToken, DraftToken] | None = None
-        self._pages = HugePages(runner.model for runner in (target, draft) if runner is not None and compile)
+        self._pages: HugePages | None = None
 
     def adopt(self, target: StaticRunner, draft: StaticRunner | None) -> None:
         """Hand the engine's buffers to a call's runners, so that they read the prompt into them.
@@ -115,7 +115,7 @@ class Engine:
                 for stored in side.cache.tensors():
                     stored.zero_()
                 runner.cache, runner.positions, runner.visible = side.cache, side.positions, side.visible
-        if self.steps:
+        if self._pages is not None:
             self._pages.gather()
 
     def fail(self) -> None:
@@ -167,9 +167,18 @@ class Engine:
                     compile=self.compile,
                 )
             # All compile before the first one runs and waits for the compiler.
-            self._pages.gather()
+            self._gather_pages()
             for length in missing:
                 self.steps[length].run_once()
+
+    def _gather_pages(self) -> None:
+        """Move what compiled steps read into huge pages, or go on with it; caches exist once there are steps."""
+        if self._pages is None:
+            sides = [side for side in (self.target, self.draft) if side is not None and self.compile]
+            models = (model for side in sides if (model := side.held()) is not None)
+            caches = (stored for side in sides for stored in side.cache.tensors())
+            self._pages = HugePages([*(weight for model in models for weight in model.parameters()), *caches])
+        self._pages.gather()
 
     def _draft_tokens(self) -> tuple[DraftToken, DraftToken]:
         """The steps that draft a token, which rounds of all lengths share."""

@@ -1,6 +1,6 @@
-"""Huge pages for the weights of compiled steps, on a CPU under Linux.
+"""Huge pages for what compiled steps read, on a CPU under Linux: weights and caches.
 
-A pass reads every weight. In pages of 4 KiB each page's address has to be translated and the processor's prefetching
+A pass reads all of it. In pages of 4 KiB each page's address has to be translated and the processor's prefetching
 ends at its border; in huge pages of 2 MiB both hardly count. The kernel moves memory that is in use into huge pages
 when it is asked to (`MADV_COLLAPSE`, Linux 6.1). Addresses and contents stay the same.
 """
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from time import perf_counter
 
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from hf_specdec.models.stored_tensors import stored_tensors
 
@@ -33,21 +33,18 @@ Collapse = Callable[[int, int], bool]
 
 
 class HugePages:
-    """Moves the weights of models on a CPU into huge pages, bit by bit.
+    """Moves tensors into huge pages, bit by bit.
 
     Args:
-        models: whose weights; those on other devices are left alone.
+        tensors: weights, also quantized ones, and other tensors. Those of other devices are left alone.
         page: bytes of a huge page; None leaves all memory as it is.
         collapse: how the kernel is asked.
     """
 
-    def __init__(
-        self, models: Iterable[PreTrainedModel], page: int | None = None, collapse: Collapse | None = None
-    ) -> None:
+    def __init__(self, tensors: Iterable[Tensor], page: int | None = None, collapse: Collapse | None = None) -> None:
         page, self._collapse = page or page_size(), collapse or _collapse
-        weights = (weight for model in models if model.device.type == "cpu" for weight in model.parameters())
-        blocks = [(part.data_ptr(), part.nbytes) for weight in weights for part in stored_tensors(weight)]
-        self._left = spans_of(blocks, page) if page else []
+        parts = (part for tensor in tensors if tensor.device.type == "cpu" for part in stored_tensors(tensor))
+        self._left = spans_of([(part.data_ptr(), part.nbytes) for part in parts], page) if page else []
 
     def gather(self, seconds: float = SECONDS) -> None:
         """Go on for at most so many seconds. What the kernel can't move stays as it is, and is not tried again."""

@@ -1,4 +1,4 @@
-"""Weights are moved into huge pages where they lie: same addresses, same values, nothing beyond their memory."""
+"""Tensors are moved into huge pages where they lie: same addresses, same values, nothing beyond their memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.int8_weights import Int8Weight
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,15 +17,9 @@ from hf_specdec.prepared.huge_pages import NEAR, PIECE, HugePages, page_size, sp
 PAGE = 2**21
 
 
-class Weights(torch.nn.Module):
-    """A model of one weight of 8 MiB, and of one that is smaller than a huge page."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large = torch.nn.Parameter(torch.arange(2**21, dtype=torch.float32))
-        self.small = torch.nn.Parameter(torch.ones(8))
+def _large() -> torch.Tensor:
+    """8 MiB."""
+    return torch.arange(2**21, dtype=torch.float32)
 
 
 class Kernel:
@@ -61,15 +56,23 @@ def test_blocks_that_are_not_near_each_other_are_not_joined() -> None:
 
 
 def test_a_call_without_time_left_asks_for_nothing_and_the_next_one_goes_on() -> None:
-    kernel, model = Kernel(), Weights()
-    pages = HugePages([model], PAGE, kernel)  # type: ignore[list-item]
+    kernel, large = Kernel(), _large()
+    pages = HugePages([large, torch.ones(8)], PAGE, kernel)
     pages.gather(seconds=0.0)
     assert kernel.asked == []
     pages.gather()
     (span,) = kernel.asked
-    assert model.large.data_ptr() <= span.start < span.stop <= model.large.data_ptr() + model.large.nbytes
+    assert large.data_ptr() <= span.start < span.stop <= large.data_ptr() + large.nbytes
     pages.gather()
     assert kernel.asked == [span]
+
+
+def test_a_quantized_weight_s_numbers_are_moved() -> None:
+    kernel, weight = Kernel(), Int8Weight.of(torch.ones(2**12, 2**11))
+    weight.__tensor_flatten__ = lambda: (["values", "scales"], None)  # type: ignore[attr-defined]
+    HugePages([weight], PAGE, kernel).gather()
+    (span,) = kernel.asked
+    assert weight.values.data_ptr() <= span.start < span.stop <= weight.values.data_ptr() + weight.values.nbytes
 
 
 def test_what_is_refused_is_not_tried_again_and_does_not_keep_others_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,19 +85,18 @@ def test_what_is_refused_is_not_tried_again_and_does_not_keep_others_from_it(mon
     assert sorted(span.start for span in kernel.asked) == [0, PIECE, 4 * PIECE]
 
 
-def test_weights_on_other_devices_are_left_alone() -> None:
-    kernel, model = Kernel(), Weights()
-    model.device = torch.device("cuda")
-    HugePages([model], PAGE, kernel).gather()  # type: ignore[list-item]
+def test_tensors_of_other_devices_are_left_alone() -> None:
+    kernel = Kernel()
+    HugePages([torch.ones(2**22, device="meta")], PAGE, kernel).gather()
     assert kernel.asked == []
 
 
 def test_moving_changes_neither_addresses_nor_values() -> None:
-    model = Weights()
-    before = model.large.data_ptr()
-    HugePages([model]).gather()  # type: ignore[list-item]
-    assert model.large.data_ptr() == before
-    assert torch.equal(model.large, torch.arange(2**21, dtype=torch.float32))
+    large = _large()
+    before = large.data_ptr()
+    HugePages([large]).gather()
+    assert large.data_ptr() == before
+    assert torch.equal(large, torch.arange(2**21, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
