@@ -55,17 +55,18 @@ def contest(saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair
     return found
 
 
-def test_a_sweep_tries_all_lookaheads_auto_and_the_entropy_stop(
+def test_a_sweep_tries_all_lookaheads_auto_the_entropy_stop_and_both(
     saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
 ) -> None:
     found = contest(saved_pair, dataset, pairs)
     assert [method["kind"] for method in found[:4]] == ["plain", "none", "assisted", "assisted"]
     for pair in pairs:
         mine = [method for method in found[4:] if method["draft"] == pair.draft_name]
-        assert [method["lookahead"] for method in mine] == [*sweep.LOOKAHEADS, sweep.STOP_LOOKAHEAD]
-        assert "auto" in sweep.LOOKAHEADS and mine[-1]["keywords"]["entropy_threshold"] == sweep.STOP_ENTROPY
+        assert [method["lookahead"] for method in mine] == [*sweep.LOOKAHEADS, sweep.STOP_LOOKAHEAD, "auto"]
+        assert "auto" in sweep.LOOKAHEADS
+        assert {method["keywords"].get("entropy_threshold") for method in mine[-2:]} == {sweep.STOP_ENTROPY}
         assert {method["kind"] for method in mine} == {"speculative"}
-    assert len(found) == 4 + 2 * (len(sweep.LOOKAHEADS) + 1)
+    assert len(found) == 4 + 2 * (len(sweep.LOOKAHEADS) + 2)
 
 
 def test_a_sweep_crosses_what_it_is_given(

@@ -75,7 +75,7 @@ def drafts_of(settings: Settings) -> tuple[str, ...]:
 def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     """Plain generate(), plain on every engine of the grid, transformers' assisted, then ours at every setting.
 
-    By default speculative decoding at `LOOKAHEADS`, "auto" included, and with the entropy stop. A lossy strategy takes
+    By default speculative decoding at `LOOKAHEADS`, "auto" included, with the entropy stop, and with both. A lossy strategy takes
     part, with all values of its own settings, if it is named or if any of these settings is given.
     """
     lossy = settings.lossy_strategies
@@ -100,8 +100,9 @@ def _speculative(settings: Settings, pair: LoadedPair, lossy: bool) -> Iterator[
         yield _named("speculative", keywords, pair)
     # A grid of thresholds is wide enough: its lookahead is the usual one unless several are asked for.
     if not lossy and not _chosen(settings, "num_assistant_tokens") and not _chosen(settings, "entropy_threshold"):
-        stopping = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
-        yield _named("speculative", stopping, pair)
+        for lookahead in (STOP_LOOKAHEAD, "auto"):
+            stopping = {"num_assistant_tokens": lookahead, "entropy_threshold": STOP_ENTROPY}
+            yield _named("speculative", stopping, pair)
 
 
 def _crossed(settings: Settings, pair: LoadedPair, strategy: str, *, every: bool = False) -> Iterator[dict[str, Any]]:
