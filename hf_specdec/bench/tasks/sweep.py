@@ -75,8 +75,8 @@ def drafts_of(settings: Settings) -> tuple[str, ...]:
 def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     """Plain generate(), plain on every engine of the grid, transformers' assisted, then ours at every setting.
 
-    By default speculative decoding at `LOOKAHEADS`, "auto" included, with the entropy stop, and with both. A lossy strategy takes
-    part, with all values of its own settings, if it is named or if any of these settings is given.
+    By default speculative decoding at `LOOKAHEADS`, "auto" included, with the entropy stop, and with both. A lossy
+    strategy takes part, with all values of its own settings, if it is named or if any of these settings is given.
     """
     lossy = settings.lossy_strategies
     contenders = [(method, pair) for pair in pairs for method in _speculative(settings, pair, bool(lossy))]
