@@ -28,8 +28,8 @@ NEAR = 2**16
 _SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 _MADV_COLLAPSE = 25
 
-# Asks for huge pages from an address on, for so many bytes; whether the kernel has done it.
-Collapse = Callable[[int, int], bool]
+# Asks for huge pages from an address on, for so many bytes. The kernel may refuse some or all.
+Collapse = Callable[[int, int], None]
 
 
 class HugePages:
@@ -52,7 +52,8 @@ class HugePages:
         while self._left and perf_counter() < end:
             span = self._left.pop()
             piece, rest = span[:PIECE], span[PIECE:]
-            if self._collapse(piece.start, len(piece)) and rest:
+            self._collapse(piece.start, len(piece))
+            if rest:
                 self._left.append(rest)
 
 
@@ -78,6 +79,7 @@ def page_size() -> int | None:
         return None
 
 
-def _collapse(address: int, size: int) -> bool:
+def _collapse(address: int, size: int) -> None:
     madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-    return madvise is not None and madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_COLLAPSE) == 0
+    if madvise is not None:
+        madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_COLLAPSE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -181,6 +182,19 @@ def test_measured_and_predicted_speedups_over_the_lookahead(results: dict[str, R
     dotted = next(line for line in axes.lines if line.get_linestyle() == ":" and len(line.get_xdata()))
     predicted = [passes.predicted(result, m) for m in rows if isinstance(m["lookahead"], int)]
     assert list(dotted.get_ydata()) == pytest.approx(predicted)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_the_entropy_stop_is_told_by_squares(every: bool, results: dict[str, Result]) -> None:
+    """Also where all of a sweep's drafts have it."""
+    result = deepcopy(results["sweep"])
+    rows = methods_of(result, "speculative")
+    for method in rows if every else rows[-1:]:
+        method["keywords"]["entropy_threshold"] = 0.5
+    axes = sweep.speedup_over_lookahead(result).axes[0]
+    marked = [container.lines[0].get_marker() for container in axes.containers]
+    assert marked.count("s") == (len(rows) if every else 1) and set(marked) <= {"s", "o"}
+    assert "with the entropy stop" in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 def test_maps_of_a_sweep_share_one_colour_scale(results: dict[str, Result]) -> None:

@@ -28,7 +28,10 @@ Grid = Mapping[tuple[float, float], Interval]
 
 
 def speedup_over_lookahead(result: Result) -> Figure:
-    """The speedup over plain decoding on the same engine by lookahead, measured and predicted; `auto` at the right."""
+    """The speedup over plain decoding on the same engine by lookahead, measured and predicted; `auto` at the right.
+
+    Squares: drafts may also end by the entropy stop.
+    """
     rows = [m for m in methods_of(result, "speculative") if m["draft"]]
     numbers = sorted({m["lookahead"] for m in rows if isinstance(m["lookahead"], int)})
     figure, (axes,) = new_figure(4.6)
@@ -36,14 +39,19 @@ def speedup_over_lookahead(result: Result) -> Figure:
     drafts = list(dict.fromkeys(method["draft"] for method in rows))
     for number, draft in enumerate(drafts):
         colour, shift = LINES[number % len(LINES)], 0.12 * (number - (len(drafts) - 1) / 2)
-        mine = [method for method in rows if method["draft"] == draft]
+        both = [method for method in rows if method["draft"] == draft]
+        mine, stopping = [m for m in both if not _stops(m)], [m for m in both if _stops(m)]
         fixed = sorted((m for m in mine if isinstance(m["lookahead"], int)), key=lambda m: int(m["lookahead"]))
-        label = f"{short_name(draft)} ({parameters(mine[0]['draft_parameters'])})"
+        label = f"{short_name(draft)} ({parameters(both[0]['draft_parameters'])})"
         _measured(axes, result, [(m["lookahead"] + shift, m) for m in fixed], colour, label, "-")
         _measured(axes, result, [(auto_at + shift, m) for m in mine if m["lookahead"] == "auto"], colour, None, "")
+        places = [(auto_at if m["lookahead"] == "auto" else m["lookahead"], m) for m in stopping]
+        _measured(axes, result, [(x + shift + 0.36, m) for x, m in places], colour, None, "", "s")
         predicted = [(m["lookahead"], value) for m in fixed if (value := passes.predicted(result, m)) is not None]
         axes.plot([x for x, _ in predicted], [y for _, y in predicted], ":", color=colour)
     axes.plot([], [], ":", color="0.4", label="predicted from α, c and v")
+    if any(map(_stops, rows)):
+        axes.plot([], [], "s", color="0.4", markersize=4, label="with the entropy stop")
     axes.axhline(1, color="black", linewidth=1)
     auto = any(method["lookahead"] == "auto" for method in rows)
     axes.set_xticks([*numbers, *([auto_at] if auto else [])], [*map(str, numbers), *(["auto"] if auto else [])])
@@ -55,12 +63,22 @@ def speedup_over_lookahead(result: Result) -> Figure:
     return figure
 
 
+def _stops(method: MethodDict) -> bool:
+    return bool(method["keywords"].get("entropy_threshold"))
+
+
 def _measured(
-    axes: Axes, result: Result, places: Sequence[tuple[float, MethodDict]], colour: str, label: str | None, line: str
+    axes: Axes,
+    result: Result,
+    places: Sequence[tuple[float, MethodDict]],
+    colour: str,
+    label: str | None,
+    line: str,
+    marker: str = "o",
 ) -> None:
     found = [(x, gain) for x, method in places if (gain := methods.over(result, method, "engine")) is not None]
     for x, gain in found:
-        axes.errorbar(x, gain.value, yerr=errors(gain), color=colour, marker="o", markersize=4, capsize=2)
+        axes.errorbar(x, gain.value, yerr=errors(gain), color=colour, marker=marker, markersize=4, capsize=2)
     if line:
         axes.plot([x for x, _ in found], [gain.value for _, gain in found], line, color=colour, label=label)
 
