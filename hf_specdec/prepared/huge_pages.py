@@ -37,8 +37,8 @@ class HugePages:
 
     Args:
         tensors: weights, also quantized ones, and other tensors. Those of other devices are left alone.
-        page: bytes of a huge page; None leaves all memory as it is.
-        collapse: how the kernel is asked.
+        page: bytes of a huge page; by default the system's, and without any, all memory stays as it is.
+        collapse: how the kernel is asked; by default by `madvise`.
     """
 
     def __init__(self, tensors: Iterable[Tensor], page: int | None = None, collapse: Collapse | None = None) -> None:

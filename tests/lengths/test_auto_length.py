@@ -112,7 +112,7 @@ def test_later_calls_begin_with_what_earlier_ones_have_taught() -> None:
         fresh.append(machine.decode(AutoLength(), 30, seed)[0])
         taught.append(machine.decode(AutoLength(known), 30, seed)[0])
     best = min(mean_time(machine, lambda n=n: StopRule(n), 30, 600) for n in (1, 2, 3, 4, 6))
-    assert sum(taught) / 600 < 1.035 * best < 0.97 * sum(fresh) / 600
+    assert sum(taught) / 600 < 1.032 * best < 0.97 * sum(fresh) / 600
 
 
 def test_many_short_calls_notice_that_plain_decoding_is_faster_than_it_was_timed() -> None:
@@ -225,7 +225,7 @@ def test_a_much_longer_length_is_not_prepared_on_a_guess() -> None:
         machine.decode(rule, 400, seed)
         lengths |= rule.made
     assert all(lengths & {4, 8} for lengths in made)
-    assert sum(16 in lengths for lengths in made) <= 16  # where luck at first is taken for acceptance
+    assert sum(16 in lengths for lengths in made) <= 12  # where luck at first is taken for acceptance
     assert min(fixed) / mean_time(machine, Preparing, 400, 20, 100) > 0.93
 
 
