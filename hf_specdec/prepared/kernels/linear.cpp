@@ -18,7 +18,7 @@ void rows_of(int rows, const T* w, const X* x, int64_t k, Four<A>* sums) {
     int64_t i = 0;
     for (; i + 2 * kWidth <= k; i += 2 * kWidth) {
       for (int line = 0; line < 2 * kWidth * int(sizeof(T)); line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(w + i) + line + kAheadBytes, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(w + i) + line + kAheadBytes, 0, kReadOnce);
       even = Multiply::add(even, Multiply::weights(w + i), Multiply::token(x + i));
       odd = Multiply::add(odd, Multiply::weights(w + i + kWidth), Multiply::token(x + i + kWidth));
     }

@@ -39,6 +39,7 @@ constexpr int kVectorBytes = 32;
 constexpr int64_t kTokens = 3;
 #endif
 constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
+constexpr int kReadOnce = 0;  // fetched past the second-level cache, which keeps the code between layers
 
 struct BFloat16 { uint16_t bits; };
 struct Half { uint16_t bits; };

@@ -92,7 +92,7 @@ inline void whole_rows_of(const int8_t* const* rows, const Digits& x, Four<float
     for (int digit = 0; digit < kDigits; ++digit) acc[digit] = x.starts.data[digit];
     for (int64_t step = 0; step < x.steps; ++step) {
       const int8_t* from = rows[r] + step * kBytes;
-      __builtin_prefetch(from + kFetchedBytes, 0, 2);
+      __builtin_prefetch(from + kFetchedBytes, 0, kReadOnce);
       const __m512i weights = unsigned_bytes(from, x.given(step));
 #pragma GCC unroll 4
       for (int digit = 0; digit < kDigits; ++digit)
