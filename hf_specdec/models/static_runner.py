@@ -85,6 +85,7 @@ class StaticRunner:
         positions: `[m, capacity]`, the position of each slot's token, likewise.
         windows: see `attention_windows`.
         keeps_logits: whether the model can return the last logits only (`logits_to_keep`).
+        records: whether passes after the prompt may be recorded, see `recordable`.
     """
 
     rewinds_far = True
@@ -112,7 +113,8 @@ class StaticRunner:
         self._tables: dict[str, CausalMasks | SlotMasks] = {}
         self._mode, self._narrow_linears = pass_mode(model), narrow_linears(model)
         self._recorded = recorded_passes(model)
-        self._weights = [] if self._recorded is None else [*model.parameters(), *model.buffers()]
+        self.records = self._recorded is not None
+        self._weights = [*model.parameters(), *model.buffers()] if self.records else []
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:

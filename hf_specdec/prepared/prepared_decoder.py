@@ -25,7 +25,6 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, state_of, weights_of
-from hf_specdec.models.runner_choice import Runner
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
@@ -80,6 +79,7 @@ class PreparedDecoder(Decoder):
         with ordinary_tensors():
             drafts, lookahead = engine.run_draft(before, limits, lookahead)
         laps.mark()
+        assert isinstance(self.target, StaticRunner)
         if first and transcript.prompt_length > 1:
             with self._reading(self.target):
                 self.target.forward(transcript.sequences[:, :-1], 1)
@@ -92,7 +92,6 @@ class PreparedDecoder(Decoder):
         new_tokens = [[*row[: row[-2]], row[-1]] for row in rows]
         kept = transcript.append(new_tokens)
         engine.tails = [(t + new[:n])[-2:] for t, new, n in zip(engine.tails, new_tokens, kept, strict=True)]
-        assert isinstance(self.target, StaticRunner)
         self.target.read = [n - 1 for n in transcript.lengths]
         if lookahead:
             self._note_drafted(before, transcript.lengths, lookahead)
@@ -150,12 +149,13 @@ class PreparedDecoder(Decoder):
             runner.forward(tokens, 1)
         return True
 
-    def _reading(self, runner: Runner) -> AbstractContextManager[None]:
-        """Prompts are read with the kernels of compiled steps, too: the head, over one token, would widen int8 weights.
+    def _reading(self, runner: StaticRunner) -> AbstractContextManager[None]:
+        """Runners read with the kernels of compiled steps, too: their own libraries would widen int8 weights.
 
-        Later passes may be recorded, and calls that don't compile share recordings.
+        Not where a pass may be recorded: calls that don't compile share recordings.
         """
-        return kernels_as_compiled(self.engine.state.device, compile=self.engine.compile and not runner.passes)
+        recorded = runner.records and runner.passes > 0
+        return kernels_as_compiled(self.engine.state.device, compile=self.engine.compile and not recorded)
 
     def _note_drafted(self, before: Sequence[int], after: Sequence[int], lookahead: int) -> None:
         """Note what the draft model has read: the text before the round and the accepted drafts except the last."""

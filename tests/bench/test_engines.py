@@ -106,6 +106,15 @@ def test_bare_passes_are_timed_on_the_engines_of_the_methods(result: dict[str, A
         assert costs.target[3] == pytest.approx(median(s for times in samples for s in times["target"]["3"]))
 
 
+def test_memory_is_read_after_each_plain_call_of_one_row(result: dict[str, Any]) -> None:
+    plain = {method["name"] for method in result["methods"] if method["kind"] in ("plain", "none")}
+    calls = {(c.method, c.prompts, c.repeat) for c in result["calls"] if c.method in plain and c.batch == 1}
+    read = [(r["method"], tuple(r["prompts"]), r["repeat"]) for r in result["readings"]]
+    assert len(plain) == 3 and len(read) == len(set(read)) and set(read) == calls
+    assert all(bandwidth.share(result, method) > 0 for method in plain)
+    assert all(reading["bytes_per_second"] > 1e8 for reading in result["readings"])
+
+
 def test_widths_reach_as_far_as_drafts(settings: Settings, pair: LoadedPair) -> None:
     methods = of_engines(settings, pair)
     widths = widths_for(methods)

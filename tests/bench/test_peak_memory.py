@@ -96,6 +96,40 @@ def test_the_task_measures_after_its_own_pair_is_given_back(tmp_path: Path, monk
     assert "| 1            | Plain generate()" in table.split("##")[0]
 
 
+@pytest.mark.parametrize(("compiled", "processes"), [([False], 1), ([True, False], 2), ([True] * 9, 3)])
+def test_a_process_that_compiles_is_followed_by_another(
+    compiled: list[bool], processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(enumerate(compiled, start=1))
+
+    def run(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        number, compiles = next(left)
+        return subprocess.CompletedProcess(args, 0, json.dumps({"compiled": compiles, "peak_bytes": number}))
+
+    monkeypatch.setattr(peak_memory.subprocess, "run", run)
+    found = peak_memory.measured_apart(Settings(task="engines", model_name=TINY), "plain", "compiled", 1)
+    assert found == {"compiled": compiled[processes - 1], "peak_bytes": processes}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_libraries_do_not_count() -> None:
+    settings = Settings(
+        task="engines", model_name="synthetic:smollm-135m:draft=64x1", assisted_generation=True, precision="int8",
+        draft_precision="int8", max_new_tokens=2, prompt_lengths=(8,), engines=("eager",),
+    )  # fmt: skip
+    found = peak_memory.measured_apart(settings, "plain", "eager", 1)
+    assert found is not None
+    assert found["base_bytes"] > libraries_bytes() - 5e6
+    assert not found["compiled"]
+
+
+def libraries_bytes() -> int:
+    """Resident bytes of a process that has imported what int8 weights need, but loaded no model."""
+    code = "import optimum.quanto\nfrom hf_specdec.bench.tasks import peak_memory\nprint(peak_memory._status('VmRSS'))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    return int(done.stdout)
+
+
 def test_where_it_cannot_be_measured_it_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(peak_memory.torch.cuda, "is_available", lambda: False)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from helpers.tables import rows_of
 
+from hf_specdec.bench.figures import bandwidth
 from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.reports import rendering
 from hf_specdec.bench.reports.equal_outputs import differences, equal_outputs
@@ -210,15 +211,47 @@ def test_engines_say_where_drafting_is_faster_by_the_interval(results: dict[str,
     assert "is not shown to be faster at batch size 1 (0.50" in slower and "is faster than" not in slower
 
 
+BYTES_READ = 2**30
+
+
+def read_at(result: Result, limit: float) -> Result:
+    """The result of a model whose steps read `BYTES_READ`, and of memory that gave so many bytes per second."""
+    readings = [
+        {"method": call.method, "prompts": list(call.prompts), "repeat": call.repeat, "bytes_per_second": limit}
+        for call in result["calls"]
+    ]
+    memory = {"context": 9, "weight_bytes": BYTES_READ, "cache_bytes": 0}
+    return {**result, "memory": memory, "readings": readings}
+
+
 def test_a_share_of_the_memorys_bandwidth_above_1_is_explained(results: dict[str, Result]) -> None:
     result = results["engines"]
     for factor, said in ((2.0, True), (0.5, False)):
-        bytes_read = 2**30
-        limit = rate(calls(result, "plain", batch=1)) * bytes_read / factor
-        memory = {"context": 9, "weight_bytes": bytes_read, "cache_bytes": 0, "read_bytes_per_second": limit}
-        text = "\n".join(engines.conclusions({**result, "memory": memory}))
+        limit = rate(calls(result, "plain", batch=1)) * BYTES_READ / factor
+        text = "\n".join(engines.conclusions(read_at(result, limit)))
         assert f"Plain generate() reaches {100 * factor:.1f}% of the bandwidth limit" in text
         assert (f"{100 * factor:.1f}% of the bandwidth limit: memory was read faster" in text) == said
+
+
+def test_the_share_of_the_bandwidth_does_not_change_while_memory_is_slow(results: dict[str, Result]) -> None:
+    result = read_at(results["engines"], 1e9)
+    once = bandwidth.share(result, "plain")
+    assert once is not None
+    slow = [replace(c, seconds=3 * c.seconds, first_seconds=3 * c.first_seconds) if c.repeat else c
+            for c in result["calls"]]  # fmt: skip
+    readings = [r | {"bytes_per_second": 1e9 / 3} if r["repeat"] else r for r in result["readings"]]
+    assert {call.repeat for call in slow} > {0}
+    assert bandwidth.share({**result, "calls": slow, "readings": readings}, "plain") == pytest.approx(once)
+    unpaired = bandwidth.share({**result, "calls": slow}, "plain")
+    assert unpaired is not None and unpaired < 0.8 * once
+
+
+def test_results_with_one_reading_of_memory_keep_their_share(results: dict[str, Result]) -> None:
+    read = read_at(results["engines"], 1e9)
+    memory = read["memory"] | {"read_bytes_per_second": 1e9}
+    earlier = {key: value for key, value in read.items() if key != "readings"} | {"memory": memory}
+    assert bandwidth.share(earlier, "plain") == pytest.approx(bandwidth.share(read, "plain"))
+    assert "the device reads 1.0 GB/s at best." in "\n".join(engines.conclusions(earlier))
 
 
 def test_the_load_of_the_machine_is_said_above_half_a_core(results: dict[str, Result]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from helpers.auto_lengths import choose_in_turn
 from helpers.families import pair, prompts
 from helpers.int8_weights import Int8Weight
 from helpers.interpreted_steps import interpret_compiled_steps
 from optimum.quanto import freeze, qfloat8, qint2, qint4, qint8, quantize
+from optimum.quanto.tensor.weights.qbytes import WeightQBytesLinearFunction
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -219,6 +222,31 @@ def test_the_prompt_s_last_token_meets_the_head_as_it_is_stored(compile: bool, m
     target.generate(**prompts(1, MOST_TOKENS + 10), **GREEDY, custom_generate=decoding)
     # A verification, of the drafts and the token before them, is of four.
     assert (1 in tokens) is compile
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_draft_catches_up_with_plain_rounds_without_widening(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without compiling, its library multiplies, and widens the weights."""
+    interpret_compiled_steps(monkeypatch)
+    monkeypatch.setattr(compiled_step, "supported", few_token_products.supported)
+    choose_in_turn(monkeypatch, 2, 0, 0)
+    target, draft = pair("llama", dtype=torch.float32)
+    quantize(draft, weights=qint8)
+    freeze(draft)
+    multiplied = []
+    multiply = WeightQBytesLinearFunction.forward
+
+    def counted(*args: Any) -> Tensor:
+        multiplied.append(args[1].shape)
+        return multiply(*args)
+
+    monkeypatch.setattr(WeightQBytesLinearFunction, "forward", counted)
+    decoding = SpeculativeDecoding(draft, num_assistant_tokens="auto", compile=compile)
+    target.generate(**prompts(1), **GREEDY, custom_generate=decoding)
+    assert decoding.stats is not None
+    caught_up = [found.catch_up_seconds > 0 for found in decoding.stats.rounds if found.draft_steps]
+    assert (len(caught_up) > 2 and all(caught_up[2:])) is compile
+    assert (not multiplied) is compile
 
 
 def test_parts_of_a_weight_are_part_of_a_models_state() -> None:

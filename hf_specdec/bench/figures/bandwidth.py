@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.models.stored_tensors import stored_tensors
 from hf_specdec.prepared.huge_pages import HugePages
@@ -17,19 +19,15 @@ from hf_specdec.prepared.huge_pages import HugePages
 BUFFER = {"cpu": 256 * 2**20, "other": 2 * 2**30}
 _READS = 15
 
+CallKey = tuple[tuple[int, ...], int]
 
-def describe(pair: LoadedPair, context: int, earlier_rate: float = 0.0) -> dict[str, Any]:
-    """Bytes of a step of the target at batch size 1 and a context of so many tokens, and bytes/s of the device.
 
-    Args:
-        earlier_rate: `device_rate` at another moment, bytes/s. Other jobs can slow a shared machine's memory for
-            minutes: the faster of two moments is nearer to its limit.
-    """
+def describe(pair: LoadedPair, context: int) -> dict[str, Any]:
+    """Bytes of a step of the target at batch size 1 and a context of so many tokens."""
     return {
         "context": context,
         "weight_bytes": weight_bytes(pair.target),
         "cache_bytes": None if pair.encoder_decoder else cache_bytes(pair.target, context),
-        "read_bytes_per_second": max(earlier_rate, device_rate(pair.target.device)),
     }
 
 
@@ -69,12 +67,26 @@ def read_rate(device: torch.device, size: int) -> float:
     return size / min(_seconds_to_sum(numbers) for _ in range(_READS))
 
 
-def share(tokens_per_second: float, memory: dict[str, Any]) -> float | None:
-    """Share of the bandwidth limit that plain decoding at batch size 1 reaches; None where bytes aren't known."""
-    if memory["cache_bytes"] is None:
+def rates(result: Result, method: str) -> dict[CallKey, float]:
+    """Bytes per second that memory was read at after each call of a method at batch size 1, by prompts and repeat."""
+    read = [reading for reading in result.get("readings", ()) if reading["method"] == method]
+    return {(tuple(reading["prompts"]), reading["repeat"]): reading["bytes_per_second"] for reading in read}
+
+
+def share(result: Result, method: str) -> float | None:
+    """Share of the bandwidth limit that a plain method reaches at batch size 1; None where bytes aren't known.
+
+    That is the bytes that its steps have read / those that memory would have given in the same time. How fast memory
+    is was measured after each call, since other jobs can slow a shared machine's memory for minutes.
+    """
+    memory, measured = result["memory"], rates(result, method)
+    calls = [(call, part) for call in speed.calls_of(result, method, batch=1) if (part := speed.decode_part(call))]
+    if memory["cache_bytes"] is None or not calls:
         return None
-    bytes_read = memory["weight_bytes"] + memory["cache_bytes"]
-    return float(tokens_per_second * bytes_read / memory["read_bytes_per_second"])
+    # Results of earlier versions have one rate, the fastest of two moments.
+    once = memory.get("read_bytes_per_second")
+    given = sum(seconds * measured.get((call.prompts, call.repeat), once) for call, (seconds, _) in calls)
+    return float(sum(tokens for _, (_, tokens) in calls) * (memory["weight_bytes"] + memory["cache_bytes"]) / given)
 
 
 def _seconds_to_sum(numbers: Tensor) -> float:

@@ -12,6 +12,7 @@ How the script loads a model, target or draft alike, with its own arguments' nam
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,12 @@ def quantize_made(model: PreTrainedModel, precision: str | None, *, argument: st
     quantize(model, weights=f"q{precision}")
     freeze(model)
     model.config.quantization_config = QuantoConfig(weights=precision)
+
+
+def import_libraries(*precisions: str | None) -> None:
+    """Import what loading models of these precisions imports."""
+    if any(precision in QUANTIZED for precision in precisions):
+        import_module("optimum.quanto")
 
 
 def quantized_layers(model: PreTrainedModel) -> int:

@@ -29,7 +29,8 @@ def new(settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts
     """A result without calls.
 
     Keys: `arguments` (of `Settings`), `methods` (`Method.describe`), `prompts`, `calls` (`Call`s), `passes` (times of
-    bare passes), `cold` (`ColdStart`s as dicts), `loading_seconds` by model, `notes` for the reader.
+    bare passes), `cold` (`ColdStart`s as dicts), `readings` (how fast memory was read, by call), `loading_seconds` by
+    model, `notes` for the reader.
     """
     return {
         "format": FORMAT,
@@ -49,6 +50,7 @@ def new(settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts
         "calls": [],
         "passes": [],
         "cold": [],
+        "readings": [],
         "quality": [],
     }
 

@@ -21,6 +21,7 @@ _KEYS = {
     "prompt": ("index",),
     "passes": ("engine", "draft", "prompts", "repeat"),
     "cold": ("method", "batch", "length"),
+    "readings": ("method", "prompts", "repeat"),
 }
 
 
@@ -98,7 +99,7 @@ class RunSession:
         order = {method["name"]: number for number, method in enumerate(result["methods"])}
         calls = [from_record(record) for record in listed if record["kind"] == "call"]
         result["calls"] = sorted(calls, key=lambda call: (call.repeat, call.batch, call.prompts, order[call.method]))
-        for key in ("passes", "cold"):
+        for key in ("passes", "cold", "readings"):
             same = [record for record in listed if record["kind"] == key]
             result[key] = [_without_kind(record) for record in sorted(same, key=lambda record: str(key_of(record)))]
         prompts = [_without_kind(record) for record in listed if record["kind"] == "prompt"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 from typing import Any
 
 from hf_specdec.bench.figures import bandwidth
@@ -47,10 +48,10 @@ def _measured(settings: Settings) -> dict[str, Any]:
     spare = max(method.longest for method in methods)
     count = max(rows, *settings.batch_sizes)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens, spare=spare)
-    rate_before = bandwidth.device_rate(pair.target.device)
-    result = measured(settings, pair, methods, prompts, batches_of(prompts, settings, rows))
+    read_rate = partial(bandwidth.device_rate, pair.target.device)
+    result = measured(settings, pair, methods, prompts, batches_of(prompts, settings, rows), read_rate=read_rate)
     context = settings.prompt_lengths[0] + settings.max_new_tokens // 2
-    result["memory"] = bandwidth.describe(pair, context, rate_before)
+    result["memory"] = bandwidth.describe(pair, context)
     for refusal in (assisted_refusal(settings, pair), llama_cpp_refusal(settings, pair)):
         if refusal is not None:
             result["notes"].append(refusal)

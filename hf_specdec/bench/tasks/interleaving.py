@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -21,6 +21,7 @@ from hf_specdec.bench.storage import results
 from hf_specdec.bench.storage.run_session import RunSession, passes_key
 
 Batch = tuple[Prompt, ...]
+PLAIN = ("plain", "none")  # kinds of methods that decode without a draft
 
 
 def batches_of(prompts: Sequence[Prompt], settings: Settings, most: int) -> list[list[Batch]]:
@@ -45,6 +46,8 @@ def measured(
     prompts: Sequence[Prompt],
     groups: Sequence[Sequence[Batch]],
     others: Sequence[LoadedPair] = (),
+    *,
+    read_rate: Callable[[], float] | None = None,
 ) -> dict[str, Any]:
     """All calls and bare passes, as the dict that the JSON will hold; what the journal holds is not run again.
 
@@ -52,10 +55,11 @@ def measured(
         prompts: all that the groups hold.
         groups: of batches that a method needs to be warmed up for only once.
         others: the same target with further drafts of the methods, whose bare passes are timed, too.
+        read_rate: measures how fast memory is read, bytes per second; called after each plain call of one row.
     """
     result = results.new(settings, pair, methods, prompts)
     session = RunSession(settings, Processes())
-    _measure(settings, [pair, *others], methods, groups, session)
+    _measure(settings, [pair, *others], methods, groups, session, read_rate)
     session.conclude(result)
     return result
 
@@ -66,6 +70,7 @@ def _measure(
     methods: Sequence[Method],
     groups: Sequence[Sequence[Batch]],
     session: RunSession,
+    read_rate: Callable[[], float] | None,
 ) -> None:
     """Everything that the journal does not hold yet, each record written before the next is measured."""
     pair, bare = pairs[0], [BarePasses(one, settings.max_new_tokens, widths_for(methods)) for one in pairs]
@@ -82,7 +87,11 @@ def _measure(
                     if (method.name, group) not in warm:
                         warm.add((method.name, group))
                         session.keep_cold(warm_up(pair, method, batch, settings))
-                    session.keep_call(warm_call(pair, method, batch, settings, repeat=repeat, position=position))
+                    call = warm_call(pair, method, batch, settings, repeat=repeat, position=position)
+                    if read_rate is not None and size == 1 and method.kind in PLAIN:
+                        about = {"method": method.name, "prompts": list(indexes), "repeat": repeat}
+                        session.keep("readings", about | {"bytes_per_second": read_rate()})
+                    session.keep_call(call)
                 position += 1
                 bar.update()
             # After the last method of each batch, so that bare passes meet the same state of the machine as calls do.

@@ -21,7 +21,7 @@ MEMORY = (
     "Each method in a process of its own, from its first call on, both models loaded. On a CPU: the largest resident "
     "set (VmHWM) less what the process held before it loaded the models (Libraries). On a GPU: torch's largest "
     "allocation. Weights: of both models. Caches: keys and values of all rows at the end of the text. Compiled code is "
-    'loaded from disk as far as the timed calls have left it there; "auto" may choose other lengths and compile them.'
+    "loaded from disk, where earlier processes have left it; compiling takes about 100 MB more."
 )
 CHOSEN = "It was chosen on the calls that it is measured on, which flatters it a little."
 
@@ -119,12 +119,18 @@ def _bandwidth_lines(result: Result) -> list[str]:
     read = memory["weight_bytes"] + (memory["cache_bytes"] or 0)
     lines = [
         f"A step at batch size 1 reads {read / 1e9:.2f} GB (weights, and the cache of {memory['context']} tokens); the "
-        f"device reads {memory['read_bytes_per_second'] / 1e9:.1f} GB/s at best."
+        f"device reads {_rates(result)}."
     ]
     for method in (m for m in result["methods"] if m["kind"] in ("plain", "none")):
-        rate = speed.decode_rate(speed.calls_of(result, method["name"], batch=1))
-        share = None if rate is None else bandwidth.share(rate, memory)
+        share = bandwidth.share(result, method["name"])
         beyond = share is not None and share > 1
         why = ": memory was read faster during these calls than when its speed was measured" if beyond else ""
         lines.append(f"{capital(method['title'])} reaches {percent(share)} of the bandwidth limit{why}.")
     return lines
+
+
+def _rates(result: Result) -> str:
+    measured = [reading["bytes_per_second"] / 1e9 for reading in result.get("readings", ())]
+    if not measured:  # a result of an earlier version
+        return f"{result['memory']['read_bytes_per_second'] / 1e9:.1f} GB/s at best"
+    return f"{min(measured):.1f} to {max(measured):.1f} GB/s, measured after each call without a draft"
