@@ -80,13 +80,17 @@ def share(result: Result, method: str) -> float | None:
     is was measured after each call, since other jobs can slow a shared machine's memory for minutes.
     """
     memory, measured = result["memory"], rates(result, method)
-    calls = [(call, part) for call in speed.calls_of(result, method, batch=1) if (part := speed.decode_part(call))]
-    if memory["cache_bytes"] is None or not calls:
-        return None
     # Results of earlier versions have one rate, the fastest of two moments.
     once = memory.get("read_bytes_per_second")
-    given = sum(seconds * measured.get((call.prompts, call.repeat), once) for call, (seconds, _) in calls)
-    return float(sum(tokens for _, (_, tokens) in calls) * (memory["weight_bytes"] + memory["cache_bytes"]) / given)
+    decoded, given = 0, 0.0
+    for call in speed.calls_of(result, method, batch=1):
+        part, rate = speed.decode_part(call), measured.get((call.prompts, call.repeat), once)
+        if part is not None and rate is not None:
+            seconds, tokens = part
+            decoded, given = decoded + tokens, given + seconds * rate
+    if memory["cache_bytes"] is None or not given:
+        return None
+    return float(decoded * (memory["weight_bytes"] + memory["cache_bytes"]) / given)
 
 
 def _seconds_to_sum(numbers: Tensor) -> float:
