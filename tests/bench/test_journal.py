@@ -68,7 +68,8 @@ def test_the_header_is_that_of_the_start_which_measured_first(tmp_path: Path) ->
 
 
 def test_a_start_elsewhere_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = dict.fromkeys(("cpu", "gpus", "packages", "torch_threads", "commit", "busy_cores", "date"), "here")
+    names = ("cpu", "instructions", "gpus", "packages", "torch_threads", "commit", "busy_cores", "date")
+    here = dict.fromkeys(names, "here")
     monkeypatch.setattr(environment, "busy_cores", lambda: 0.0)
     for name in here:
         settings, notes = Settings(output_dir=tmp_path / name), []

@@ -138,10 +138,19 @@ def test_one_result_of_subtasks_is_not_joined(results_folder: Path, tmp_path: Pa
 
 def test_results_of_different_machines_are_warned_about(results: dict[str, Result]) -> None:
     result = results["benchmark"]
-    other = result | {"environment": result["environment"] | {"cpu": "another"}}
     assert report.differences([(Path("a"), result), (Path("b"), result)]) == []
-    (line,) = report.differences([(Path("a"), result), (Path("b"), other)])
-    assert "differ in processor" in line and 'b: "another"' in line
+    for name, said in (("cpu", "processor"), ("instructions", "instructions of the processor")):
+        other = result | {"environment": result["environment"] | {name: "another"}}
+        (line,) = report.differences([(Path("a"), result), (Path("b"), other)])
+        assert f"differ in {said}," in line and 'b: "another"' in line
+
+
+def test_a_machine_is_named_with_its_instructions(results: dict[str, Result]) -> None:
+    environment = {"cpu": "EPYC", "instructions": "AVX2", "gpus": [], "torch_threads": 2}
+    result = results["benchmark"]
+    assert summary.machine(result | {"environment": environment}) == "EPYC (AVX2), 2 threads"
+    del environment["instructions"]  # as in files of earlier versions
+    assert summary.machine(result | {"environment": environment}) == "EPYC, 2 threads"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 0}', None], ids=["cut off", "list", "format", "not gzip"])

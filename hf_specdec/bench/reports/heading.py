@@ -60,9 +60,15 @@ def _machine(result: Result) -> str:
     threads = f"{count} thread{'s' if count > 1 else ''}"
     if result.get("processes", 1) > 1:
         threads += f" in each of {result['processes']} parallel processes"
-    where = ", ".join([environment["cpu"], *environment["gpus"]])
+    where = ", ".join([processor(environment), *environment["gpus"]])
     versions = f"torch {packages['torch']}, transformers {packages['transformers']}"
     return f"- machine: {where}, {threads}; {versions}"
+
+
+def processor(environment: Mapping[str, Any]) -> str:
+    """Its name and widest instructions, which files of earlier versions don't have."""
+    instructions = environment.get("instructions")
+    return f"{environment['cpu']} ({instructions})" if instructions else str(environment["cpu"])
 
 
 def _data(result: Result) -> str:

@@ -12,6 +12,7 @@ from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.figures.speed import batch_sizes
 from hf_specdec.bench.models.known_pairs import short_name
 from hf_specdec.bench.reports.best_settings import methods_of
+from hf_specdec.bench.reports.heading import processor
 from hf_specdec.bench.reports.markdown import capital, table
 from hf_specdec.bench.reports.rendering import title_note
 from hf_specdec.bench.reports.tables import growth, llama_cpp, methods
@@ -72,7 +73,7 @@ def machine(result: Result) -> str:
     if environment["gpus"] and not result["models"]["target"]["device"].startswith("cpu"):
         return ", ".join(environment["gpus"])
     count = environment["torch_threads"]
-    return f"{environment['cpu']}, {count} thread{'s' if count > 1 else ''}"
+    return f"{processor(environment)}, {count} thread{'s' if count > 1 else ''}"
 
 
 def _figures(claim: Claim) -> list[str]:

@@ -27,6 +27,8 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "packages": {"hf_specdec": hf_specdec.__version__} | {name: _version(name) for name in _PACKAGES},
         "cpu": reported("model name") or "unknown",
+        # Two processors of one name can differ in this, which decides what a kernel can reach.
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],

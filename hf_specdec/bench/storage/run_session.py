@@ -106,7 +106,7 @@ class RunSession:
         if prompts:
             result["prompts"] = sorted(prompts, key=lambda prompt: int(prompt["index"]))
         before, now = self.journal.header["environment"], self._environment
-        for name in ("cpu", "gpus", "packages", "torch_threads", "commit"):
+        for name in ("cpu", "instructions", "gpus", "packages", "torch_threads", "commit"):
             if before[name] != now[name]:
                 result["notes"].append(
                     f"Measured in several starts that differ in {name} ({before[name]}, then {now[name]}): "

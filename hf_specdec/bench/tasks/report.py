@@ -16,6 +16,7 @@ from hf_specdec.bench.storage import results
 # What has to be equal for times to be comparable, and what to call it.
 _COMPARED = {
     "cpu": "processor",
+    "instructions": "instructions of the processor",
     "gpus": "GPUs",
     "cores": "cores",
     "torch_threads": "threads",

@@ -78,8 +78,9 @@ template <class T, class A> void score(const T* key, const Shape& shape, int64_t
   for (int64_t slot = 0; slot < slots; slot += 4) {
     const int count = int(std::min<int64_t>(4, slots - slot));
     std::fill(room.sums.begin(), room.sums.end(), Four<A>{});
+    const T* from = key + slot * shape.width;
     if (std::any_of(room.sight + slot, room.sight + slot + count, [](Sight of) { return of != kUnseen; }))
-      products<T, A, A>(count, key + slot * shape.width, room.scaled.data, rows, shape.width, room.sums.data());
+      products<T, A, A>(count, from, shape.width, room.scaled.data, rows, shape.width, room.sums.data());
     for (int64_t row = 0; row < rows; ++row)
       std::memcpy(room.scores.data + row * kSlots + slot, &room.sums[row], sizeof(Four<A>));
   }

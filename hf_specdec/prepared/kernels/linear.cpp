@@ -29,28 +29,32 @@ void rows_of(int rows, const T* w, const X* x, int64_t k, Four<A>* sums) {
   *sums += last + sums_of<A>(folded[0], folded[1], folded[2], folded[3]);
 }
 
-// Adds the products of four rows of `w` and N rows of `x`, over `width` columns, to sums[t][r]. Rows have `k` columns.
-// Meanwhile the memory from `next` on is fetched, as it lies there: the processor does not foresee jumps between rows.
+// Adds the products of four rows of weights, `apart` numbers from one to the next, and N tokens of `k` numbers each, over
+// `width` columns, to sums[t][r]. Meanwhile memory is fetched: from `ahead` on as it lies there, or, where rows are far
+// apart, as many columns of four rows that begin at `ahead`, if it is given.
 template <class T, class X, class A, int N>
-void tile(const T* w, const X* x, int64_t k, int64_t width, const T* next, Four<A>* sums) {
+void tile(const T* w, int64_t apart, const X* x, int64_t k, int64_t width, const T* ahead, Four<A>* sums) {
   using Multiply = Product<T, X>;
+  constexpr int kWidth = Multiply::kWidth;
   Vector<A> acc[4][N];
   for (int r = 0; r < 4; ++r)
     for (int t = 0; t < N; ++t) acc[r][t] = Vector<A>{};
   int64_t i = 0;
-  for (; i + Multiply::kWidth <= width; i += Multiply::kWidth) {
-    typename Multiply::Weights weights[4];
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r, next += Multiply::kWidth) {
-      __builtin_prefetch(next, 0, 3);
-      weights[r] = Multiply::weights(w + r * k + i);
-    }
+  for (; i + kWidth <= width; i += kWidth) {
+    // These stay in registers: gcc would read them again for every product.
+    typename Multiply::Token token[N];
 #pragma GCC unroll 8
     for (int t = 0; t < N; ++t) {
-      typename Multiply::Token token = Multiply::token(x + t * k + i);
-      asm("" : "+v"(token));  // stays in a register: gcc would read it again for every row
+      token[t] = Multiply::token(x + t * k + i);
+      asm("" : "+v"(token[t]));
+    }
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) acc[r][t] = Multiply::add(acc[r][t], weights[r], token);
+    for (int r = 0; r < 4; ++r) {
+      if (!kFarRows || ahead) __builtin_prefetch(ahead + (kFarRows ? r * apart + i : 4 * i + r * kWidth), 0, 3);
+      typename Multiply::Weights weights = Multiply::weights(w + r * apart + i);
+      asm("" : "+v"(weights));
+#pragma GCC unroll 8
+      for (int t = 0; t < N; ++t) acc[r][t] = Multiply::add(acc[r][t], weights, token[t]);
     }
   }
 #pragma GCC unroll 8
@@ -58,33 +62,39 @@ void tile(const T* w, const X* x, int64_t k, int64_t width, const T* next, Four<
     sums[t] += sums_of<A>(acc[0][t], acc[1][t], acc[2][t], acc[3][t]);
   for (; i < width; ++i)
     for (int t = 0; t < N; ++t)
-      for (int r = 0; r < 4; ++r) sums[t][r] += A(widen(w[r * k + i])) * A(widen(x[t * k + i]));
+      for (int r = 0; r < 4; ++r) sums[t][r] += A(widen(w[r * apart + i])) * A(widen(x[t * k + i]));
 }
 
-// The products of up to four rows of weights and all tokens. Tokens come in groups of about equal size, which read the
-// same strip of the weights one after another, from the first-level cache. Three groups are faster than one that would
-// do: each asks again for the memory that comes next, and narrow strips keep these requests evenly spaced.
+// The products of up to four rows of weights, `apart` numbers from one to the next, and all tokens; fewer than four are
+// neighbours. Tokens come in groups of about equal size, which read the same strip of the weights one after another, from
+// the first-level cache. Of neighbouring rows, three groups are faster than one that would do: each asks again for the
+// memory that comes next, and narrow strips keep these requests evenly spaced. Of rows far apart, the last group asks
+// for the next strip, while no other request is under way.
 template <class T, class X, class A>
-void products(int rows, const T* w, const X* x, int64_t tokens, int64_t k, Four<A>* sums) {
+void products(int rows, const T* w, int64_t apart, const X* x, int64_t tokens, int64_t k, Four<A>* sums) {
+  if (kFarRows && tokens == 1 && rows == 4) return tile<T, X, A, 1>(w, apart, x, k, k, nullptr, sums);
   if (tokens == 1 || rows < 4) {
     for (int64_t t = 0; t < tokens; ++t) rows_of<T, X, A>(rows, w, x + t * k, k, sums + t);
     return;
   }
-  const int64_t groups = std::max<int64_t>((tokens + kTokens - 1) / kTokens, tokens > 3 ? 3 : 1);
-  const int64_t strip = (tokens > kManyTokens ? 2 : 1) * kStripBytes / int64_t(sizeof(T));
-  for (int64_t at = 0; at < k; at += strip) {
+  const int64_t groups = std::max<int64_t>((tokens + kTokens - 1) / kTokens, !kFarRows && tokens > 3 ? 3 : 1);
+  const int64_t strip = (kFarRows || tokens > kManyTokens ? 2 : 1) * kStripBytes / int64_t(sizeof(T));
+  for (int64_t at = 0; at < k; at += strip, w += strip, x += strip) {
     const int64_t width = std::min(strip, k - at);
-    const T* next = w + 4 * (k + at) + kAheadBytes / sizeof(T);
     for (int64_t group = 0, t = 0; group < groups; ++group) {
       const int64_t size = (tokens - t + groups - group - 1) / (groups - group);
-      const X* tokens_from = x + t * k + at;
+      const T* ahead = kFarRows ? w + strip : w + 4 * k + 3 * at + kAheadBytes / sizeof(T);
+      if (kFarRows && (groups == 1 || group < groups - 1)) ahead = nullptr;
+      const X* from = x + t * k;
       switch (size) {
-        case 1: tile<T, X, A, 1>(w + at, tokens_from, k, width, next, sums + t); break;
-        case 2: tile<T, X, A, 2>(w + at, tokens_from, k, width, next, sums + t); break;
-        case 3: tile<T, X, A, 3>(w + at, tokens_from, k, width, next, sums + t); break;
-        case 4: tile<T, X, A, 4>(w + at, tokens_from, k, width, next, sums + t); break;
-        case 5: tile<T, X, A, 5>(w + at, tokens_from, k, width, next, sums + t); break;
-        case 6: tile<T, X, A, 6>(w + at, tokens_from, k, width, next, sums + t); break;
+        case 1: tile<T, X, A, 1>(w, apart, from, k, width, ahead, sums + t); break;
+        case 2: tile<T, X, A, 2>(w, apart, from, k, width, ahead, sums + t); break;
+        case 3: tile<T, X, A, 3>(w, apart, from, k, width, ahead, sums + t); break;
+#ifdef __AVX512F__
+        case 4: tile<T, X, A, 4>(w, apart, from, k, width, ahead, sums + t); break;
+        case 5: tile<T, X, A, 5>(w, apart, from, k, width, ahead, sums + t); break;
+        case 6: tile<T, X, A, 6>(w, apart, from, k, width, ahead, sums + t); break;
+#endif
       }
       t += size;
     }
@@ -97,6 +107,21 @@ template <class T> struct Layer {
   T* output;
   int64_t rows;
 };
+
+// The outputs of the rows of a layer from `begin` to `end`, tile by tile; rows that fill no tile come last.
+template <class T, class X, class A>
+void some_rows(const Layer<T>& layer, int64_t begin, int64_t end, const X* x, int64_t k, std::vector<Four<A>>& sums) {
+  const int64_t tiles = (end - begin) / 4, apart = kFarRows ? tiles : 1, tokens = sums.size();
+  const auto some = [&](int rows, int64_t first, int64_t apart) {
+    std::fill(sums.begin(), sums.end(), Four<A>{});
+    products<T, X, A>(rows, layer.weight + first * k, apart * k, x, tokens, k, sums.data());
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t r = 0, row = first; r < rows; ++r, row += apart)
+        layer.output[t * layer.rows + row] = narrow<T>(sums[t][r] + (layer.bias ? A(widen(layer.bias[row])) : A(0)));
+  };
+  for (int64_t tile = 0; tile < tiles; ++tile) some(4, begin + (kFarRows ? 1 : 4) * tile, apart);
+  if (const int rest = int(end - begin - 4 * tiles)) some(rest, end - rest, 1);
+}
 
 // Several linear layers of one input `[tokens, k]`.
 template <class T>
@@ -113,22 +138,17 @@ void linear_of(const Tensor& input, int count, const Tensor* weights, const std:
     tiles += (layers[i].rows + 3) / 4;
   }
   const Widened<T, TokenOf<T>> x(input);
+  Parts parts(tiles);
 #pragma omp parallel if (4 * tiles * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);
-    // Large parts first, which memory brings steadily; small ones last, so that no thread waits long for another.
-#pragma omp for schedule(guided, 4)
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      int64_t row = 4 * tile;
-      const Layer<T>* layer = layers.data();
-      for (; row >= layer->rows; ++layer) row -= (layer->rows + 3) / 4 * 4;
-      const int rows = int(std::min<int64_t>(4, layer->rows - row));
-      std::fill(sums.begin(), sums.end(), Four<A>{});
-      products<T, TokenOf<T>, A>(rows, layer->weight + row * k, x.data, tokens, k, sums.data());
-      for (int64_t t = 0; t < tokens; ++t)
-        for (int r = 0; r < rows; ++r)
-          layer->output[t * layer->rows + row + r] =
-              narrow<T>(sums[t][r] + (layer->bias ? A(widen(layer->bias[row + r])) : A(0)));
+    for (int64_t begin, end; parts.take(begin, end);) {
+      int64_t before = 0;  // tiles of earlier layers
+      for (const Layer<T>& layer : layers) {
+        const int64_t from = std::max<int64_t>(4 * (begin - before), 0), to = std::min(4 * (end - before), layer.rows);
+        if (from < to) some_rows<T, TokenOf<T>, A>(layer, from, to, x.data, k, sums);
+        before += (layer.rows + 3) / 4;
+      }
     }
   }
 }

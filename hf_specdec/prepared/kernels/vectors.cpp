@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -31,12 +32,16 @@ using torch::stable::Tensor;
 
 namespace {
 
+// A tile is four rows of weights and some tokens. Where its rows are far apart, each is the next one of a stream that
+// runs straight on, which the processor foresees. Where they are neighbours, the code asks for what comes next.
 #ifdef __AVX512F__
 constexpr int kVectorBytes = 64;
 constexpr int64_t kTokens = 6;  // of a tile; with four rows their sums fill the registers
+constexpr bool kFarRows = false;
 #else
 constexpr int kVectorBytes = 32;
 constexpr int64_t kTokens = 3;
+constexpr bool kFarRows = true;
 #endif
 constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
 constexpr int kReadOnce = 0;  // fetched past the second-level cache, which keeps the code between layers
@@ -118,6 +123,29 @@ template <class A> inline Four<A> sums_of(Vector<A> a, Vector<A> b, Vector<A> c,
   return fold<A>(__builtin_shuffle(ab, cd, halves) + __builtin_shuffle(ab, cd, halves + 2));
 }
 
+// Tiles, dealt out to threads: large parts first, which memory brings steadily, and small ones last, so that no thread
+// waits long for another.
+class Parts {
+ public:
+  explicit Parts(int64_t tiles) : tiles(tiles) {}
+
+  // The next part, from `begin` to `end`, for one of the threads that run; false where nothing is left.
+  bool take(int64_t& begin, int64_t& end) {
+    begin = taken.load();
+    do {
+      if (begin >= tiles) return false;
+      const int64_t threads = omp_get_num_threads(), rest = tiles - begin;
+      end = begin + std::min(rest, std::max((rest + threads - 1) / threads, kLeast));
+    } while (!taken.compare_exchange_weak(begin, end));
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kLeast = 4;
+  const int64_t tiles;
+  std::atomic<int64_t> taken{0};
+};
+
 // Memory that vectors are read from without crossing a line of the cache.
 template <class A> struct Aligned {
   explicit Aligned(int64_t count) : data(static_cast<A*>(::operator new(count * sizeof(A), kAlignment))) {}
@@ -150,15 +178,15 @@ template <class T, class X> struct Product {
 };
 #ifdef __AVX512BF16__
 template <class T> using TokenOf = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16, typename SumOf<T>::type>;
-// Pairs of products are exact and summed in float.
+// Pairs of products are exact and summed in float. Both sides are bits: gcc keeps no __m512bh in a register that is named.
 template <> struct Product<BFloat16, BFloat16> {
-  using Weights = __m512bh;
-  using Token = Vector<float>;  // bits alone: gcc keeps no __m512bh in a register that is named
+  using Weights = Vector<float>;
+  using Token = Vector<float>;
   static constexpr int kWidth = 32;
-  static Weights weights(const BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+  static Weights weights(const BFloat16* from) { return (Weights)_mm512_loadu_si512(from); }
   static Token token(const BFloat16* from) { return (Token)_mm512_loadu_si512(from); }
   static Vector<float> add(Vector<float> sum, Weights weights, Token token) {
-    return (Vector<float>)_mm512_dpbf16_ps((__m512)sum, weights, (__m512bh)token);
+    return (Vector<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)token);
   }
 };
 #else
