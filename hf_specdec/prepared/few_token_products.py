@@ -134,8 +134,10 @@ def _quantized(parts: QuantizedParts, input: Tensor, weight: Tensor, bias: Tenso
     if (tokens := input.shape[:-1].numel()) <= MOST_TOKENS:
         result: Tensor = product(input.contiguous(), *given)
         return result
-    some = input.reshape(tokens, -1).split(MOST_TOKENS)
-    return torch.cat([product(part, *given) for part in some]).view(*input.shape[:-1], -1)
+    result = input.new_empty(tokens, len(weight))
+    for some, written in zip(input.reshape(tokens, -1).split(MOST_TOKENS), result.split(MOST_TOKENS), strict=True):
+        written.copy_(product(some, *given))
+    return result.view(*input.shape[:-1], -1)
 
 
 def _attention(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec.bench.figures import bandwidth
 from hf_specdec.bench.inputs.prompts import Prompt, benchmark_prompts
@@ -94,6 +95,18 @@ def _cache_bytes(models: Iterable[Any], context: int) -> int:
     return sum(bandwidth.cache_bytes(model, context) for model in models)
 
 
+def libraries_bytes(settings: Settings) -> int:
+    """What this process holds before it loads a pair: Python, and the libraries once a tiny model has used them."""
+    import_libraries(settings.precision, settings.draft_precision)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    prompt = torch.ones(1, 4, dtype=torch.long)
+    LlamaForCausalLM(config).generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, do_sample=False)
+    _return_freed_memory()
+    return _status("VmRSS")
+
+
 def forget_peak(devices: Iterable[torch.device]) -> None:
     """From here on, `peak` is that of what follows."""
     for device in devices:
@@ -126,8 +139,7 @@ def main() -> None:
     """Reads a request from the standard input, and writes what was measured as one line."""
     request = json.load(sys.stdin)
     settings, name = Settings(**request["settings"]), request["method"]
-    import_libraries(settings.precision, settings.draft_precision)
-    base = _status("VmRSS") if _STATUS.exists() else 0
+    base = libraries_bytes(settings) if _STATUS.exists() else 0
     pair = load_pair(settings)
     method = next(method for method in of_engines(settings, pair) if method.name == name)
     lengths = [max(settings.prompt_lengths)]

@@ -2,7 +2,7 @@
 
 namespace {
 
-constexpr int64_t kAheadBytes = 8192;  // from what is read to what is fetched from memory
+constexpr int64_t kAheadBytes = 8192;  // from what is read to what is fetched from memory, where rows are neighbours
 constexpr int64_t kColumns = 1024;     // read for all tokens before the next ones; they stay in the first-level cache
 
 // 8 bits are signed; 4 bits, the low or the high half of a byte, are not.
@@ -38,7 +38,7 @@ template <class A> struct Rows {
   const A* scale[4];
   const A* shift[4];
   int64_t width;  // of a group
-  int64_t ahead;  // bytes, whole tiles
+  int64_t ahead;  // bytes from what is read to what is fetched from memory: whole tiles, or 0 for nothing
 };
 
 // The same as `quantized_tile` for columns that fill no vector. Inlined, it would take registers from the tile's sums.
@@ -59,8 +59,12 @@ __attribute__((noinline)) void last_columns(const Rows<A>& rows, const A* x, int
 template <int bits, bool grouped, class A, int N>
 void quantized_tile(const Rows<A>& rows, const A* x, int64_t k, int64_t at, int64_t end, Four<A>* sums) {
   constexpr Part first = bits == 8 ? kByte : kLow, last = bits == 8 ? kByte : kHigh;
+  const int64_t ahead = rows.ahead;
+  const int8_t* bytes[4] = {rows.bytes[0], rows.bytes[1], rows.bytes[2], rows.bytes[3]};
   Vector<A> acc[4][N];
+#pragma GCC unroll 4
   for (int r = 0; r < 4; ++r)
+#pragma GCC unroll 8
     for (int t = 0; t < N; ++t) acc[r][t] = Vector<A>{};
   for (int64_t i = at, stop; i < end; i = stop) {
     const int64_t group = i / rows.width;
@@ -68,19 +72,21 @@ void quantized_tile(const Rows<A>& rows, const A* x, int64_t k, int64_t at, int6
     A scale[4], shift[4];
     for (int r = 0; r < 4; ++r) scale[r] = rows.scale[r][group], shift[r] = rows.shift[r][group];
     for (; i + kLanes<A> <= stop; i += kLanes<A>) {
-      Vector<A> weights[4] = {load_part<first, A>(rows.bytes[0] + i), load_part<first, A>(rows.bytes[1] + i),
-                              load_part<last, A>(rows.bytes[2] + i), load_part<last, A>(rows.bytes[3] + i)};
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) {
-        if (bits == 8 || r < 2) __builtin_prefetch(rows.bytes[r] + i + rows.ahead, 0, 2);
-        if constexpr (grouped) weights[r] = weights[r] * scale[r] - shift[r];
-      }
+      Vector<A> token[N];
 #pragma GCC unroll 8
       for (int t = 0; t < N; ++t) {
-        Vector<A> token = load<A, A>(x + t * k + i);
-        asm("" : "+v"(token));  // stays in a register: loads are what bounds this loop
+        token[t] = load<A, A>(x + t * k + i);
+        // Stays in a register, where there is one left: loads are what bounds this loop.
+        if (!grouped || kVectorBytes == 64) asm("" : "+v"(token[t]));
+      }
 #pragma GCC unroll 4
-        for (int r = 0; r < 4; ++r) acc[r][t] += weights[r] * token;
+      for (int r = 0; r < 4; ++r) {
+        if ((bits == 8 || r < 2) && (!kFarRows || ahead)) __builtin_prefetch(bytes[r] + i + ahead, 0, 2);
+        Vector<A> weights = r < 2 ? load_part<first, A>(bytes[r] + i) : load_part<last, A>(bytes[r] + i);
+        if constexpr (grouped) weights = weights * scale[r] - shift[r];
+        asm("" : "+v"(weights));
+#pragma GCC unroll 8
+        for (int t = 0; t < N; ++t) acc[r][t] += weights * token[t];
       }
     }
     if (i < stop) last_columns<bits, A>(rows, x, N, k, i, stop, sums);
@@ -94,20 +100,23 @@ void quantized_tile(const Rows<A>& rows, const A* x, int64_t k, int64_t at, int6
 
 // The products of four rows of weights and all tokens; see `products`.
 template <int bits, bool grouped, class A>
-void quantized_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t k, Four<A>* sums) {
+void quantized_products(Rows<A>& rows, const A* x, int64_t tokens, int64_t k, Four<A>* sums) {
   const int64_t parts = (tokens + kTokens - 1) / kTokens;
   for (int64_t at = 0; at < k; at += kColumns) {
     const int64_t end = std::min(at + kColumns, k);
     for (int64_t part = 0, t = 0, size; part < parts; ++part, t += size) {
+      if (kFarRows) rows.ahead = parts > 1 && part == parts - 1 ? kColumns : 0;
       size = (tokens - t + parts - part - 1) / (parts - part);
       const A* from = x + t * k;
       switch (size) {
         case 1: quantized_tile<bits, grouped, A, 1>(rows, from, k, at, end, sums + t); break;
         case 2: quantized_tile<bits, grouped, A, 2>(rows, from, k, at, end, sums + t); break;
         case 3: quantized_tile<bits, grouped, A, 3>(rows, from, k, at, end, sums + t); break;
+#ifdef __AVX512F__
         case 4: quantized_tile<bits, grouped, A, 4>(rows, from, k, at, end, sums + t); break;
         case 5: quantized_tile<bits, grouped, A, 5>(rows, from, k, at, end, sums + t); break;
         case 6: quantized_tile<bits, grouped, A, 6>(rows, from, k, at, end, sums + t); break;
+#endif
       }
     }
   }
@@ -129,28 +138,29 @@ void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& sca
   const Aligned<A> multiplied(given ? 0 : n * groups);
   for (int64_t i = 0; i < (given ? 0 : n * groups); ++i) multiplied.data[i] = whole ? scales.data[i] * whole[i] : A(0);
   const A* shifts = given ? numbers.data : multiplied.data;
+  Parts parts((most + step - 1) / step);
 #pragma omp parallel if (n * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);
     Rows<A> rows;
     rows.width = k / groups;
     rows.ahead = std::max<int64_t>(kAheadBytes / (step * k), 1) * step * k;
-#pragma omp for schedule(guided, 4)
-    for (int64_t at = 0; at < most; at += step) {
-      std::fill(sums.begin(), sums.end(), Four<A>{});
-      int64_t row[4];
-      for (int r = 0; r < 4; ++r) {
-        // At the end of the matrix, the last row stands for those that are missing.
-        const int64_t stored = std::min(at + r % step, most - 1);
-        row[r] = stored + (r < step ? 0 : most);
-        rows.bytes[r] = w + stored * k;
-        rows.scale[r] = scales.data + row[r] * groups;
-        rows.shift[r] = shifts + row[r] * groups;
+    for (int64_t begin, end; parts.take(begin, end);)
+      for (int64_t tile = begin; tile < end; ++tile) {
+        std::fill(sums.begin(), sums.end(), Four<A>{});
+        int64_t row[4];
+        for (int r = 0; r < 4; ++r) {
+          const int64_t at = kFarRows ? begin * step + tile - begin + r % step * (end - begin) : tile * step + r % step;
+          const int64_t stored = std::min(at, most - 1);  // the last row stands for those that are missing
+          row[r] = stored + (r < step ? 0 : most);
+          rows.bytes[r] = w + stored * k;
+          rows.scale[r] = scales.data + row[r] * groups;
+          rows.shift[r] = shifts + row[r] * groups;
+        }
+        quantized_products<bits, grouped, A>(rows, x.data, tokens, k, sums.data());
+        for (int64_t t = 0; t < tokens; ++t)
+          for (int r = 0; r < 4; ++r) out[t * n + row[r]] = narrow<T>(sums[t][r] + (b ? A(widen(b[row[r]])) : A(0)));
       }
-      quantized_products<bits, grouped, A>(rows, x.data, tokens, k, sums.data());
-      for (int64_t t = 0; t < tokens; ++t)
-        for (int r = 0; r < 4; ++r) out[t * n + row[r]] = narrow<T>(sums[t][r] + (b ? A(widen(b[row[r]])) : A(0)));
-    }
   }
 }
 
