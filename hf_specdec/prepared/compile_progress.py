@@ -1,4 +1,4 @@
-"""A line on stderr while a step is compiled: which step, how many of its segments, how long."""
+"""A line on stderr while something is compiled: what, how many of its parts, how long."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ def tqdm_disabled(disable: bool) -> Iterator[None]:
         _disabled.reset(before)
 
 
-def progress_bar(step: str, segments: int) -> Any:
-    """A bar of tqdm over a step's segments; silent without any, and where transformers' progress bars are off."""
-    return logging.tqdm(
-        total=segments, desc=f"Compiling {step}", unit=" segments", disable=not segments or _disabled.get()
-    )
+def progress_bar(what: str, parts: int) -> Any:
+    """A bar of tqdm over the parts of what is compiled; silent without any, and where transformers' bars are off."""
+    return logging.tqdm(total=parts, desc=f"Compiling {what}", unit=" parts", disable=not parts or _disabled.get())

@@ -177,7 +177,9 @@ def _codes_of(segments: Sequence[Segment], device: torch.device, name: str) -> d
             _codes[key, place] = code
     missing = [key for key in distinct if (key, place) not in _codes]
     if missing and device.type == "cpu":
-        _inductor().result()
+        with progress_bar("what all steps share", int(not _inductor().done())) as bar:
+            _inductor().result()
+            bar.update()
     with progress_bar(name, len(missing)) as bar:
         for key in missing:
             _codes[key, place] = _compile(distinct[key], device)

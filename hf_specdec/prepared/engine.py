@@ -56,7 +56,7 @@ class Steps:
             # One plain run allocates the cache, which must exist before anything is compiled or captured.
             with kernels_as_compiled(device, compile=compile):
                 step(*args)
-        name = f"verification of {count} tokens" if count else "step without drafts"
+        name = f"verification of {count} token{'s' if count > 1 else ''}" if count else "step without drafts"
         verify = cuda_graphs.prepare(step, device, name, args, compile=compile)
         self.run_verify: Callable[[Drafts], Tensor] = lambda drafts: verify(state, *drafts.parts(), *draws)
         self.run_draft: Callable[[], Drafts] = lambda: blanks

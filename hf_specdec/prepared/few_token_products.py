@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hf_specdec.prepared import code_on_disk
+from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
@@ -68,8 +69,9 @@ def _compile(text: str) -> None:
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    with config.patch(INSTRUCTIONS):
+    with config.patch(INSTRUCTIONS), progress_bar("kernels", 1) as bar:
         loaded = CppCodeCache.load(text)
+        bar.update()
     code_on_disk.keep(text, Path(loaded._name))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers.utils import logging
 
 from hf_specdec.prepared import few_token_products
 from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
@@ -13,6 +14,15 @@ from hf_specdec.prepared.step_trace import trace, value_of
 
 # The error of a sum of a few hundred products, and that of rounding the result once.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
+
+
+def test_kernels_that_are_compiled_show_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(few_token_products.code_on_disk, "keep", lambda what, library: None)
+    logging.enable_progress_bar()
+    few_token_products._compile("")
+    assert "Compiling kernels: 100%" in capsys.readouterr().err
 
 
 def _draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
