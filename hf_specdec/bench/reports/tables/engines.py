@@ -19,11 +19,11 @@ ALLOWED = (
 
 MEMORY = (
     "Each method in a process of its own, from its first call on, both models loaded. On a CPU: the largest resident "
-    "set (VmHWM) less what the process held before it loaded the models (Libraries): Python, torch and transformers, "
-    "once a tiny model has used them. On a GPU: torch's largest allocation. Weights: of both models. Caches: keys and "
-    "values of all rows at the end of the text. Compiled code is loaded from disk, where earlier processes left it; "
-    "compiling takes about 100 MB more. Transformers' assisted generation has one row, as its schedules hold the same; "
-    "llama.cpp has none, since its weights would stand beside the pair's."
+    "set (VmHWM) less what the process held before it loaded the models (Libraries). On a GPU: torch's largest "
+    "allocation. Weights: of both models. Caches: keys and values of all rows at the end of the text. Compiled code is "
+    "loaded from disk, where earlier processes have left it; compiling takes about 100 MB more. Transformers' assisted "
+    "generation has one row, as its schedules hold the same; llama.cpp has none, since its weights would stand beside "
+    "the pair's."
 )
 CHOSEN = "It was chosen on the calls that it is measured on, which flatters it a little."
 
