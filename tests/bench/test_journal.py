@@ -84,6 +84,20 @@ def test_a_start_elsewhere_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert result["environment"] == here | {"busy_cores_at_end": 0.0} and len(result["prompts"]) == 2
 
 
+def test_what_an_earlier_version_began_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "busy_cores", lambda: 0.0)
+    here = dict.fromkeys(("cpu", "instructions", "gpus", "packages", "torch_threads", "commit"), "here")
+    earlier = {name: value for name, value in here.items() if name != "instructions"}
+    for described in (earlier, here):
+        monkeypatch.setattr(environment, "describe", lambda described=described: described)
+        session = RunSession(Settings(output_dir=tmp_path), Processes())
+        session.keep("prompt", {"index": len(session.records)})
+    result = {"methods": [], "notes": []}
+    session.conclude(result)
+    (note,) = result["notes"]
+    assert "differ in instructions (None, then here)" in note
+
+
 def test_any_process_continues_what_others_began(tmp_path: Path) -> None:
     journals = [opened(tmp_path) for _ in range(3)]
     for journal, number in zip(journals[:2], (0, 1), strict=True):

@@ -107,9 +107,10 @@ class RunSession:
             result["prompts"] = sorted(prompts, key=lambda prompt: int(prompt["index"]))
         before, now = self.journal.header["environment"], self._environment
         for name in ("cpu", "instructions", "gpus", "packages", "torch_threads", "commit"):
-            if before[name] != now[name]:
+            earlier = before.get(name)  # None where an earlier version began that did not note it
+            if earlier != now[name]:
                 result["notes"].append(
-                    f"Measured in several starts that differ in {name} ({before[name]}, then {now[name]}): "
+                    f"Measured in several starts that differ in {name} ({earlier}, then {now[name]}): "
                     "times can't be compared safely."
                 )
         begun = self.journal.header["processes"]
