@@ -26,7 +26,10 @@ from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
 
 # The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
-LIBRARIES = {"wide": ("vectors", "linear", "attention"), "quantized": ("vectors", "whole_numbers", "quantized")}
+LIBRARIES = {
+    "wide": ("vectors", "tile", "linear", "attention"),
+    "quantized": ("vectors", "tile", "whole_numbers", "quantized"),
+}
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for
 

@@ -29,42 +29,6 @@ void rows_of(int rows, const T* w, const X* x, int64_t k, Four<A>* sums) {
   *sums += last + sums_of<A>(folded[0], folded[1], folded[2], folded[3]);
 }
 
-// Adds the products of four rows of weights, `apart` numbers from one to the next, and N tokens of `k` numbers each, over
-// `width` columns, to sums[t][r]. Meanwhile memory is fetched: from `ahead` on as it lies there, or, where rows are far
-// apart, as many columns of four rows that begin at `ahead`, if it is given.
-template <class T, class X, class A, int N>
-void tile(const T* w, int64_t apart, const X* x, int64_t k, int64_t width, const T* ahead, Four<A>* sums) {
-  using Multiply = Product<T, X>;
-  constexpr int kWidth = Multiply::kWidth;
-  Vector<A> acc[4][N];
-  for (int r = 0; r < 4; ++r)
-    for (int t = 0; t < N; ++t) acc[r][t] = Vector<A>{};
-  int64_t i = 0;
-  for (; i + kWidth <= width; i += kWidth) {
-    // These stay in registers: gcc would read them again for every product.
-    typename Multiply::Token token[N];
-#pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) {
-      token[t] = Multiply::token(x + t * k + i);
-      asm("" : "+v"(token[t]));
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) {
-      if (!kFarRows || ahead) __builtin_prefetch(ahead + (kFarRows ? r * apart + i : 4 * i + r * kWidth), 0, 3);
-      typename Multiply::Weights weights = Multiply::weights(w + r * apart + i);
-      asm("" : "+v"(weights));
-#pragma GCC unroll 8
-      for (int t = 0; t < N; ++t) acc[r][t] = Multiply::add(acc[r][t], weights, token[t]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int t = 0; t < N; ++t)
-    sums[t] += sums_of<A>(acc[0][t], acc[1][t], acc[2][t], acc[3][t]);
-  for (; i < width; ++i)
-    for (int t = 0; t < N; ++t)
-      for (int r = 0; r < 4; ++r) sums[t][r] += A(widen(w[r * apart + i])) * A(widen(x[t * k + i]));
-}
-
 // The products of up to four rows of weights, `apart` numbers from one to the next, and all tokens; fewer than four are
 // neighbours. Tokens come in groups of about equal size, which read the same strip of the weights one after another, from
 // the first-level cache. Of neighbouring rows, three groups are faster than one that would do: each asks again for the
@@ -77,27 +41,15 @@ void products(int rows, const T* w, int64_t apart, const X* x, int64_t tokens, i
     for (int64_t t = 0; t < tokens; ++t) rows_of<T, X, A>(rows, w, x + t * k, k, sums + t);
     return;
   }
-  const int64_t groups = std::max<int64_t>((tokens + kTokens - 1) / kTokens, !kFarRows && tokens > 3 ? 3 : 1);
+  const bool requests = !kFarRows || tokens > kTokens;
   const int64_t strip = (kFarRows || tokens > kManyTokens ? 2 : 1) * kStripBytes / int64_t(sizeof(T));
   for (int64_t at = 0; at < k; at += strip, w += strip, x += strip) {
     const int64_t width = std::min(strip, k - at);
-    for (int64_t group = 0, t = 0; group < groups; ++group) {
-      const int64_t size = (tokens - t + groups - group - 1) / (groups - group);
+    for_token_groups(tokens, !kFarRows && tokens > 3 ? 3 : 1, [&](int64_t t, int64_t size, bool last) {
       const T* ahead = kFarRows ? w + strip : w + 4 * k + 3 * at + kAheadBytes / sizeof(T);
-      if (kFarRows && (groups == 1 || group < groups - 1)) ahead = nullptr;
-      const X* from = x + t * k;
-      switch (size) {
-        case 1: tile<T, X, A, 1>(w, apart, from, k, width, ahead, sums + t); break;
-        case 2: tile<T, X, A, 2>(w, apart, from, k, width, ahead, sums + t); break;
-        case 3: tile<T, X, A, 3>(w, apart, from, k, width, ahead, sums + t); break;
-#ifdef __AVX512F__
-        case 4: tile<T, X, A, 4>(w, apart, from, k, width, ahead, sums + t); break;
-        case 5: tile<T, X, A, 5>(w, apart, from, k, width, ahead, sums + t); break;
-        case 6: tile<T, X, A, 6>(w, apart, from, k, width, ahead, sums + t); break;
-#endif
-      }
-      t += size;
-    }
+      if (!requests || (kFarRows && !last)) ahead = nullptr;
+      tile_of<T, X, A>(size, w, apart, x + t * k, k, width, ahead, sums + t);
+    });
   }
 }
 

@@ -4,6 +4,7 @@ namespace {
 
 constexpr int64_t kAheadBytes = 8192;  // from what is read to what is fetched from memory, where rows are neighbours
 constexpr int64_t kColumns = 1024;     // read for all tokens before the next ones; they stay in the first-level cache
+constexpr int64_t kWidened = 256;      // columns of a row that are widened for all tokens, where these are many
 
 // 8 bits are signed; 4 bits, the low or the high half of a byte, are not.
 enum Part { kByte, kLow, kHigh };
@@ -38,18 +39,28 @@ template <class A> struct Rows {
   const A* scale[4];
   const A* shift[4];
   int64_t width;  // of a group
-  int64_t ahead;  // bytes from what is read to what is fetched from memory: whole tiles, or 0 for nothing
+  int64_t ahead;  // bytes from what is read to what is fetched from memory, where rows are neighbours: whole tiles
+
+  template <int bits> int number(int r, int64_t column) const {
+    const int8_t byte = bytes[r][column];
+    return bits == 8 ? part_of<kByte>(byte) : r < 2 ? part_of<kLow>(byte) : part_of<kHigh>(byte);
+  }
+
+  // A vector of numbers, while what comes later is fetched.
+  template <int bits> Vector<A> numbers(int r, int64_t column) const {
+    const int8_t* from = bytes[r] + column;
+    if (!kFarRows && (bits == 8 || r < 2)) __builtin_prefetch(from + ahead, 0, 2);
+    return bits == 8 ? load_part<kByte, A>(from) : r < 2 ? load_part<kLow, A>(from) : load_part<kHigh, A>(from);
+  }
 };
 
 // The same as `quantized_tile` for columns that fill no vector. Inlined, it would take registers from the tile's sums.
 template <int bits, class A>
 __attribute__((noinline)) void last_columns(const Rows<A>& rows, const A* x, int tokens, int64_t k, int64_t at,
                                             int64_t end, Four<A>* sums) {
-  constexpr Part first = bits == 8 ? kByte : kLow, last = bits == 8 ? kByte : kHigh;
   for (int64_t i = at; i < end; ++i)
     for (int r = 0; r < 4; ++r) {
-      const int q = r < 2 ? part_of<first>(rows.bytes[r][i]) : part_of<last>(rows.bytes[r][i]);
-      const A weight = q * rows.scale[r][i / rows.width] - rows.shift[r][i / rows.width];
+      const A weight = rows.template number<bits>(r, i) * rows.scale[r][i / rows.width] - rows.shift[r][i / rows.width];
       for (int t = 0; t < tokens; ++t) sums[t][r] += weight * x[t * k + i];
     }
 }
@@ -57,10 +68,8 @@ __attribute__((noinline)) void last_columns(const Rows<A>& rows, const A* x, int
 // Adds the products of four rows and N rows of `x`, over the columns from `at` to `end`, to sums[t][r]. Of 4 bits the
 // first two rows are low halves and the others high ones. If not `grouped`, a row has one scale and no shift.
 template <int bits, bool grouped, class A, int N>
-void quantized_tile(const Rows<A>& rows, const A* x, int64_t k, int64_t at, int64_t end, Four<A>* sums) {
-  constexpr Part first = bits == 8 ? kByte : kLow, last = bits == 8 ? kByte : kHigh;
-  const int64_t ahead = rows.ahead;
-  const int8_t* bytes[4] = {rows.bytes[0], rows.bytes[1], rows.bytes[2], rows.bytes[3]};
+void quantized_tile(const Rows<A>& given, const A* x, int64_t k, int64_t at, int64_t end, Four<A>* sums) {
+  const Rows<A> rows = given;  // in registers, whatever is written meanwhile
   Vector<A> acc[4][N];
 #pragma GCC unroll 4
   for (int r = 0; r < 4; ++r)
@@ -81,8 +90,7 @@ void quantized_tile(const Rows<A>& rows, const A* x, int64_t k, int64_t at, int6
       }
 #pragma GCC unroll 4
       for (int r = 0; r < 4; ++r) {
-        if ((bits == 8 || r < 2) && (!kFarRows || ahead)) __builtin_prefetch(bytes[r] + i + ahead, 0, 2);
-        Vector<A> weights = r < 2 ? load_part<first, A>(bytes[r] + i) : load_part<last, A>(bytes[r] + i);
+        Vector<A> weights = rows.template numbers<bits>(r, i);
         if constexpr (grouped) weights = weights * scale[r] - shift[r];
         asm("" : "+v"(weights));
 #pragma GCC unroll 8
@@ -98,27 +106,59 @@ void quantized_tile(const Rows<A>& rows, const A* x, int64_t k, int64_t at, int6
     sums[t] += scales * sums_of<A>(acc[0][t], acc[1][t], acc[2][t], acc[3][t]);
 }
 
+// The weights of four rows in the columns from `at` to `end`, `kWidened` to a row.
+template <int bits, class A> void widen_columns(const Rows<A>& rows, int64_t at, int64_t end, A* to) {
+  to -= at;
+  for (int64_t i = at, stop; i < end; i = stop) {
+    const int64_t group = i / rows.width;
+    stop = std::min(end, (group + 1) * rows.width);
+    A scale[4], shift[4];
+    for (int r = 0; r < 4; ++r) scale[r] = rows.scale[r][group], shift[r] = rows.shift[r][group];
+    for (; i + kLanes<A> <= stop; i += kLanes<A>)
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        const Vector<A> weights = rows.template numbers<bits>(r, i) * scale[r] - shift[r];
+        std::memcpy(to + r * kWidened + i, &weights, sizeof weights);
+      }
+    for (; i < stop; ++i)
+      for (int r = 0; r < 4; ++r)
+        to[r * kWidened + i] = rows.template number<bits>(r, i) * scale[r] - shift[r];
+  }
+}
+
+// The products of four rows of weights and more tokens than a tile takes, where widening a weight takes as long as
+// multiplying it with several of them.
+template <int bits, class A>
+void widened_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t k, Four<A>* sums) {
+  alignas(64) A weights[4 * kWidened];
+  for (int64_t at = 0; at < k; at += kWidened) {
+    const int64_t width = std::min(kWidened, k - at);
+    widen_columns<bits, A>(rows, at, at + width, weights);
+    for_token_groups(tokens, 1, [&](int64_t t, int64_t size, bool) {
+      tile_of<A, A, A>(size, weights, kWidened, x + t * k + at, k, width, nullptr, sums + t);
+    });
+  }
+}
+
 // The products of four rows of weights and all tokens; see `products`.
 template <int bits, bool grouped, class A>
-void quantized_products(Rows<A>& rows, const A* x, int64_t tokens, int64_t k, Four<A>* sums) {
-  const int64_t parts = (tokens + kTokens - 1) / kTokens;
+void quantized_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t k, Four<A>* sums) {
+  if (grouped && tokens > kTokens) return widened_products<bits, A>(rows, x, tokens, k, sums);
   for (int64_t at = 0; at < k; at += kColumns) {
     const int64_t end = std::min(at + kColumns, k);
-    for (int64_t part = 0, t = 0, size; part < parts; ++part, t += size) {
-      if (kFarRows) rows.ahead = parts > 1 && part == parts - 1 ? kColumns : 0;
-      size = (tokens - t + parts - part - 1) / (parts - part);
+    for_token_groups(tokens, 1, [&](int64_t t, int64_t size, bool) {
       const A* from = x + t * k;
       switch (size) {
-        case 1: quantized_tile<bits, grouped, A, 1>(rows, from, k, at, end, sums + t); break;
-        case 2: quantized_tile<bits, grouped, A, 2>(rows, from, k, at, end, sums + t); break;
-        case 3: quantized_tile<bits, grouped, A, 3>(rows, from, k, at, end, sums + t); break;
+        case 1: return quantized_tile<bits, grouped, A, 1>(rows, from, k, at, end, sums + t);
+        case 2: return quantized_tile<bits, grouped, A, 2>(rows, from, k, at, end, sums + t);
+        case 3: return quantized_tile<bits, grouped, A, 3>(rows, from, k, at, end, sums + t);
 #ifdef __AVX512F__
-        case 4: quantized_tile<bits, grouped, A, 4>(rows, from, k, at, end, sums + t); break;
-        case 5: quantized_tile<bits, grouped, A, 5>(rows, from, k, at, end, sums + t); break;
-        case 6: quantized_tile<bits, grouped, A, 6>(rows, from, k, at, end, sums + t); break;
+        case 4: return quantized_tile<bits, grouped, A, 4>(rows, from, k, at, end, sums + t);
+        case 5: return quantized_tile<bits, grouped, A, 5>(rows, from, k, at, end, sums + t);
+        case 6: return quantized_tile<bits, grouped, A, 6>(rows, from, k, at, end, sums + t);
 #endif
       }
-    }
+    });
   }
 }
 
