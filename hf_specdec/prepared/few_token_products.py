@@ -23,7 +23,7 @@ from hf_specdec.prepared import code_on_disk
 from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
-from hf_specdec.prepared.step_trace import PLAIN
+from hf_specdec.prepared.step_trace import PLAIN, value_of
 
 # The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
 LIBRARIES = {
@@ -85,13 +85,17 @@ def kernels(library: str, dtype: torch.dtype) -> Any:
 
 
 def _linear_shapes(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    weights = cast(Sequence[Tensor], layers[: len(layers) // 2])
-    results = tuple(input.new_empty(*input.shape[:-1], len(weight)) for weight in weights)
+    return _shapes(input, layers[: len(layers) // 2])
+
+
+def _quantized_shapes(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    return _shapes(input, layers[len(layers) // 4 : len(layers) // 2])
+
+
+def _shapes(input: Tensor, by_row: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
+    """The outputs of layers, given a tensor with as many rows as each."""
+    results = tuple(input.new_empty(*input.shape[:-1], len(rows)) for rows in cast(Sequence[Tensor], by_row))
     return results if len(results) > 1 else results[0]
-
-
-def _quantized_shape(input: Tensor, weight: Tensor, scale: Tensor, shift: Tensor | None, bias: Tensor | None) -> Tensor:
-    return input.new_empty(*input.shape[:-1], scale.shape[0])
 
 
 def _attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -107,7 +111,11 @@ SHAPES: dict[str, dict[str, Callable[..., Any]]] = {
         "linear_3": _linear_shapes,
         "attention": _attention_shape,
     },
-    "quantized": {"quantized_linear": _quantized_shape},
+    "quantized": {
+        "quantized_linear": _quantized_shapes,
+        "quantized_linear_2": _quantized_shapes,
+        "quantized_linear_3": _quantized_shapes,
+    },
 }
 
 
@@ -129,19 +137,22 @@ class FewTokenProducts(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = kernels("wide", input.dtype).linear(input.contiguous(), weight, bias)
-    return result
+    product = kernels("wide", input.dtype).linear
+    return _in_parts(lambda some: product(some, weight, bias), input, len(weight))
 
 
 def _quantized(parts: QuantizedParts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     product = kernels("quantized", input.dtype).quantized_linear
-    given = parts.values, parts.scale, parts.shift, bias
+    return _in_parts(lambda some: product(some, parts.values, parts.scale, parts.shift, bias), input, len(weight))
+
+
+def _in_parts(product: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
+    """The product `[..., rows]` of an input `[..., K]`, of at most `MOST_TOKENS` tokens at a time."""
     if (tokens := input.shape[:-1].numel()) <= MOST_TOKENS:
-        result: Tensor = product(input.contiguous(), *given)
-        return result
-    result = input.new_empty(tokens, len(weight))
+        return product(input.contiguous())
+    result = input.new_empty(tokens, rows)
     for some, written in zip(input.reshape(tokens, -1).split(MOST_TOKENS), result.split(MOST_TOKENS), strict=True):
-        written.copy_(product(some, *given))
+        written.copy_(product(some))
     return result.view(*input.shape[:-1], -1)
 
 
@@ -158,7 +169,7 @@ def _takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         type(weight) in (Tensor, torch.nn.Parameter)
         and weight.dim() == 2
         and weight.is_contiguous()
-        and _over_few_tokens(input)
+        and (_over_few_tokens(input) or _has_no_library(input.dtype))
         and _fits(input, weight, bias)
     )
 
@@ -169,6 +180,14 @@ def _takes_quantized(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     parts = parts_of(weight) if plain and _fits(input, weight, bias) else None
     few = _over_few_tokens(input) or (parts is not None and parts.values.dtype == torch.int8)
     return parts if few else None
+
+
+@cache
+def _has_no_library(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has no products of these numbers for this processor, so that torch's own ones would be slow."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    known = getattr(torch.ops.mkldnn, name, None) if name is not None else None
+    return known is not None and not known()
 
 
 def _over_few_tokens(input: Tensor) -> bool:
@@ -217,27 +236,42 @@ def join_linears(trace: Graph) -> None:
 
     Layers are small, so that calling each takes a good part of its time.
     """
-    layers: dict[Node, list[Node]] = {}
+    alike: dict[tuple[Any, ...], list[Node]] = {}
     for node in trace.nodes:
-        weights_stand_ready = all(arg.op != "call_function" for arg in node.all_input_nodes[1:])
-        if _calls(node, "linear") and weights_stand_ready:
-            layers.setdefault(cast(Node, node.args[0]), []).append(node)
-    for input, nodes in layers.items():
+        library = next((library for library in LIBRARIES if _calls(node, _LINEAR[library])), None)
+        if library is not None and all(map(_stands_ready, node.all_input_nodes[1:])):
+            alike.setdefault((library, node.args[0], *map(_kind, node.args[1:-1])), []).append(node)
+    for (library, *_), nodes in alike.items():
         for at in range(0, len(nodes), 3):
-            _join(trace, input, nodes[at : at + 3])
+            _join(trace, library, nodes[at : at + 3])
 
 
-def _join(trace: Graph, input: Node, nodes: Sequence[Node]) -> None:
+_LINEAR = {"wide": "linear", "quantized": "quantized_linear"}
+
+
+def _stands_ready(node: Node) -> bool:
+    """Whether a node is given or constant, or a view of what is."""
+    view = node.target is torch.ops.aten.view.default
+    return node.op != "call_function" or (view and all(map(_stands_ready, node.all_input_nodes)))
+
+
+def _kind(part: Any) -> Any:
+    """What the weights of layers that one call computes have in common: all but the number of rows."""
+    return (value_of(part).dtype, value_of(part).shape[1:]) if isinstance(part, Node) else None
+
+
+def _join(trace: Graph, library: str, nodes: Sequence[Node]) -> None:
     if len(nodes) == 1:
         return
-    weights, biases = zip(*((node.args[1], node.args[2]) for node in nodes), strict=True)
-    for constant in (*weights, *biases):
-        if isinstance(constant, Node) and constant.op == "get_attr":
-            nodes[0].prepend(constant)
-    ours = kernels("wide", nodes[0].meta["val"].dtype)
-    together = ours.linear_2 if len(nodes) == 2 else ours.linear_3
+    for node in nodes[1:]:
+        for given in node.all_input_nodes[1:]:
+            _move_before(nodes[0], given)
+    # By what they are: all weights, then what else layers have, biases last.
+    parts = [part for kind in zip(*(node.args[1:] for node in nodes), strict=True) for part in kind]
+    ours = kernels(library, nodes[0].meta["val"].dtype)
+    together = getattr(ours, f"{_LINEAR[library]}_{len(nodes)}")
     with trace.inserting_before(nodes[0]):
-        joined = trace.call_function(together.default, (input, *weights, *biases))
+        joined = trace.call_function(together.default, (nodes[0].args[0], *parts))
         joined.meta["val"] = None
         for at, node in enumerate(nodes):
             part = trace.call_function(operator.getitem, (joined, at))
@@ -245,6 +279,14 @@ def _join(trace: Graph, input: Node, nodes: Sequence[Node]) -> None:
             node.replace_all_uses_with(part)
     for node in nodes:
         trace.erase_node(node)
+
+
+def _move_before(first: Node, node: Node) -> None:
+    """Let a node that stands ready, and what it views, come before another one."""
+    if node.op != "placeholder":
+        for given in node.all_input_nodes:
+            _move_before(first, given)
+        first.prepend(node)
 
 
 def share_heads(trace: Graph) -> None:

@@ -45,6 +45,22 @@ def test_linear_layers(shape: tuple[int, ...], rows: int, dtype: torch.dtype) ->
         torch.testing.assert_close(found.double() / scale, asked / scale, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_many_tokens_are_multiplied_here_where_no_library_does_it(
+    missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_token_products, "_has_no_library", lambda dtype: missing)
+    send, sent = few_token_products._linear, []
+    monkeypatch.setattr(few_token_products, "_linear", lambda *args, **kw: sent.append(args) or send(*args, **kw))
+    states, weight, bias = (_draw(*shape, dtype=torch.bfloat16) for shape in ((3, MOST_TOKENS, 40), (5, 40), (5,)))
+    with FewTokenProducts():
+        found = linear(states, weight, bias)
+        alone = torch.cat([linear(row[None], weight, bias) for row in states])
+    assert len(sent) == missing + len(states)
+    assert found.shape == alone.shape
+    torch.testing.assert_close(found, alone, rtol=0, atol=0 if missing else 0.1)
+
+
 @pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("heads", [4, 2, 1])

@@ -14,6 +14,7 @@ from helpers.interpreted_steps import interpret_compiled_steps
 from optimum.quanto import freeze, qfloat8, qint2, qint4, qint8, quantize
 from optimum.quanto.tensor.weights.qbytes import WeightQBytesLinearFunction
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.nn.functional import linear
 
 from hf_specdec import SpeculativeDecoding
@@ -22,6 +23,7 @@ from hf_specdec.models.fingerprint import weights_of
 from hf_specdec.prepared import compiled_step, few_token_products, quantized_weights
 from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
+from hf_specdec.prepared.step_trace import trace, value_of
 
 # The error of a sum of a few hundred products, and that of rounding the result once.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
@@ -119,6 +121,26 @@ def test_a_number_that_is_not_finite_stays_in_its_token(bad: float) -> None:
 @pytest.mark.parametrize("columns", [64, 96, 256])
 def test_layers_of_quanto(weights: object, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _sent_and_as_quanto_has_it(_layer(columns, 10, weights, torch.float64), _draw(2, 3, columns), monkeypatch)
+
+
+@pytest.mark.parametrize("kinds", [(qint8,) * 5, (qint4,) * 3, (qint4, qint8, qint4)], ids=str)
+def test_layers_of_one_input_and_kind_are_one_call(kinds: tuple[object, ...]) -> None:
+    """Another layer, of another input, stands between them."""
+    layers = [_layer(64, 4 + 2 * at, kind, torch.float64) for at, kind in enumerate(kinds)]
+    states, other, apart = _draw(1, 5, 64), _draw(1, 5, 64), _layer(64, 6, qint8, torch.float64)
+
+    def step(states: Tensor, other: Tensor) -> list[Tensor]:
+        return [layers[0](states), apart(other), *(layer(states) for layer in layers[1:])]
+
+    with torch.no_grad(), FewTokenProducts():
+        graph = trace(step, states, other)
+        each = step(states, other)
+    few_token_products.join_linears(graph)
+    calls = [node.target for node in graph.nodes if "linear" in str(node.target)]
+    assert len(calls) == 1 + sum(-(-kinds.count(kind) // 3) for kind in {*kinds})
+    constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
+    for found, alone in zip(GraphModule(constants, graph)(states, other), each, strict=True):
+        assert torch.equal(found, alone)
 
 
 def test_prompts_of_any_length_are_multiplied_with_int8_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,12 +55,14 @@ template <class A> struct Rows {
 };
 
 // The same as `quantized_tile` for columns that fill no vector. Inlined, it would take registers from the tile's sums.
-template <int bits, class A>
+template <int bits, bool grouped, class A>
 __attribute__((noinline)) void last_columns(const Rows<A>& rows, const A* x, int tokens, int64_t k, int64_t at,
                                             int64_t end, Four<A>* sums) {
   for (int64_t i = at; i < end; ++i)
     for (int r = 0; r < 4; ++r) {
-      const A weight = rows.template number<bits>(r, i) * rows.scale[r][i / rows.width] - rows.shift[r][i / rows.width];
+      const int64_t group = i / rows.width;
+      const A shift = grouped ? rows.shift[r][group] : A(0);
+      const A weight = rows.template number<bits>(r, i) * rows.scale[r][group] - shift;
       for (int t = 0; t < tokens; ++t) sums[t][r] += weight * x[t * k + i];
     }
 }
@@ -79,7 +81,7 @@ void quantized_tile(const Rows<A>& given, const A* x, int64_t k, int64_t at, int
     const int64_t group = i / rows.width;
     stop = std::min(end, (group + 1) * rows.width);
     A scale[4], shift[4];
-    for (int r = 0; r < 4; ++r) scale[r] = rows.scale[r][group], shift[r] = rows.shift[r][group];
+    for (int r = 0; grouped && r < 4; ++r) scale[r] = rows.scale[r][group], shift[r] = rows.shift[r][group];
     for (; i + kLanes<A> <= stop; i += kLanes<A>) {
       Vector<A> token[N];
 #pragma GCC unroll 8
@@ -97,7 +99,7 @@ void quantized_tile(const Rows<A>& given, const A* x, int64_t k, int64_t at, int
         for (int t = 0; t < N; ++t) acc[r][t] += weights * token[t];
       }
     }
-    if (i < stop) last_columns<bits, A>(rows, x, N, k, i, stop, sums);
+    if (i < stop) last_columns<bits, grouped, A>(rows, x, N, k, i, stop, sums);
   }
   Four<A> scales;
   for (int r = 0; r < 4; ++r) scales[r] = grouped ? A(1) : *rows.scale[r];
@@ -162,77 +164,146 @@ void quantized_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t
   }
 }
 
-template <int bits, bool grouped, class T>
-void quantized_rows(const Tensor& input, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& shift,
-                    const std::optional<Tensor>& bias, Tensor& output) {
+template <int bits, bool grouped, class T> class QuantizedRows {
+ public:
   using A = typename SumOf<T>::type;
-  const int64_t n = scale.size(0), groups = scale.size(1), k = weight.size(1), tokens = output.numel() / n;
-  const int64_t step = bits == 8 ? 4 : 2, most = weight.size(0);
-  const int8_t* w = static_cast<const int8_t*>(weight.data_ptr());
-  const Widened<T, A> x(input), scales(scale);
-  const T* b = bias ? static_cast<const T*>(bias->data_ptr()) : nullptr;
-  T* out = static_cast<T*>(output.data_ptr());
-  const bool given = shift && shift->scalar_type() != ScalarType::Char;
-  const int8_t* whole = shift && !given ? static_cast<const int8_t*>(shift->data_ptr()) : nullptr;
-  const Widened<T, A> numbers(given ? *shift : scale);
-  const Aligned<A> multiplied(given ? 0 : n * groups);
-  for (int64_t i = 0; i < (given ? 0 : n * groups); ++i) multiplied.data[i] = whole ? scales.data[i] * whole[i] : A(0);
-  const A* shifts = given ? numbers.data : multiplied.data;
-  Parts parts((most + step - 1) / step);
-#pragma omp parallel if (n * k * tokens > kSerial)
-  {
-    std::vector<Four<A>> sums(tokens);
+
+  explicit QuantizedRows(const QuantizedLayer& layer)
+      : bias(layer.bias ? static_cast<const T*>(layer.bias->data_ptr()) : nullptr),
+        output(static_cast<T*>(layer.output.data_ptr())), n(layer.scale.size(0)), k(layer.weight.size(1)),
+        groups(layer.scale.size(1)), bytes(static_cast<const int8_t*>(layer.weight.data_ptr())),
+        stored(layer.weight.size(0)), scales(layer.scale), parts((stored + kStep - 1) / kStep) {
+    if (!grouped) return;
+    if (layer.shift && layer.shift->scalar_type() != ScalarType::Char) {
+      shifts = numbers.emplace(*layer.shift).data;
+      return;
+    }
+    const int8_t* whole = layer.shift ? static_cast<const int8_t*>(layer.shift->data_ptr()) : nullptr;
+    shifts = multiplied.emplace(n * groups).data;
+    for (int64_t i = 0; i < n * groups; ++i) multiplied->data[i] = whole ? scales.data[i] * whole[i] : A(0);
+  }
+
+  // The outputs of all rows, together with the other threads.
+  void work(const A* x, std::vector<Four<A>>& sums) {
+    for (int64_t begin, end; parts.take(begin, end);)
+      for (int64_t tile = begin; tile < end; ++tile) some_rows(begin, end, tile, x, sums);
+  }
+
+ private:
+  static constexpr int64_t kStep = bits == 8 ? 4 : 2;  // stored rows of a tile
+
+  void some_rows(int64_t begin, int64_t end, int64_t tile, const A* x, std::vector<Four<A>>& sums) const {
     Rows<A> rows;
     rows.width = k / groups;
-    rows.ahead = std::max<int64_t>(kAheadBytes / (step * k), 1) * step * k;
-    for (int64_t begin, end; parts.take(begin, end);)
-      for (int64_t tile = begin; tile < end; ++tile) {
-        std::fill(sums.begin(), sums.end(), Four<A>{});
-        int64_t row[4];
-        for (int r = 0; r < 4; ++r) {
-          const int64_t at = kFarRows ? begin * step + tile - begin + r % step * (end - begin) : tile * step + r % step;
-          const int64_t stored = std::min(at, most - 1);  // the last row stands for those that are missing
-          row[r] = stored + (r < step ? 0 : most);
-          rows.bytes[r] = w + stored * k;
-          rows.scale[r] = scales.data + row[r] * groups;
-          rows.shift[r] = shifts + row[r] * groups;
-        }
-        quantized_products<bits, grouped, A>(rows, x.data, tokens, k, sums.data());
-        for (int64_t t = 0; t < tokens; ++t)
-          for (int r = 0; r < 4; ++r) out[t * n + row[r]] = narrow<T>(sums[t][r] + (b ? A(widen(b[row[r]])) : A(0)));
-      }
+    rows.ahead = std::max<int64_t>(kAheadBytes / (kStep * k), 1) * kStep * k;
+    int64_t row[4];
+    for (int r = 0; r < 4; ++r) {
+      const int64_t far = begin * kStep + tile - begin + r % kStep * (end - begin);
+      // The last row stands for those that are missing.
+      const int64_t at = std::min(kFarRows ? far : tile * kStep + r % kStep, stored - 1);
+      row[r] = at + (r < kStep ? 0 : stored);
+      rows.bytes[r] = bytes + at * k;
+      rows.scale[r] = scales.data + row[r] * groups;
+      rows.shift[r] = grouped ? shifts + row[r] * groups : nullptr;
+    }
+    const int64_t tokens = sums.size();
+    std::fill(sums.begin(), sums.end(), Four<A>{});
+    quantized_products<bits, grouped, A>(rows, x, tokens, k, sums.data());
+    for (int r = 0; r < 4; ++r) {
+      const A added = bias ? A(widen(bias[row[r]])) : A(0);
+      for (int64_t t = 0; t < tokens; ++t) output[t * n + row[r]] = narrow<T>(sums[t][r] + added);
+    }
+  }
+
+  const T* bias;
+  T* output;
+  const int64_t n, k, groups;
+  const int8_t* bytes;
+  const int64_t stored;  // rows of bytes, each of which holds a row or two
+  const Widened<T, A> scales;
+  std::optional<Widened<T, A>> numbers;  // shifts that are given as numbers
+  std::optional<Aligned<A>> multiplied;  // those that are in units of the scale, or zeros
+  const A* shifts = nullptr;
+  Parts parts;
+};
+
+template <int bits, bool grouped, class T>
+void quantized_rows(const Tensor& input, const std::vector<QuantizedLayer>& given) {
+  using A = typename SumOf<T>::type;
+  const int64_t k = given[0].weight.size(1), tokens = input.numel() / k;
+  const Widened<T, A> x(input);
+  std::deque<QuantizedRows<bits, grouped, T>> layers;
+  int64_t rows = 0;
+  for (const QuantizedLayer& layer : given) layers.emplace_back(layer), rows += layer.scale.size(0);
+#pragma omp parallel if (rows * k * tokens > kSerial)
+  {
+    std::vector<Four<A>> sums(tokens);
+    for (auto& layer : layers) layer.work(x.data, sums);
   }
 }
 
-template <class T>
-void quantized_of(const Tensor& input, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& shift,
-                  const std::optional<Tensor>& bias, Tensor& output) {
-  const bool bytes = weight.scalar_type() == ScalarType::Char, grouped = shift || scale.size(1) > 1;
+template <class T> void quantized_of(const Tensor& input, const std::vector<QuantizedLayer>& layers) {
+  const bool bytes = layers[0].weight.scalar_type() == ScalarType::Char;
+  const bool grouped = layers[0].shift || layers[0].scale.size(1) > 1;
 #ifdef __AVX512VNNI__
   if constexpr (!std::is_same_v<T, double>)
-    if (bytes && !grouped) return whole_linear<T>(input, weight, scale, bias, output);
+    if (bytes && !grouped) return whole_linears<T>(input, layers);
 #endif
   auto rows = bytes ? grouped ? quantized_rows<8, true, T> : quantized_rows<8, false, T> : quantized_rows<4, true, T>;
-  rows(input, weight, scale, shift, bias, output);
+  rows(input, layers);
 }
 
-// `[..., K]`, `[N, K]` int8 or `[N / 2, K]` of two rows of 4 bits, and scales and shifts `[N, G]`, to `[..., N]`. See
-// `Rows`; shifts of int8 are in units of the scale. All are contiguous.
-Tensor quantized_linear(Tensor input, Tensor weight, Tensor scale, std::optional<Tensor> shift,
-                        std::optional<Tensor> bias) {
+// `[..., K]`, `[N, K]` int8 or `[N / 2, K]` of two rows of 4 bits, and scales and shifts `[N, G]`, to `[..., N]`, for
+// several layers of one input. See `Rows`; shifts of int8 are in units of the scale. All are contiguous.
+std::vector<Tensor> quantized_linears(const Tensor& input, std::vector<QuantizedLayer> layers) {
+  std::vector<Tensor> outputs;
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
-  sizes.back() = scale.size(0);
-  Tensor output = empty(input, sizes);
-  quantized_of<NUMBER>(input, weight, scale, shift, bias, output);
-  return output;
+  for (QuantizedLayer& layer : layers) {
+    sizes.back() = layer.scale.size(0);
+    outputs.push_back(layer.output = empty(input, sizes));
+  }
+  quantized_of<NUMBER>(input, layers);
+  return outputs;
+}
+
+using Given = std::optional<Tensor>;
+
+Tensor quantized_linear(Tensor input, Tensor weight, Tensor scale, Given shift, Given bias) {
+  return quantized_linears(input, {{weight, scale, shift, bias, input}})[0];
+}
+
+std::tuple<Tensor, Tensor> quantized_linear_2(Tensor input, Tensor weight_0, Tensor weight_1, Tensor scale_0,
+                                              Tensor scale_1, Given shift_0, Given shift_1, Given bias_0,
+                                              Given bias_1) {
+  const auto outputs = quantized_linears(
+      input, {{weight_0, scale_0, shift_0, bias_0, input}, {weight_1, scale_1, shift_1, bias_1, input}});
+  return {outputs[0], outputs[1]};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantized_linear_3(Tensor input, Tensor weight_0, Tensor weight_1, Tensor weight_2,
+                                                      Tensor scale_0, Tensor scale_1, Tensor scale_2, Given shift_0,
+                                                      Given shift_1, Given shift_2, Given bias_0, Given bias_1,
+                                                      Given bias_2) {
+  const auto outputs = quantized_linears(input, {{weight_0, scale_0, shift_0, bias_0, input},
+                                                 {weight_1, scale_1, shift_1, bias_1, input},
+                                                 {weight_2, scale_2, shift_2, bias_2, input}});
+  return {outputs[0], outputs[1], outputs[2]};
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(NAMESPACE, library) {
   library.def("quantized_linear(Tensor input, Tensor weight, Tensor scale, Tensor? shift, Tensor? bias) -> Tensor");
+  library.def(
+      "quantized_linear_2(Tensor input, Tensor w0, Tensor w1, Tensor s0, Tensor s1, Tensor? z0, Tensor? z1, Tensor? b0,"
+      " Tensor? b1) -> (Tensor, Tensor)");
+  library.def(
+      "quantized_linear_3(Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor s0, Tensor s1, Tensor s2, Tensor? z0,"
+      " Tensor? z1, Tensor? z2, Tensor? b0, Tensor? b1, Tensor? b2) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CPU, library) {
   library.impl("quantized_linear", TORCH_BOX(&quantized_linear));
+  library.impl("quantized_linear_2", TORCH_BOX(&quantized_linear_2));
+  library.impl("quantized_linear_3", TORCH_BOX(&quantized_linear_3));
 }
