@@ -28,7 +28,7 @@ from hf_specdec.prepared.step_trace import PLAIN, value_of
 # The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
 LIBRARIES = {
     "wide": ("vectors", "tile", "linear", "attention"),
-    "quantized": ("vectors", "tile", "whole_numbers", "quantized"),
+    "quantized": ("vectors", "tile", "whole_numbers", "whole_words", "quantized"),
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for

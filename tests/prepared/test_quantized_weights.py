@@ -92,7 +92,7 @@ def test_products(shape: tuple[int, ...], rows: int, bits: int, shifts: str, dty
 @pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("tokens", [1, 4, 5])
 def test_a_large_number_leaves_the_others_precise(tokens: int) -> None:
-    """Beside 10⁴, other numbers are known to 0.0006, with 16 bits to 0.15. Models have such numbers."""
+    """Beside 10⁴, other numbers are known to 0.0006, with 16 bits alone to 0.15. Models have such numbers."""
     values = torch.randint(-128, 128, (8, 200), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     values[:, 3] = 0
     states, scale = _draw(tokens, 200, dtype=torch.float32), torch.full((8, 1), 0.01)
@@ -100,6 +100,30 @@ def test_a_large_number_leaves_the_others_precise(tokens: int) -> None:
     found = few_token_products.kernels("quantized", torch.float32).quantized_linear(states, values, scale, None, None)
     asked = linear(states.double(), 0.01 * values.double())
     torch.testing.assert_close(found.double() / asked.abs().amax(), asked / asked.abs().amax(), rtol=0, atol=5e-3)
+
+
+@pytest.mark.usefixtures("each_form")
+@pytest.mark.parametrize("power", [1, 3, 7])
+def test_numbers_are_known_to_a_two_thousandth(power: int) -> None:
+    """Of the mean size of the 64 around it, or as precisely as a float beside the token's largest one."""
+    states = _draw(40, 200, dtype=torch.float32) ** power
+    values, scale = torch.eye(200).to(torch.int8), torch.ones(200, 1)
+    found = few_token_products.kernels("quantized", torch.float32).quantized_linear(states, values, scale, None, None)
+    for line, read in zip(states.split(64, 1), found.split(64, 1), strict=True):
+        size = line.abs().mean(1, keepdim=True) / 2000 + states.abs().amax(1, keepdim=True) / 2**23
+        assert ((read - line).abs() <= size).all()
+
+
+@pytest.mark.usefixtures("each_form")
+def test_int8_products_do_not_depend_on_other_tokens() -> None:
+    """So that a verification reads what a plain step would."""
+    values = torch.randint(-128, 128, (9, 200), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    states, scale = _draw(40, 200, dtype=torch.float32) ** 5, torch.full((9, 1), 0.01)
+    product = few_token_products.kernels("quantized", torch.float32).quantized_linear
+    for tokens in (1, 5, 40):
+        together = torch.cat([product(some, values, scale, None, None) for some in states.split(tokens)])
+        alone = torch.cat([product(some, values, scale, None, None) for some in states.split(1)])
+        assert torch.equal(together, alone)
 
 
 @pytest.mark.usefixtures("each_form")

@@ -142,9 +142,17 @@ void widened_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t k
   }
 }
 
+// The tokens `[tokens, k]` as they are.
+template <class A> struct Numbers {
+  Numbers(const A* x, int64_t tokens, int64_t k) : x(x), tokens(tokens), k(k) {}
+  const A* x;
+  const int64_t tokens, k;
+};
+
 // The products of four rows of weights and all tokens; see `products`.
 template <int bits, bool grouped, class A>
-void quantized_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t k, Four<A>* sums) {
+void quantized_products(const Rows<A>& rows, const Numbers<A>& given, Four<A>* sums) {
+  const auto [x, tokens, k] = given;
   if (grouped && tokens > kTokens) return widened_products<bits, A>(rows, x, tokens, k, sums);
   for (int64_t at = 0; at < k; at += kColumns) {
     const int64_t end = std::min(at + kColumns, k);
@@ -163,6 +171,20 @@ void quantized_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t
     });
   }
 }
+
+#ifdef __AVX512F__
+template <int bits, bool grouped, class A> using Tokens = Numbers<A>;
+#else
+template <int bits, bool grouped, class A>
+using Tokens = std::conditional_t<bits == 8 && !grouped && std::is_same_v<A, float>, Words, Numbers<A>>;
+
+template <int bits, bool grouped, class A>
+void quantized_products(const Rows<float>& rows, const Words& x, Four<float>* sums) {
+  whole_products(rows.bytes, x, sums);
+  const Four<float> scales = {*rows.scale[0], *rows.scale[1], *rows.scale[2], *rows.scale[3]};
+  for (int64_t t = 0; t < x.tokens; ++t) sums[t] *= scales;
+}
+#endif
 
 template <int bits, bool grouped, class T> class QuantizedRows {
  public:
@@ -184,7 +206,7 @@ template <int bits, bool grouped, class T> class QuantizedRows {
   }
 
   // The outputs of all rows, together with the other threads.
-  void work(const A* x, std::vector<Four<A>>& sums) {
+  void work(const Tokens<bits, grouped, A>& x, std::vector<Four<A>>& sums) {
     for (int64_t begin, end; parts.take(begin, end);)
       for (int64_t tile = begin; tile < end; ++tile) some_rows(begin, end, tile, x, sums);
   }
@@ -192,7 +214,8 @@ template <int bits, bool grouped, class T> class QuantizedRows {
  private:
   static constexpr int64_t kStep = bits == 8 ? 4 : 2;  // stored rows of a tile
 
-  void some_rows(int64_t begin, int64_t end, int64_t tile, const A* x, std::vector<Four<A>>& sums) const {
+  void some_rows(int64_t begin, int64_t end, int64_t tile, const Tokens<bits, grouped, A>& x,
+                 std::vector<Four<A>>& sums) const {
     Rows<A> rows;
     rows.width = k / groups;
     rows.ahead = std::max<int64_t>(kAheadBytes / (kStep * k), 1) * kStep * k;
@@ -208,7 +231,7 @@ template <int bits, bool grouped, class T> class QuantizedRows {
     }
     const int64_t tokens = sums.size();
     std::fill(sums.begin(), sums.end(), Four<A>{});
-    quantized_products<bits, grouped, A>(rows, x, tokens, k, sums.data());
+    quantized_products<bits, grouped, A>(rows, x, sums.data());
     for (int r = 0; r < 4; ++r) {
       const A added = bias ? A(widen(bias[row[r]])) : A(0);
       for (int64_t t = 0; t < tokens; ++t) output[t * n + row[r]] = narrow<T>(sums[t][r] + added);
@@ -231,14 +254,15 @@ template <int bits, bool grouped, class T>
 void quantized_rows(const Tensor& input, const std::vector<QuantizedLayer>& given) {
   using A = typename SumOf<T>::type;
   const int64_t k = given[0].weight.size(1), tokens = input.numel() / k;
-  const Widened<T, A> x(input);
+  const Widened<T, A> numbers(input);
+  const Tokens<bits, grouped, A> x(numbers.data, tokens, k);
   std::deque<QuantizedRows<bits, grouped, T>> layers;
   int64_t rows = 0;
   for (const QuantizedLayer& layer : given) layers.emplace_back(layer), rows += layer.scale.size(0);
 #pragma omp parallel if (rows * k * tokens > kSerial)
   {
     std::vector<Four<A>> sums(tokens);
-    for (auto& layer : layers) layer.work(x.data, sums);
+    for (auto& layer : layers) layer.work(x, sums);
   }
 }
 
