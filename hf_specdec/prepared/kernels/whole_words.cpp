@@ -8,11 +8,11 @@
 namespace {
 
 #ifndef __AVX512F__
-constexpr int kLine = 64;   // columns with one unit: as many bytes of a row as a line of the cache holds
-constexpr int kWords = 16;  // of a vector
-constexpr float kMost = 32767;
+constexpr int kLine = 64;          // columns with one unit: as many bytes of a row as a line of the cache holds
+constexpr int kWords = 16;         // of a vector
 constexpr int64_t kTogether = 32;  // tokens whose sums stay in the first-level cache
-constexpr float kSpread = 32;  // largest number over the mean size, up to which one word a number is enough
+constexpr float kMost = 32767;
+constexpr float kSpread = 32;      // largest number over the mean size, up to which one word a number is enough
 
 // Sixteen floats, rounded to words.
 inline __m256i words_of(Vector<float> first, Vector<float> second) {
@@ -90,7 +90,10 @@ struct TwoRows {
       for (int r = 0; r < 2; ++r) whole[r] = _mm256_add_epi32(whole[r], _mm256_madd_epi16(weights[r][i], some));
     }
 #pragma GCC unroll 2
-    for (int r = 0; r < 2; ++r) sums[r] += (Vector<float>)_mm256_cvtepi32_ps(whole[r]) * unit;
+    for (int r = 0; r < 2; ++r) {
+      sums[r] += (Vector<float>)_mm256_cvtepi32_ps(whole[r]) * unit;
+      asm("" : "+v"(sums[r]));  // added in this order, however many tokens there are
+    }
   }
 
   __m256i weights[2][kLine / kWords];
@@ -99,6 +102,8 @@ struct TwoRows {
 // Four rows of weights. Their last columns are copied where they fill no line, with zeros behind them.
 struct FourRows {
   FourRows(const int8_t* const* rows, int64_t k) : rows(rows), whole(k / kLine) {
+    if (k % kLine == 0) return;
+    std::memset(last, 0, sizeof last);
     for (int r = 0; r < 4; ++r) std::memcpy(last[r], rows[r] + whole * kLine, k % kLine);
   }
 
@@ -109,12 +114,15 @@ struct FourRows {
 
   const int8_t* const* rows;
   const int64_t whole;  // lines
-  int8_t last[4][kLine] = {};
+  int8_t last[4][kLine];
 };
 
-// The products of four rows of weights and some tokens. Rows are widened in pairs, which fills the registers.
-inline void whole_tile(const FourRows& rows, const Words& x, int64_t begin, int64_t end, Four<float>* sums) {
-  Vector<float> found[2][kTogether][2];
+// The products of four rows of weights and the tokens from `begin` to `until`, or N tokens. Rows are widened in pairs,
+// which fills the registers.
+template <int N>
+inline void whole_tile(const FourRows& rows, const Words& x, int64_t begin, int64_t until, Four<float>* sums) {
+  const int64_t end = N ? begin + N : until;
+  Vector<float> found[2][N ? N : kTogether][2];
   for (auto& pair : found) std::fill_n(pair[0], 2 * (end - begin), Vector<float>{});
   for (int64_t line = 0; line < x.lines; ++line)
 #pragma GCC unroll 2
@@ -131,7 +139,9 @@ inline void whole_tile(const FourRows& rows, const Words& x, int64_t begin, int6
 // The same with all tokens, and with what their words leave.
 inline void whole_products(const int8_t* const* four, const Words& x, Four<float>* sums) {
   const FourRows rows(four, x.k);
-  for (int64_t t = 0; t < x.tokens; t += kTogether) whole_tile(rows, x, t, std::min(t + kTogether, x.tokens), sums);
+  if (x.tokens == 1) whole_tile<1>(rows, x, 0, 1, sums);  // whose sums stay in registers
+  else for (int64_t t = 0; t < x.tokens; t += kTogether)
+    whole_tile<0>(rows, x, t, std::min(t + kTogether, x.tokens), sums);
   for (const auto& [line, token] : x.left) {
     Vector<float> found[2][2] = {};
     for (int pair = 0; pair < 2; ++pair)
