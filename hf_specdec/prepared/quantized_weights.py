@@ -42,7 +42,7 @@ def parts_of(weight: Tensor) -> QuantizedParts | None:
 
 
 def _quanto_bytes(weight: Any) -> QuantizedParts | None:
-    if weight._data.dtype != torch.int8 or weight._scale.numel() != len(weight):
+    if weight._data.dtype != torch.int8 or weight.axis != 0 or weight._scale.numel() != len(weight):
         return None
     return QuantizedParts(weight._data, weight._scale.reshape(-1, 1), None)
 

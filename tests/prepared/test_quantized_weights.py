@@ -11,7 +11,7 @@ from helpers.auto_lengths import choose_in_turn
 from helpers.families import pair, prompts
 from helpers.int8_weights import Int8Weight
 from helpers.interpreted_steps import interpret_compiled_steps
-from optimum.quanto import freeze, qfloat8, qint2, qint4, qint8, quantize
+from optimum.quanto import AbsmaxOptimizer, freeze, qfloat8, qint2, qint4, qint8, quantize, quantize_weight
 from optimum.quanto.tensor.weights.qbytes import WeightQBytesLinearFunction
 from torch import Tensor
 from torch.fx import GraphModule
@@ -212,6 +212,13 @@ def test_other_weights_are_left_to_their_library(call: Callable, monkeypatch: py
         with FewTokenProducts():
             found = call()
         assert torch.equal(found, call())
+
+
+def test_a_scale_for_each_column_is_left_to_its_library() -> None:
+    weight = torch.eye(8)
+    for axis in (0, -1):
+        scale = AbsmaxOptimizer()(weight, qint8, axis)
+        assert (parts_of(quantize_weight(weight, qint8, axis, scale)) is None) is (axis == -1)
 
 
 def test_a_class_without_the_parts_is_left_to_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
