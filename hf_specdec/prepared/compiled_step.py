@@ -9,7 +9,7 @@ import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -160,6 +160,12 @@ def _inductor() -> Future[None]:
     ready = pool.submit(_compile_any)
     pool.shutdown(wait=False)
     return ready
+
+
+def settle() -> None:
+    """Wait for inductor's thread: while it traces, a module that is called in another thread can fail."""
+    if _inductor.cache_info().currsize:
+        wait([_inductor()])
 
 
 def _compile_any() -> None:

@@ -28,7 +28,7 @@ from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, stat
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
-from hf_specdec.prepared.compiled_step import kernels_as_compiled
+from hf_specdec.prepared.compiled_step import kernels_as_compiled, settle
 from hf_specdec.prepared.engine import Engine, ordinary_tensors
 from hf_specdec.prepared.engine_key import parts_of, plan_key
 from hf_specdec.prepared.engine_store import STORE
@@ -69,7 +69,7 @@ class PreparedDecoder(Decoder):
             # Before the clock starts: preparing is not part of a round's time.
             engine.load(engine.tails, before, limits)
             try:
-                engine.prepare(lookahead)
+                self._prepare(lookahead)
             except Exception as error:  # compilers and captures fail in many ways, none of which should end a call
                 self._give_up(error)
                 return super()._round(transcript)
@@ -111,6 +111,17 @@ class PreparedDecoder(Decoder):
             catch_up_seconds=reading if caught_up else 0.0,
             room=room,
         )
+
+    def _prepare(self, lookahead: int) -> None:
+        """Once more where inductor's thread, tracing, took a module that is called here for one of its own."""
+        try:
+            self.engine.prepare(lookahead)
+        except NameError:
+            settle()
+            self.engine.prepare(lookahead)
+        except BaseException:
+            settle()
+            raise
 
     def _give_up(self, error: Exception) -> None:
         """Let general rounds go on where prepared ones left off, in this call and in later ones."""

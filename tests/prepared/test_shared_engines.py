@@ -159,6 +159,33 @@ def test_a_failed_compilation_is_told_once_and_general_rounds_go_on(fails_at: in
     assert len(prepared) == fails_at + 1
 
 
+@pytest.mark.parametrize("error", [NameError, RuntimeError, KeyboardInterrupt])
+def test_what_goes_wrong_beside_inductors_thread_waits_for_it(error: type, fast_rounds, monkeypatch) -> None:
+    """And is tried once more where the thread may be the reason."""
+    prepare, done = Engine.prepare, []
+
+    def failing(self: Engine, lookahead: int) -> None:
+        done.append("tried")
+        if done.count("tried") == 1:
+            raise error("module is not installed as a submodule")
+        prepare(self, lookahead)
+
+    monkeypatch.setattr(Engine, "prepare", failing)
+    monkeypatch.setattr(prepared_decoder, "settle", lambda: done.append("settled"))
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, name, args=(), *, compile: step)
+    target, draft = pair("llama")
+    settings = {**GREEDY, "assistant_model": draft, "cache_implementation": "static"}
+    plain = target.generate(**prompts(3), **GREEDY, generation_strategy=None)
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(**prompts(3), **settings)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if error is NameError else "ignore")
+            assert torch.equal(target.generate(**prompts(3), **settings), plain)
+    assert done[:3] == ["tried", "settled", "tried"] if error is NameError else done == ["tried", "settled"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: torch.dtype, monkeypatch) -> None:
     """The one test that compiles: drafting of the first token and of later ones, and verification."""
@@ -173,6 +200,7 @@ def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: t
             assert torch.equal(out, target.generate(**inputs, **GREEDY, generation_strategy=None))
             compiled.append(0)
     assert sum(compiled) <= 3 and not any(compiled[-3:])
+    compiled_step._inductor().result()  # compiles code of its own, which is not counted
     # Another process finds the code on disk, without inductor or, where torch lacks what that takes, with its cache.
     for ours in (True, False):
         if not ours:
