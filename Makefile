@@ -51,7 +51,7 @@ DTYPE ?= bfloat16
 BATCHES ?= 1 4 16 64
 gpu-tables:
 	end=$$(($$(date +%s) + 475)); for batch in $(BATCHES); do \
-		left=$$((end - $$(date +%s))); folder=gpu-tables/batch-$$batch; \
+		left=$$((end - $$(date +%s))); folder=gpu-tables/$(SHAPE)-$(DTYPE)/batch-$$batch; \
 		if [ $$left -le 0 ] || [ -n "$$(ls $$folder/*.json.gz 2>/dev/null)" ]; then continue; fi; \
 		HF_HUB_OFFLINE=1 timeout -s INT -k 5 $$left $(PYTHON) scripts/assisted_generation.py --task engines \
 			--model_name synthetic:$(SHAPE) --dtype $(DTYPE) --engines static --num_assistant_tokens 4 auto \
