@@ -42,6 +42,7 @@ fuzz: $(VENV)/.ready
 
 # On a machine with a GPU, in an environment of yours that has this package's requirements and pytest.
 gpu-check:
+	@$(PYTHON) -c "import torch; torch.cuda.is_available() or print('No GPU was found: checks run on the CPU.')"
 	HF_HUB_OFFLINE=1 HF_SPECDEC_GPU_REPORT=gpu-check.jsonl $(PYTHON) -m pytest -m gpu tests/gpu
 
 # As gpu-check. One run per batch size, which writes its JSON when it ends. After 8 minutes the run is stopped; its

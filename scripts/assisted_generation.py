@@ -180,7 +180,7 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     add("--prompt_template", type=_template, default="{prompt}", metavar="TEXT", help=template)
     examples = (
         "examples per subtask (all; embedded: subtasks 50, sweep 5, with lossy strategies 50, ablation 3, align 125); "
-        "engines: prompts (8)"
+        "engines: prompts (8), at least a batch"
     )
     add("--limit", type=_at_least(1), metavar="N", help=examples)
 
@@ -198,7 +198,7 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
         default="speculative",
         help="how to use the draft (%(default)s)",
     )
-    lookahead = "tokens drafted per round, or auto (4, T5 7); sweep and engines take several"
+    lookahead = "tokens drafted per round, or auto (4, T5 7); sweep and engines (adds auto) take several"
     add("--num_assistant_tokens", "--gamma", "--n_lookahead", nargs="+", type=_lookahead, metavar="N", help=lookahead)
     fallback = "BiLD: a draft ends where its best token has a probability below P (0.6); sweep takes several"
     add(

@@ -7,6 +7,7 @@ outside the list have probability 0 in it. They can't be proposed; the target's 
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -86,23 +87,30 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor) -
         is not tied to the input embedding is freed.
 
     Raises:
+        TypeError: `token_ids` holds something else than whole numbers.
         ValueError: an empty list, a token outside the vocabulary, or a model without an ordinary linear output head.
     """
     model = wrapped_model(draft)
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    name = f"draft={type(draft).__name__}"
+    if isinstance(head, TrimmedHead):
+        raise ValueError(f"{name} is trimmed already: call restore() of its handle first.")
     if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter or head.weight.is_meta:
-        why = {type(None): "has no output head", TrimmedHead: "is trimmed already: call restore() of its handle first"}
-        found = why.get(type(head), f"has the output head {type(head).__name__}, of which no rows can be copied")
-        raise ValueError(f"draft={type(draft).__name__} {found}; pass a model with an ordinary torch.nn.Linear head.")
+        found = "no output head" if head is None else f"the output head {type(head).__name__}"
+        raise ValueError(
+            f"{name} has {found}, of which no rows can be copied; pass a model with a torch.nn.Linear head."
+        )
     listed = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
-    tokens = sorted({operator.index(token) for token in listed})
+    try:
+        tokens = sorted({operator.index(token) for token in listed})
+    except TypeError as error:
+        raise TypeError(f"token_ids={reprlib.repr(token_ids)}: pass a list of token ids, whole numbers.") from error
     if not tokens:
         raise ValueError("token_ids is empty: pass the tokens that the draft may propose, see frequent_tokens.")
     if tokens[0] < 0 or tokens[-1] >= head.out_features:
         wrong = tokens[0] if tokens[0] < 0 else tokens[-1]
         raise ValueError(
-            f"token_ids holds {wrong}, but the vocabulary of draft={type(draft).__name__} ends at "
-            f"{head.out_features - 1}: pass ids of the draft's own tokenizer."
+            f"token_ids holds {wrong}, but {name} has tokens 0 to {head.out_features - 1}: pass ids of its tokenizer."
         )
     return TrimmedDraft(model, head, TrimmedHead(head, torch.tensor(tokens, device=head.weight.device)))
 
@@ -118,8 +126,11 @@ def frequent_tokens(texts: Iterable[str | Sequence[int]], tokenizer: PreTrainedT
         count: the most tokens to return.
 
     Raises:
+        TypeError: `texts` is one text instead of a list of them.
         ValueError: `count` is too small for the tokens that are always included.
     """
+    if isinstance(texts, str):
+        raise TypeError(f"texts={reprlib.repr(texts)} is one text; pass a list of texts.")
     seen: Counter[int] = Counter()
     for text in texts:
         seen.update(tokenizer(text, add_special_tokens=False).input_ids if isinstance(text, str) else map(int, text))

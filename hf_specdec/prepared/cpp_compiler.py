@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
+
+Library = TypeVar("Library")
 
 # A product and a sum in one instruction. What the processor reports is believed: trying each set of instructions by
 # compiling a program takes seconds.
@@ -49,7 +51,7 @@ def in_background(finished: Callable[[Path], None] = lambda library: None) -> It
 
         @cache
         def function() -> Callable[..., Any]:
-            loaded: Callable[..., Any] = library()
+            loaded = load_library(library)
             file = getattr(getattr(loaded, "__self__", None), "__file__", None)
             if file is not None:
                 finished(Path(file))
@@ -59,3 +61,25 @@ def in_background(finished: Callable[[Path], None] = lambda library: None) -> It
 
     with patch.object(Cache, "load_pybinding", load):
         yield
+
+
+def load_library(library: Callable[[], Library]) -> Library:
+    """What inductor's function loads; compiled anew where a process that was killed left a file that is cut short.
+
+    Raises:
+        ImportError, OSError: the library can't be loaded, and is no file of inductor's cache or fails again.
+    """
+    try:
+        return library()
+    except (ImportError, OSError) as error:
+        file = Path(str(error).partition(": ")[0])  # as the dynamic loader has it: "file: reason"
+        if not _in_cache(file):
+            raise
+        file.unlink()
+        return library()
+
+
+def _in_cache(file: Path) -> bool:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return file.is_file() and Path(cache_dir()).resolve() in file.resolve().parents

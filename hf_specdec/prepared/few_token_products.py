@@ -19,16 +19,15 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hf_specdec.prepared import code_on_disk
+from hf_specdec.prepared import code_on_disk, cpp_compiler
 from hf_specdec.prepared.compile_progress import progress_bar
-from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN, value_of
 
 # The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
 LIBRARIES = {
     "wide": ("vectors", "tile", "linear", "attention"),
-    "quantized": ("vectors", "tile", "whole_numbers", "whole_words", "quantized"),
+    "quantized": ("vectors", "tile", "whole_digits", "whole_words", "quantized"),
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for
@@ -72,8 +71,8 @@ def _compile(text: str) -> None:
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    with config.patch(INSTRUCTIONS), progress_bar("kernels", 1) as bar:
-        loaded = CppCodeCache.load(text)
+    with config.patch(cpp_compiler.INSTRUCTIONS), progress_bar("kernels", 1) as bar:
+        loaded = cpp_compiler.load_library(lambda: CppCodeCache.load(text))
         bar.update()
     code_on_disk.keep(text, Path(loaded._name))
 

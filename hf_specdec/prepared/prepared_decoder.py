@@ -126,7 +126,9 @@ class PreparedDecoder(Decoder):
     def _give_up(self, error: Exception) -> None:
         """Let general rounds go on where prepared ones left off, in this call and in later ones."""
         how = "compile=True" if self.engine.compile else "CUDA graphs"
-        reason = f"{how}: decoding goes on without, since preparing failed: {type(error).__name__}: {error}"
+        kind = type(error).__name__
+        way_out = ". Install g++, or set CXX to a C++ compiler" if kind == "InvalidCxxCompiler" else ""
+        reason = f"{how}: decoding goes on without, since preparing failed: {kind}: {error}{way_out}"
         warnings.warn(reason, stacklevel=2)
         self.engine.fail()
         if isinstance(self.drafter, ModelDrafter):

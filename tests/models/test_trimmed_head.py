@@ -236,15 +236,17 @@ def with_other_head() -> PreTrainedModel:
     ("make", "tokens", "message"),
     [
         (tied, [], "token_ids is empty"),
-        (tied, [2, 40], "token_ids holds 40, .* ends at 39"),
+        (tied, [2, 40], "token_ids holds 40, .* tokens 0 to 39"),
         (tied, [-1, 2], "token_ids holds -1"),
+        (tied, "abc", "token_ids='abc': pass a list"),
+        (tied, [1.5], "token_ids=.1.5.: pass a list"),
         (headless, [2], "draft=LlamaModel has no output head"),
         (with_other_head, [2], "has the output head Sequential"),
-        (trimmed_before, [2], "is trimmed already"),
+        (trimmed_before, [2], r"is trimmed already: call restore\(\) of its handle first.$"),
     ],
 )
-def test_errors_name_the_argument_and_the_way_out(make: Callable, tokens: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_errors_name_the_argument_and_the_way_out(make: Callable, tokens: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         hf_specdec.trim_draft_head(make(), tokens)
 
 
@@ -258,3 +260,5 @@ def test_frequent_tokens_are_ranked_and_hold_what_ends_a_text() -> None:
     assert hf_specdec.frequent_tokens(texts, tokenizer, 4) == [5, tokenizer.eos_token_id, 3, 4]
     with pytest.raises(ValueError, match="count=2 is below the 3 tokens"):
         hf_specdec.frequent_tokens(texts, tokenizer, 2)
+    with pytest.raises(TypeError, match="texts='w5 w7' is one text"):
+        hf_specdec.frequent_tokens("w5 w7", tokenizer, 3)

@@ -172,19 +172,32 @@ void quantized_products(const Rows<A>& rows, const Numbers<A>& given, Four<A>* s
   }
 }
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) && !defined(__AVX512VNNI__)
 template <int bits, bool grouped, class A> using Tokens = Numbers<A>;
 #else
+#ifdef __AVX512VNNI__
+using Whole = Digits;
+#else
+using Whole = Words;
+#endif
 template <int bits, bool grouped, class A>
-using Tokens = std::conditional_t<bits == 8 && !grouped && std::is_same_v<A, float>, Words, Numbers<A>>;
+using Tokens = std::conditional_t<bits == 8 && !grouped && std::is_same_v<A, float>, Whole, Numbers<A>>;
 
 template <int bits, bool grouped, class A>
-void quantized_products(const Rows<float>& rows, const Words& x, Four<float>* sums) {
+void quantized_products(const Rows<float>& rows, const Whole& x, Four<float>* sums) {
   whole_products(rows.bytes, x, sums);
   const Four<float> scales = {*rows.scale[0], *rows.scale[1], *rows.scale[2], *rows.scale[3]};
   for (int64_t t = 0; t < x.tokens; ++t) sums[t] *= scales;
 }
 #endif
+
+// What a layer is given. Of several layers of one input, weights are of one type, with as many groups, and all or none
+// have shifts.
+struct QuantizedLayer {
+  Tensor weight, scale;
+  std::optional<Tensor> shift, bias;
+  Tensor output;
+};
 
 template <int bits, bool grouped, class T> class QuantizedRows {
  public:
@@ -269,10 +282,6 @@ void quantized_rows(const Tensor& input, const std::vector<QuantizedLayer>& give
 template <class T> void quantized_of(const Tensor& input, const std::vector<QuantizedLayer>& layers) {
   const bool bytes = layers[0].weight.scalar_type() == ScalarType::Char;
   const bool grouped = layers[0].shift || layers[0].scale.size(1) > 1;
-#ifdef __AVX512VNNI__
-  if constexpr (!std::is_same_v<T, double>)
-    if (bytes && !grouped) return whole_linears<T>(input, layers);
-#endif
   auto rows = bytes ? grouped ? quantized_rows<8, true, T> : quantized_rows<8, false, T> : quantized_rows<4, true, T>;
   rows(input, layers);
 }

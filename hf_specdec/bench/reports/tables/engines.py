@@ -93,23 +93,38 @@ def memory_table(result: Result) -> str:
 def conclusions(result: Result) -> list[str]:
     """Where drafting pays, the share of the memory's bandwidth, and remarks on the run."""
     lines = [line for engine in engines_of(result) if (line := _where_it_pays(result, engine))]
-    return [*lines, *_bandwidth_lines(result), *remarks(result)]
+    return [*lines, *_without_rate(result), *_bandwidth_lines(result), *remarks(result)]
 
 
 def _where_it_pays(result: Result, engine: str) -> str | None:
     """At which batch sizes the fastest draft is faster than plain decoding on the same engine."""
     faster: list[str] = []
     others: list[str] = []
+    single: list[str] = []
     for batch in batch_sizes(result):
         best = speed.fastest(result, batch=batch, kind=DRAFTING, engine=engine)
         gain = None if best is None else methods.over(result, best, "engine", batch=batch)
         if gain is not None:
-            (faster if gain.faster else others).append(f"{batch} ({ratio(gain)})")
-    if not faster and not others:
+            kind = faster if gain.faster else single if gain.low is None else others
+            kind.append(f"{batch} ({ratio(gain)})")
+    if not faster and not others and not single:
         return None
     parts = [f"is faster than plain decoding at batch size {', '.join(faster)}"] if faster else []
     parts += [f"is not shown to be faster at batch size {', '.join(others)}"] if others else []
+    parts += [f"was called once, too little to tell, at batch size {', '.join(single)}"] if single else []
     return f"On the {engine} engine the fastest draft setting {' and '.join(parts)}. {CHOSEN}"
+
+
+def _without_rate(result: Result) -> list[str]:
+    """The methods that have no Tokens/Sec, and why."""
+    lines = []
+    for batch in batch_sizes(result):
+        shown = methods.shown_methods(result, batch=batch)
+        calls = {m["title"]: speed.calls_of(result, m["name"], batch=batch) for m in shown}
+        if lacking := [title for title, some in calls.items() if speed.decode_rate(some) is None]:
+            why = "no tokens after the first delivery, so no Tokens/Sec: raise --max_new_tokens."
+            lines.append(f"{capital(', '.join(lacking))} at batch size {batch}: {why}")
+    return lines
 
 
 def _bandwidth_lines(result: Result) -> list[str]:

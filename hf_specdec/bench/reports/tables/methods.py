@@ -34,8 +34,8 @@ PASSES = (
 )
 COLD = (
     "Cold: what the warm-up calls took beyond as many warm ones, for recording, capturing and compiling passes. Pays "
-    "after: new tokens until a method has made up for its cold time and the loading of its draft against plain "
-    "generate(); – where it is no faster."
+    "after: new tokens until a method has made up for its draft's loading and for what its cold time exceeds that of "
+    "plain generate() by; – where it is no faster."
 )
 
 

@@ -7,14 +7,6 @@
 
 namespace {
 
-// What a layer is given. Of several layers of one input, weights are of one type, with as many groups, and all or none
-// have shifts.
-struct QuantizedLayer {
-  Tensor weight, scale;
-  std::optional<Tensor> shift, bias;
-  Tensor output;
-};
-
 #ifdef __AVX512VNNI__
 constexpr int kDigits = 3;
 constexpr int kBytes = 64;  // of a row, multiplied at a time
@@ -147,45 +139,12 @@ void whole_tile(const int8_t* const* rows, const Digits& x, int64_t first, const
 }
 
 // The same for all tokens, two at a time, which fills the registers.
-inline void whole_products(const int8_t* const* rows, const Digits& x, const int8_t* next, Four<float>* sums) {
+inline void whole_products(const int8_t* const* rows, const Digits& x, Four<float>* sums) {
   if (x.tokens == 1) return whole_rows_of(rows, x, sums);
+  const int8_t* next = rows[0] + 4 * x.k + kFetchedBytes;
   int64_t t = 0;
   for (; t + 2 <= x.tokens; t += 2) whole_tile<2>(rows, x, t, next, sums + t);
   if (t < x.tokens) whole_tile<1>(rows, x, t, next, sums + t);
-}
-
-// The outputs of a layer whose rows of weights have one scale each, together with the other threads.
-template <class T>
-void whole_rows(const QuantizedLayer& layer, const Digits& x, const float* scales, std::vector<Four<float>>& sums) {
-  const int64_t n = layer.scale.size(0), k = x.k;
-  const int8_t* w = static_cast<const int8_t*>(layer.weight.data_ptr());
-  const T* b = layer.bias ? static_cast<const T*>(layer.bias->data_ptr()) : nullptr;
-  T* out = static_cast<T*>(layer.output.data_ptr());
-#pragma omp for schedule(guided, 4) nowait
-  for (int64_t at = 0; at < n; at += 4) {
-    const int8_t* rows[4];
-    for (int r = 0; r < 4; ++r) rows[r] = w + std::min(at + r, n - 1) * k;
-    whole_products(rows, x, rows[0] + 4 * k + kFetchedBytes, sums.data());
-    const int given = int(std::min<int64_t>(4, n - at));
-    for (int64_t t = 0; t < x.tokens; ++t)
-      for (int r = 0; r < given; ++r)
-        out[t * n + at + r] = narrow<T>(sums[t][r] * scales[at + r] + (b ? widen(b[at + r]) : 0.f));
-  }
-}
-
-// Linear layers of one input.
-template <class T> void whole_linears(const Tensor& input, const std::vector<QuantizedLayer>& layers) {
-  const int64_t k = layers[0].weight.size(1), tokens = input.numel() / k;
-  const Widened<T, float> numbers(input);
-  const Digits x(numbers.data, tokens, k);
-  std::deque<Widened<T, float>> scales;
-  int64_t rows = 0;
-  for (const QuantizedLayer& layer : layers) scales.emplace_back(layer.scale), rows += layer.scale.size(0);
-#pragma omp parallel if (rows * k * tokens > kSerial)
-  {
-    std::vector<Four<float>> sums(tokens);
-    for (size_t i = 0; i < layers.size(); ++i) whole_rows<T>(layers[i], x, scales[i].data, sums);
-  }
 }
 #endif
 
