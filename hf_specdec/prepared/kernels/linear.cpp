@@ -44,7 +44,7 @@ void products(int rows, const T* w, int64_t apart, const X* x, int64_t tokens, i
   const int64_t strip = (kFarRows || tokens > kManyTokens ? 2 : 1) * kStripBytes / int64_t(sizeof(T));
   for (int64_t at = 0; at < k; at += strip, w += strip, x += strip) {
     const int64_t width = std::min(strip, k - at);
-    for_token_groups(tokens, !kFarRows && tokens > 3 ? 3 : 1, [&](int64_t t, int64_t size, bool last) {
+    for_token_groups(tokens, kFarRows ? 1 : std::min<int64_t>(tokens, 3), [&](int64_t t, int64_t size, bool last) {
       const bool asks = !kFarRows || (last && tokens > kTokens);
       const T* next = kFarRows ? w + strip : w + 4 * k + 3 * at + kAheadBytes / sizeof(T);
       tile_of<T, X, A>(size, w, apart, x + t * k, k, width, asks ? next : nullptr, sums + t);
