@@ -211,6 +211,17 @@ def test_engines_say_where_drafting_is_faster_by_the_interval(results: dict[str,
     assert "is not shown to be faster at batch size 1 (0.50" in slower and "is faster than" not in slower
 
 
+def test_engines_say_what_one_call_cannot_tell(results: dict[str, Result]) -> None:
+    result = results["engines"]
+    once = [call for call in result["calls"] if call.repeat == 0 and call.prompt == result["calls"][0].prompt]
+    said = "\n".join(engines.conclusions({**result, "calls": once}))
+    assert "was called once, too little to tell, at batch size 1" in said
+    at_once = [replace(call, tokens=[row[:1] for row in call.tokens], rounds=None) for call in result["calls"]]
+    said = "\n".join(engines.conclusions({**result, "calls": at_once}))
+    assert "Plain generate()" in said and "at batch size 1: no tokens after the first delivery" in said
+    assert "no tokens after the first delivery" not in "\n".join(engines.conclusions(result))
+
+
 BYTES_READ = 2**30
 
 

@@ -21,6 +21,7 @@ BASELINES = {
     "assisted": "transformers' assisted generation",
 }
 _SWITCHES = ("cache", "better_transformer")  # in which a baseline has to agree, where methods differ in them
+_SHARING = ("static", "compiled")  # engines whose methods use what the ones before have captured or compiled
 _IDLE = 0.5  # processes at work; a machine with more at the start was not quiet
 
 
@@ -178,8 +179,19 @@ def fastest_of(
 def cold_seconds(result: Result, method: str, batch: int) -> float | None:
     """Seconds that a method's warm-up calls took beyond as many warm calls; None without warm-up calls.
 
-    The time of recording, compiling and capturing, at the first prompt length that was warmed up.
+    The time of recording, compiling and capturing, at the first prompt length that was warmed up. Where methods share
+    what is prepared, that of the ones before at this batch size is included: at least what the method takes alone.
     """
+    about = method_named(result, method)
+    own = _own_cold_seconds(result, method, batch)
+    if own is None or about["engine"] not in _SHARING:
+        return own
+    names = [one["name"] for one in result["methods"] if one["engine"] == about["engine"]]
+    before = names[: names.index(method)]
+    return own + sum(_own_cold_seconds(result, name, batch) or 0.0 for name in before)
+
+
+def _own_cold_seconds(result: Result, method: str, batch: int) -> float | None:
     records = [item for item in result["cold"] if (item["method"], item["batch"]) == (method, batch)]
     if not records:
         return None

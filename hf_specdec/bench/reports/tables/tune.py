@@ -73,7 +73,7 @@ def choice(result: Result, tuned: Tuned) -> list[str]:
     lines.append(f"As a command: `{command(result, method)}{batch}`")
     cold = speed.cold_seconds(result, tuned["choice"], tuned["batch"])
     if cold is not None and method["engine"] != "eager":
-        lines.append(f"Preparing it takes {cold:.1f} s in each process, and again for longer texts.")
+        lines.append(f"Preparing it takes at most {cold:.1f} s in each process, and again for longer texts.")
     lines += [f"{line}." for line in at_the_edge(result, method)]
     if tuned["near"]:
         titles = "; ".join(speed.method_named(result, name)["title"] for name in tuned["near"])
