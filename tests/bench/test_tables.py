@@ -208,7 +208,16 @@ def test_engines_say_where_drafting_is_faster_by_the_interval(results: dict[str,
 
     faster, slower = ("\n".join(engines.conclusions(timed(factor))) for factor in (2.0, 0.5))
     assert "is faster than plain decoding at batch size 1 (2.00" in faster and "not shown" not in faster
-    assert "is not shown to be faster at batch size 1 (0.50" in slower and "is faster than" not in slower
+    assert "is slower than plain decoding at batch size 1 (0.50" in slower and "is faster than" not in slower
+
+
+def test_engines_say_where_nothing_was_compiled(results: dict[str, Result]) -> None:
+    result = results["engines"]
+    passes = [{**item, "engine": "compiled"} for item in result["passes"] if item["engine"] == "eager"]
+    assert passes and "Nothing was compiled" not in "\n".join(engines.conclusions({**result, "passes": passes}))
+    empty = [{**item, "times": {"draft": {}, "target": {}}} for item in passes]
+    said = "\n".join(engines.conclusions({**result, "passes": empty}))
+    assert "Nothing was compiled at batch size 1" in said
 
 
 def test_engines_say_what_one_call_cannot_tell(results: dict[str, Result]) -> None:

@@ -21,7 +21,7 @@ BASELINES = {
     "assisted": "transformers' assisted generation",
 }
 _SWITCHES = ("cache", "better_transformer")  # in which a baseline has to agree, where methods differ in them
-_SHARING = ("static", "compiled")  # engines whose methods use what the ones before have captured or compiled
+_SHARING = ("eager", "static", "compiled")  # engines whose methods use what the ones before have prepared
 _IDLE = 0.5  # processes at work; a machine with more at the start was not quiet
 
 

@@ -93,26 +93,38 @@ def memory_table(result: Result) -> str:
 def conclusions(result: Result) -> list[str]:
     """Where drafting pays, the share of the memory's bandwidth, and remarks on the run."""
     lines = [line for engine in engines_of(result) if (line := _where_it_pays(result, engine))]
-    return [*lines, *_without_rate(result), *_bandwidth_lines(result), *remarks(result)]
+    return [*lines, *_not_compiled(result), *_without_rate(result), *_bandwidth_lines(result), *remarks(result)]
 
 
 def _where_it_pays(result: Result, engine: str) -> str | None:
     """At which batch sizes the fastest draft is faster than plain decoding on the same engine."""
     faster: list[str] = []
+    slower: list[str] = []
     others: list[str] = []
     single: list[str] = []
     for batch in batch_sizes(result):
         best = speed.fastest(result, batch=batch, kind=DRAFTING, engine=engine)
         gain = None if best is None else methods.over(result, best, "engine", batch=batch)
         if gain is not None:
-            kind = faster if gain.faster else single if gain.low is None else others
+            unknown = single if gain.low is None else others
+            kind = faster if gain.faster else slower if gain.slower else unknown
             kind.append(f"{batch} ({ratio(gain)})")
-    if not faster and not others and not single:
+    if not (faster or slower or others or single):
         return None
     parts = [f"is faster than plain decoding at batch size {', '.join(faster)}"] if faster else []
+    parts += [f"is slower than plain decoding at batch size {', '.join(slower)}"] if slower else []
     parts += [f"is not shown to be faster at batch size {', '.join(others)}"] if others else []
     parts += [f"was called once, too little to tell, at batch size {', '.join(single)}"] if single else []
     return f"On the {engine} engine the fastest draft setting {' and '.join(parts)}. {CHOSEN}"
+
+
+def _not_compiled(result: Result) -> list[str]:
+    """Batch sizes at which nothing could be compiled, so that the methods named compiled ran without it."""
+    left = {item["batch"] for item in result["passes"] if item["engine"] == "compiled"}
+    batches = [str(batch) for batch in sorted(left) if not passes.costs(result, "compiled", batch)]
+    why = "these models, this machine or its compiler don't allow it; a warning on stderr said why"
+    named = "the methods named compiled ran without it"
+    return [f"Nothing was compiled at batch size {', '.join(batches)}: {why}. So {named}."] if batches else []
 
 
 def _without_rate(result: Result) -> list[str]:
