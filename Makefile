@@ -51,14 +51,14 @@ SHAPE ?= llama-2-7b
 DTYPE ?= bfloat16
 BATCHES ?= 1 4 16 64
 gpu-tables:
-	end=$$(($$(date +%s) + 475)); for batch in $(BATCHES); do \
+	@end=$$(($$(date +%s) + 475)); for batch in $(BATCHES); do \
 		left=$$((end - $$(date +%s))); folder=gpu-tables/$(SHAPE)-$(DTYPE)/batch-$$batch; \
 		if [ $$left -le 0 ] || [ -n "$$(ls $$folder/*.json.gz 2>/dev/null)" ]; then continue; fi; \
 		HF_HUB_OFFLINE=1 timeout -s INT -k 5 $$left $(PYTHON) scripts/assisted_generation.py --task engines \
 			--model_name synthetic:$(SHAPE) --dtype $(DTYPE) --engines static --num_assistant_tokens 4 auto \
 			--batch_size $$batch --limit $$batch --repeats 3 --max_new_tokens 64 --prompt_lengths 128 \
 			--output_dir $$folder; \
-	done
+	done; status=$$?; echo "Results are in gpu-tables/$(SHAPE)-$(DTYPE)/, a folder for each batch size."; exit $$status
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .

@@ -111,7 +111,7 @@ class SpeculationConfig:
         tokens = self.num_assistant_tokens
         if tokens is not None and tokens != "auto" and not (_is_integer(tokens) and tokens >= 1):
             raise ValueError(
-                f"num_assistant_tokens={tokens!r} is out of range: pass a whole number of at least 1, or 'auto'."
+                f"num_assistant_tokens={tokens!r} is not a length: pass a whole number of at least 1, or 'auto'."
             )
         if not (_is_number(self.fallback_threshold) and 0.0 <= self.fallback_threshold <= 1.0):
             raise ValueError(
