@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_specdec.bench.figures.bootstrap import Cells, Interval, Ratio, interval
 from hf_specdec.bench.figures.result import MethodDict, Result
+from hf_specdec.bench.running.methods_by_task import ENGINES
 from hf_specdec.bench.running.timed_call import Call
 from hf_specdec.config import STRATEGIES
 
@@ -21,7 +22,6 @@ BASELINES = {
     "assisted": "transformers' assisted generation",
 }
 _SWITCHES = ("cache", "better_transformer")  # in which a baseline has to agree, where methods differ in them
-_SHARING = ("eager", "static", "compiled")  # engines whose methods use what the ones before have prepared
 _IDLE = 0.5  # processes at work; a machine with more at the start was not quiet
 
 
@@ -179,12 +179,13 @@ def fastest_of(
 def cold_seconds(result: Result, method: str, batch: int) -> float | None:
     """Seconds that a method's warm-up calls took beyond as many warm calls; None without warm-up calls.
 
-    The time of recording, compiling and capturing, at the first prompt length that was warmed up. Where methods share
-    what is prepared, that of the ones before at this batch size is included: at least what the method takes alone.
+    The time of recording, compiling and capturing, at the first prompt length that was warmed up. Methods on an
+    engine of ours share what is prepared, so that of the ones before at this batch size is included: an upper bound of
+    what the method takes alone.
     """
     about = method_named(result, method)
     own = _own_cold_seconds(result, method, batch)
-    if own is None or about["engine"] not in _SHARING:
+    if own is None or about["engine"] not in ENGINES:
         return own
     names = [one["name"] for one in result["methods"] if one["engine"] == about["engine"]]
     before = names[: names.index(method)]

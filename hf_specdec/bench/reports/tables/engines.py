@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hf_specdec.bench.figures import bandwidth, passes, rounds, speed
+from hf_specdec.bench.figures.bootstrap import Ratio
 from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.figures.speed import batch_sizes
 from hf_specdec.bench.reports.heading import heading, joined, remarks
@@ -24,6 +25,13 @@ MEMORY = (
     "loaded from disk, where earlier processes have left it; compiling takes about 100 MB more. Transformers' assisted "
     "generation has one row, as its schedules hold the same; llama.cpp has none, since its weights would stand beside "
     "the pair's."
+)
+# On a draft against plain decoding, in the order in which they are said.
+_VERDICTS = (
+    "is faster than plain decoding",
+    "is slower than plain decoding",
+    "is not shown to be faster",
+    "was called once, too little to tell,",
 )
 CHOSEN = "It was chosen on the calls that it is measured on, which flatters it a little."
 
@@ -97,34 +105,34 @@ def conclusions(result: Result) -> list[str]:
 
 
 def _where_it_pays(result: Result, engine: str) -> str | None:
-    """At which batch sizes the fastest draft is faster than plain decoding on the same engine."""
-    faster: list[str] = []
-    slower: list[str] = []
-    others: list[str] = []
-    single: list[str] = []
+    """At which batch sizes the fastest draft is faster, or slower, than plain decoding on the same engine."""
+    sizes: dict[str, list[str]] = {verdict: [] for verdict in _VERDICTS}
     for batch in batch_sizes(result):
         best = speed.fastest(result, batch=batch, kind=DRAFTING, engine=engine)
         gain = None if best is None else methods.over(result, best, "engine", batch=batch)
         if gain is not None:
-            unknown = single if gain.low is None else others
-            kind = faster if gain.faster else slower if gain.slower else unknown
-            kind.append(f"{batch} ({ratio(gain)})")
-    if not (faster or slower or others or single):
-        return None
-    parts = [f"is faster than plain decoding at batch size {', '.join(faster)}"] if faster else []
-    parts += [f"is slower than plain decoding at batch size {', '.join(slower)}"] if slower else []
-    parts += [f"is not shown to be faster at batch size {', '.join(others)}"] if others else []
-    parts += [f"was called once, too little to tell, at batch size {', '.join(single)}"] if single else []
-    return f"On the {engine} engine the fastest draft setting {' and '.join(parts)}. {CHOSEN}"
+            sizes[_verdict(gain)].append(f"{batch} ({ratio(gain)})")
+    parts = [f"{verdict} at batch size {', '.join(some)}" for verdict, some in sizes.items() if some]
+    return f"On the {engine} engine the fastest draft setting {' and '.join(parts)}. {CHOSEN}" if parts else None
+
+
+def _verdict(gain: Ratio) -> str:
+    faster, slower, unsure, single = _VERDICTS
+    if gain.low is None:
+        return single
+    return faster if gain.faster else slower if gain.slower else unsure
 
 
 def _not_compiled(result: Result) -> list[str]:
     """Batch sizes at which nothing could be compiled, so that the methods named compiled ran without it."""
-    left = {item["batch"] for item in result["passes"] if item["engine"] == "compiled"}
-    batches = [str(batch) for batch in sorted(left) if not passes.costs(result, "compiled", batch)]
+    sizes = sorted({item["batch"] for item in result["passes"] if item["engine"] == "compiled"})
+    left = [str(batch) for batch in sizes if not passes.costs(result, "compiled", batch)]
+    if not left:
+        return []
     why = "these models, this machine or its compiler don't allow it; a warning on stderr said why"
-    named = "the methods named compiled ran without it"
-    return [f"Nothing was compiled at batch size {', '.join(batches)}: {why}. So {named}."] if batches else []
+    return [
+        f"Nothing was compiled at batch size {', '.join(left)}: {why}. So the methods named compiled ran without it."
+    ]
 
 
 def _without_rate(result: Result) -> list[str]:

@@ -35,8 +35,8 @@ PASSES = (
 COLD = (
     "Cold: what the warm-up calls took beyond as many warm ones, for recording, capturing and compiling passes. "
     "Methods on an engine share what is prepared, so the time of each includes that of the ones above it: used alone, "
-    "it takes no longer. Pays after: new tokens until a method has made up for loading its "
-    "draft and for its cold time beyond that of plain generate(); – where it is no faster."
+    "it takes no longer. Pays after: new tokens until a method has made up for loading its draft and for its cold time "
+    "beyond that of plain generate(); – where it is no faster."
 )
 
 

@@ -147,7 +147,14 @@ def _candidates(result: Result, tuned: Tuned) -> str:
                 number(speed.cold_seconds(result, name, tuned["batch"]), 1),
             ]
         )
-    header = ["Candidate", "Stage", "Examples", "Speedup over plain generate()", "Quality (points)", "Preparation (s)"]
+    header = [
+        "Candidate",
+        "Stage",
+        "Examples",
+        "Speedup over plain generate()",
+        "Quality (points)",
+        "Preparation (s), at most",
+    ]
     return table(header, rows)
 
 
