@@ -16,12 +16,26 @@ def captures(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def prepare(step: Step, device: torch.device, name: str, args: tuple[Any, ...] = (), *, compile: bool) -> Step:
-    """The step ready to run: compiled for arguments like `args` if `compile`, then captured if on CUDA."""
+def new_pool(device: torch.device) -> Any:
+    """A memory pool for graphs of which only one is in use at a time, its results included; None where none is needed.
+
+    A graph's results are overwritten by the replays of graphs that were captured before it in the same pool.
+    """
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def prepare(
+    step: Step, device: torch.device, name: str, args: tuple[Any, ...] = (), *, compile: bool, pool: Any = None
+) -> Step:
+    """The step ready to run: compiled for arguments like `args` if `compile`, then captured if on CUDA.
+
+    Args:
+        pool: of `new_pool`.
+    """
     if compile:
         compiled = step = CompiledStep(step, device, name)
         compiled.compile(*args)
-    return CapturedStep(step, device) if device.type == "cuda" else step
+    return CapturedStep(step, device, pool) if device.type == "cuda" else step
 
 
 class CapturedStep:
@@ -29,11 +43,16 @@ class CapturedStep:
 
     Every call must pass the same tensor objects, whose contents may change. The returned tensors are the same objects
     each time; the next replay overwrites them.
+
+    Args:
+        step: what is captured.
+        device: a GPU.
+        pool: of `new_pool`.
     """
 
-    def __init__(self, step: Step, device: torch.device) -> None:
+    def __init__(self, step: Step, device: torch.device, pool: Any) -> None:
         self._step: Step | None = step
-        self._place = _place(device)
+        self._place, self._pool = _place(device), pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
 
@@ -62,7 +81,7 @@ class CapturedStep:
                     self._step(*args)
             before.wait_stream(stream)
             # Other threads may allocate while this one captures.
-            with torch.cuda.graph(graph, pool=self._place.pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 self._result = self._step(*args)
         finally:
             # A capture that fails leaves its stream current.
@@ -71,16 +90,15 @@ class CapturedStep:
 
 
 class _Place:
-    """What all graphs of a device share: one capture stream, one memory pool, and one at a time."""
+    """What all graphs of a device share: one capture stream, and one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
         self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Run a graph on the default stream, since graphs that share memory must not overlap."""
+        """Run a graph on the default stream: graphs share the work space of matrix products and must not overlap."""
         current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
         if current == default:
             graph.replay()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Steps:
         target: the model that verifies.
         tokens: the prepared `draft_token` of a round's first pass and of the later ones; None drafts blanks.
         state, uniforms: the engine's buffers.
+        pool: the engine's, see `cuda_graphs.new_pool`.
         compile: compile the steps.
 
     Attributes:
@@ -44,6 +46,7 @@ class Steps:
         tokens: tuple[DraftToken, DraftToken] | None,
         state: Tensor,
         uniforms: Tensor,
+        pool: Any,
         *,
         compile: bool,
     ) -> None:
@@ -57,12 +60,12 @@ class Steps:
             with kernels_as_compiled(device, compile=compile):
                 step(*args)
         name = f"verification of {count} token{'s' if count > 1 else ''}" if count else "step without drafts"
-        verify = cuda_graphs.prepare(step, device, name, args, compile=compile)
+        verify = cuda_graphs.prepare(step, device, name, args, compile=compile, pool=pool)
         self.run_verify: Callable[[Drafts], Tensor] = lambda drafts: verify(state, *drafts.parts(), *draws)
         self.run_draft: Callable[[], Drafts] = lambda: blanks
         if tokens is not None:
             draft = partial(_draft, tokens, plan, state, uniforms)
-            self.run_draft = cuda_graphs.prepare(draft, device, "drafts", compile=False)
+            self.run_draft = cuda_graphs.prepare(draft, device, "drafts", compile=False, pool=pool)
 
     def run_once(self) -> None:
         """Finish preparing: wait for what still compiles, and capture. The round that follows overwrites the result."""
@@ -102,6 +105,8 @@ class Engine:
         self.steps: dict[int, Steps] = {}
         self._tokens: tuple[DraftToken, DraftToken] | None = None
         self._pages: HugePages | None = None
+        # Its own: another call's engine may run between the drafts and their verification.
+        self._pool = cuda_graphs.new_pool(device)
 
     def adopt(self, target: StaticRunner, draft: StaticRunner | None) -> None:
         """Hand the engine's buffers to a call's runners, so that they read the prompt into them.
@@ -164,6 +169,7 @@ class Engine:
                     self._draft_tokens() if drafts else None,
                     self.state,
                     self.uniforms,
+                    self._pool,
                     compile=self.compile,
                 )
             # All compile before the first one runs and waits for the compiler.

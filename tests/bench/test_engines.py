@@ -198,7 +198,7 @@ def test_prepared_steps_are_timed_for_their_own_batch_size(
     settings: Settings, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What would be compiled runs as it is, which takes no minute.
-    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, name, args=(), *, compile: step)
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, *about, **how: step)
     lengths = cycle((0, 4))
     monkeypatch.setattr(AutoLength, "_choose", lambda self: setattr(self, "limit", next(lengths)))
     asked = replace(settings, engines=("compiled",))

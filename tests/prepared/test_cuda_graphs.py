@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_specdec.prepared import cuda_graphs
-from hf_specdec.prepared.cuda_graphs import CapturedStep
+from hf_specdec.prepared.cuda_graphs import CapturedStep, new_pool
 
 DEVICE = torch.device("cuda", 0)
 
@@ -88,22 +88,31 @@ def test_a_failed_capture_surfaces_and_restores_the_stream(cuda: Cuda) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="capturing"):
-        CapturedStep(step, DEVICE)()
+        CapturedStep(step, DEVICE, None)()
     assert len(calls) == 3 and calls[-1] is not cuda.default
     assert cuda.current is cuda.default
 
 
-def test_graphs_of_a_device_share_stream_and_pool_and_let_other_threads_allocate(cuda: Cuda) -> None:
+def test_graphs_of_a_device_share_a_stream_and_let_other_threads_allocate(cuda: Cuda) -> None:
     for _ in range(2):
-        CapturedStep(lambda: None, DEVICE)()
+        CapturedStep(lambda: None, DEVICE, None)()
     first, second = cuda.captures
-    assert first["stream"] is second["stream"] and first["pool"] is second["pool"]
+    assert first["stream"] is second["stream"]
     assert first["capture_error_mode"] == "thread_local"
+
+
+def test_graphs_share_memory_only_with_those_of_their_own_engine(cuda: Cuda) -> None:
+    """The others may run between the drafts of a round and their verification, and would overwrite them."""
+    for pool in (new_pool(DEVICE), new_pool(DEVICE)):
+        for _ in range(2):
+            CapturedStep(lambda: None, DEVICE, pool)()
+    pools = [capture["pool"] for capture in cuda.captures]
+    assert pools[0] is pools[1] and pools[2] is pools[3] and pools[1] is not pools[2]
 
 
 def test_graphs_never_overlap(cuda: Cuda) -> None:
     """All replay on one stream, which waits for the caller's and is waited for."""
-    captured, own = CapturedStep(lambda: None, DEVICE), Stream()
+    captured, own = CapturedStep(lambda: None, DEVICE, None), Stream()
     cuda.current = own
     captured()
     assert cuda.replayed_on == [cuda.default]
@@ -120,7 +129,7 @@ def test_one_thread_captures_at_a_time(cuda: Cuda) -> None:
         threading.Event().wait(0.01)
         inside.pop()
 
-    threads = [threading.Thread(target=CapturedStep(step, DEVICE)) for _ in range(3)]
+    threads = [threading.Thread(target=CapturedStep(step, DEVICE, None)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -126,7 +126,7 @@ VARIANTS = [
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_auto_gives_plain_tokens_in_prepared_rounds(batch_size: int, fast_rounds, monkeypatch) -> None:
     """By the lengths that it finds itself; what would be compiled runs as it is."""
-    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, name, args=(), *, compile: step)
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, *about, **how: step)
     target, draft = pair("llama")
     settings = {**GREEDY, "assistant_model": draft, "num_assistant_tokens": "auto", "compile": True}
     for variant in VARIANTS:

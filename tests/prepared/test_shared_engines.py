@@ -27,7 +27,7 @@ def test_preparing_is_no_part_of_a_round(fast_rounds, monkeypatch) -> None:
         now[0] += 1.0
         return now[0]
 
-    def slow(step, device, name, args=(), *, compile):
+    def slow(step, *about, **how):
         runs = [0]
 
         def run(*args):
@@ -145,7 +145,7 @@ def test_a_failed_compilation_is_told_once_and_general_rounds_go_on(fails_at: in
         prepare(self, lookahead)
 
     monkeypatch.setattr(Engine, "prepare", failing)
-    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, name, args=(), *, compile: step)
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, *about, **how: step)
     choose_in_turn(monkeypatch, 2, 4, 0, 1)
     target, draft = pair("llama")
     settings = {**GREEDY, "assistant_model": draft, "num_assistant_tokens": "auto", "cache_implementation": "static"}
@@ -172,7 +172,7 @@ def test_what_goes_wrong_beside_inductors_thread_waits_for_it(error: type, fast_
 
     monkeypatch.setattr(Engine, "prepare", failing)
     monkeypatch.setattr(prepared_decoder, "settle", lambda: done.append("settled"))
-    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, device, name, args=(), *, compile: step)
+    monkeypatch.setattr(cuda_graphs, "prepare", lambda step, *about, **how: step)
     target, draft = pair("llama")
     settings = {**GREEDY, "assistant_model": draft, "cache_implementation": "static"}
     plain = target.generate(**prompts(3), **GREEDY, generation_strategy=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -178,13 +179,13 @@ def _recurrent_step(
 
 @contextmanager
 def keeping_engines(count: int) -> Iterator[None]:
-    """Lets a target keep this many engines; otherwise, methods that take turns would compile again and again."""
-    saved = engine_store.KEPT_ENGINES
-    engine_store.KEPT_ENGINES = max(saved, count)
+    """Lets a target keep this many engines, of any size; otherwise, methods that take turns would prepare anew each time."""
+    saved = engine_store.KEPT_ENGINES, engine_store.KEPT_BYTES
+    engine_store.KEPT_ENGINES, engine_store.KEPT_BYTES = max(saved[0], count), sys.maxsize
     try:
         yield
     finally:
-        engine_store.KEPT_ENGINES = saved
+        engine_store.KEPT_ENGINES, engine_store.KEPT_BYTES = saved
 
 
 def _prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
