@@ -41,21 +41,23 @@ fuzz: $(VENV)/.ready
 	rm $(FUZZED)
 
 # On a machine with a GPU, in an environment of yours that has this package's requirements and pytest.
+# In parallel where pytest-xdist is installed.
+gpu-check: WORKERS = $(shell $(PYTHON) -c "import os, xdist; print('-n', min(8, os.cpu_count()), '--dist worksteal')" 2>/dev/null)
 gpu-check:
 	@$(PYTHON) -c "import torch; torch.cuda.is_available() or print('No GPU was found: checks run on the CPU.')"
-	HF_HUB_OFFLINE=1 HF_SPECDEC_GPU_REPORT=gpu-check.jsonl $(PYTHON) -m pytest -m gpu tests/gpu
+	HF_HUB_OFFLINE=1 HF_SPECDEC_GPU_REPORT=gpu-check.jsonl $(PYTHON) -m pytest -m gpu tests/gpu $(WORKERS)
 
 # As gpu-check. One run per batch size, which writes its JSON when it ends. After 8 minutes the run is stopped; its
 # measurements are kept, and the same command continues. On a CPU: make gpu-tables SHAPE=tiny-llama DTYPE=float32.
 SHAPE ?= llama-2-7b
 DTYPE ?= bfloat16
-BATCHES ?= 1 4 16 64
+BATCHES ?= 1 64 16 4
 gpu-tables:
 	@end=$$(($$(date +%s) + 475)); for batch in $(BATCHES); do \
 		left=$$((end - $$(date +%s))); folder=gpu-tables/$(SHAPE)-$(DTYPE)/batch-$$batch; \
 		if [ $$left -le 0 ] || [ -n "$$(ls $$folder/*.json.gz 2>/dev/null)" ]; then continue; fi; \
 		HF_HUB_OFFLINE=1 timeout -s INT -k 5 $$left $(PYTHON) scripts/assisted_generation.py --task engines \
-			--model_name synthetic:$(SHAPE) --dtype $(DTYPE) --engines static --num_assistant_tokens 4 auto \
+			--model_name synthetic:$(SHAPE) --dtype $(DTYPE) --engines static compiled --num_assistant_tokens 4 auto \
 			--batch_size $$batch --limit $$batch --repeats 3 --max_new_tokens 64 --prompt_lengths 128 \
 			--output_dir $$folder; \
 	done; status=$$?; echo "Results are in gpu-tables/$(SHAPE)-$(DTYPE)/, a folder for each batch size."; exit $$status

@@ -6,6 +6,7 @@ A trace is of operations on tensors. Whoever keeps a compiled step checks what e
 from __future__ import annotations
 
 import gc
+import importlib.util
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -23,7 +24,8 @@ from torch.utils import _pytree as pytree
 from hf_specdec.prepared import code_on_disk, cpp_compiler
 from hf_specdec.prepared.code_on_disk import Code
 from hf_specdec.prepared.compile_progress import progress_bar
-from hf_specdec.prepared.few_token_products import FewTokenProducts, join_linears, share_heads, supported
+from hf_specdec.prepared.few_token_products import FewTokenProducts, supported
+from hf_specdec.prepared.joined_layers import join_linears, share_heads
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of
 from hf_specdec.prepared.step_trace import trace, value_of
 
@@ -137,12 +139,23 @@ def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gr
 @contextmanager
 def kernels_as_compiled(device: torch.device, *, compile: bool = True) -> Iterator[None]:
     """If `compile`, steps run with the kernels of compiled ones; others keep memory for each number of tokens."""
-    if not compile or device.type != "cpu" or not supported():
+    if compile and device.type == "cpu" and supported():
+        _start_inductor()
+        with FewTokenProducts():
+            yield
+    elif compile and device.type == "cuda" and has_kernels_for(device):
+        from hf_specdec.prepared.gpu_products import GpuProducts
+
+        with GpuProducts():
+            yield
+    else:
         yield
-        return
-    _start_inductor()
-    with FewTokenProducts():
-        yield
+
+
+@cache
+def has_kernels_for(device: torch.device) -> bool:
+    """Whether our kernels for GPUs run on one."""
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

@@ -7,7 +7,6 @@ Weights are read where they are: no copy takes memory or goes stale.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,14 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hf_specdec.prepared import code_on_disk, cpp_compiler
 from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
-from hf_specdec.prepared.step_trace import PLAIN, value_of
+from hf_specdec.prepared.step_trace import PLAIN
 
 # The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
 LIBRARIES = {
@@ -228,94 +226,3 @@ def _takes_attention(
 
 def _is_ours(states: Tensor) -> bool:
     return states.device.type == "cpu" and states.dtype in NUMBERS
-
-
-def join_linears(trace: Graph) -> None:
-    """Compute linear layers of one input, such as queries, keys and values, in one call.
-
-    Layers are small, so that calling each takes a good part of its time.
-    """
-    alike: dict[tuple[Any, ...], list[Node]] = {}
-    for node in trace.nodes:
-        library = next((library for library in LIBRARIES if _calls(node, _LINEAR[library])), None)
-        if library is not None and all(map(_stands_ready, node.all_input_nodes[1:])):
-            alike.setdefault((library, node.args[0], *map(_kind, node.args[1:-1])), []).append(node)
-    for (library, *_), nodes in alike.items():
-        for at in range(0, len(nodes), 3):
-            _join(trace, library, nodes[at : at + 3])
-
-
-_LINEAR = {"wide": "linear", "quantized": "quantized_linear"}
-
-
-def _stands_ready(node: Node) -> bool:
-    """Whether a node is given or constant, or a view of what is."""
-    view = node.target is torch.ops.aten.view.default
-    return node.op != "call_function" or (view and all(map(_stands_ready, node.all_input_nodes)))
-
-
-def _kind(part: Any) -> Any:
-    """What the weights of layers that one call computes have in common: all but the number of rows."""
-    return (value_of(part).dtype, value_of(part).shape[1:]) if isinstance(part, Node) else None
-
-
-def _join(trace: Graph, library: str, nodes: Sequence[Node]) -> None:
-    if len(nodes) == 1:
-        return
-    for node in nodes[1:]:
-        for given in node.all_input_nodes[1:]:
-            _move_before(nodes[0], given)
-    # By what they are: all weights, then what else layers have, biases last.
-    parts = [part for kind in zip(*(node.args[1:] for node in nodes), strict=True) for part in kind]
-    ours = kernels(library, nodes[0].meta["val"].dtype)
-    together = getattr(ours, f"{_LINEAR[library]}_{len(nodes)}")
-    with trace.inserting_before(nodes[0]):
-        joined = trace.call_function(together.default, (nodes[0].args[0], *parts))
-        joined.meta["val"] = None
-        for at, node in enumerate(nodes):
-            part = trace.call_function(operator.getitem, (joined, at))
-            part.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(part)
-    for node in nodes:
-        trace.erase_node(node)
-
-
-def _move_before(first: Node, node: Node) -> None:
-    """Let a node that stands ready, and what it views, come before another one."""
-    if node.op != "placeholder":
-        for given in node.all_input_nodes:
-            _move_before(first, given)
-        first.prepend(node)
-
-
-def share_heads(trace: Graph) -> None:
-    """Let attention read keys and values that several heads share where they are, instead of a copy for each head.
-
-    Models repeat them by `unsqueeze`, `expand` and `reshape`, which would copy the cache in every pass.
-    """
-    for node in trace.nodes:
-        if _calls(node, "attention"):
-            key, value = (_before_repeating(arg) for arg in node.args[1:3])
-            if key is not None and value is not None:
-                node.update_arg(1, key)
-                node.update_arg(2, value)
-
-
-def _calls(node: Node, kernel: str) -> bool:
-    """Whether a node calls a kernel, for numbers of whichever type."""
-    return str(node.target) in {f"{namespace(dtype)}.{kernel}.default" for dtype in NUMBERS}
-
-
-def _before_repeating(node: Node) -> Node | None:
-    """The shared heads `[B, H_kv, S, D]` that a node repeats for its own, or None."""
-    aten = torch.ops.aten
-    for targets in ((aten._unsafe_view.default, aten.view.default), (aten.clone.default,), (aten.expand.default,)):
-        if node.op != "call_function" or node.target not in targets:
-            return None
-        node = cast(Node, node.args[0])
-    if node.op != "call_function" or node.target is not aten.unsqueeze.default or node.args[1] != 2:
-        return None
-    shared = cast(Node, node.args[0])
-    states = shared.meta.get("val")
-    contiguous = states is not None and states.stride()[-2:] == (states.shape[-1], 1)
-    return shared if contiguous else None

@@ -205,7 +205,7 @@ def test_prepared_steps_are_timed_for_their_own_batch_size(
     prompts = benchmark_prompts(pair, (30,), 2, 12)
     bare = BarePasses(pair, 12, [1, 3])
     assert bare.sample("compiled", prompts) is None
-    with keeping_engines(9):
+    with keeping_engines(9, pair.target.device):
         methods = [m for m in of_engines(asked, pair) if m.kind == "none" or m.facts.get("role") in ("fixed", "auto")]
         calls = [timed_call(pair, method, prompts, asked) for method in methods]
         times = bare.sample("compiled", prompts)

@@ -11,7 +11,8 @@ import transformers
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A line for each test, and for one that fails before or after its call."""
     name = os.environ.get("HF_SPECDEC_GPU_REPORT")
-    if name and (report.when == "call" or report.outcome != "passed"):
+    # Each of pytest-xdist's workers reports to the process that started it, which writes.
+    if name and "PYTEST_XDIST_WORKER" not in os.environ and (report.when == "call" or report.outcome != "passed"):
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         line = {
             "test": report.nodeid,

@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.utils import logging
 
-from hf_specdec.prepared import few_token_products
+from hf_specdec.prepared import few_token_products, joined_layers
 from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
 from hf_specdec.prepared.step_trace import trace, value_of
 
@@ -128,7 +128,7 @@ def test_shared_heads_are_read_where_they_are(heads: int) -> None:
 
     with FewTokenProducts():
         graph = trace(step, query)
-    few_token_products.share_heads(graph)
+    joined_layers.share_heads(graph)
     (node,) = (node for node in graph.nodes if node.target is torch.ops.hf_specdec_double.attention.default)
     assert value_of(node.args[1]).shape[1] == heads
     constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
@@ -155,7 +155,7 @@ def test_linear_layers_of_one_input_are_one_call(rows: tuple[int, ...], tokens: 
     with FewTokenProducts():
         graph = trace(step, states, other)
         each = step(states, other)
-    few_token_products.join_linears(graph)
+    joined_layers.join_linears(graph)
     calls = [node.target for node in graph.nodes if "linear" in str(node.target)]
     assert len(calls) == 1 + (len(rows) + 2) // 3
     constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
@@ -172,7 +172,7 @@ def test_a_layer_whose_weights_are_computed_is_called_where_it_stands() -> None:
     given = (_draw(1, 3, 40), _draw(1))
     with FewTokenProducts():
         graph = trace(step, *given)
-    few_token_products.join_linears(graph)
+    joined_layers.join_linears(graph)
     constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
     assert sum("linear" in str(node.target) for node in graph.nodes) == 2
     for found, alone in zip(GraphModule(constants, graph)(*given), step(*given), strict=True):

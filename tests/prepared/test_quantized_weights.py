@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.bench.models.precision import unpack_without_compiler
 from hf_specdec.models.fingerprint import weights_of
-from hf_specdec.prepared import compiled_step, few_token_products, quantized_weights
+from hf_specdec.prepared import compiled_step, few_token_products, joined_layers, quantized_weights
 from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import trace, value_of
@@ -159,7 +159,7 @@ def test_layers_of_one_input_and_kind_are_one_call(kinds: tuple[object, ...]) ->
     with torch.no_grad(), FewTokenProducts():
         graph = trace(step, states, other)
         each = step(states, other)
-    few_token_products.join_linears(graph)
+    joined_layers.join_linears(graph)
     calls = [node.target for node in graph.nodes if "linear" in str(node.target)]
     assert len(calls) == 1 + sum(-(-kinds.count(kind) // 3) for kind in {*kinds})
     constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -178,10 +177,14 @@ def _recurrent_step(
 
 
 @contextmanager
-def keeping_engines(count: int) -> Iterator[None]:
-    """Lets a target keep this many engines, of any size; otherwise, methods that take turns would prepare anew each time."""
+def keeping_engines(count: int, device: torch.device) -> Iterator[None]:
+    """Lets a target keep this many engines, on a GPU in up to half of its memory.
+
+    Otherwise, methods that take turns would prepare their steps anew in each call.
+    """
     saved = engine_store.KEPT_ENGINES, engine_store.KEPT_BYTES
-    engine_store.KEPT_ENGINES, engine_store.KEPT_BYTES = max(saved[0], count), sys.maxsize
+    room = torch.cuda.get_device_properties(device).total_memory // 2 if device.type == "cuda" else 0
+    engine_store.KEPT_ENGINES, engine_store.KEPT_BYTES = max(saved[0], count), max(saved[1], room)
     try:
         yield
     finally:

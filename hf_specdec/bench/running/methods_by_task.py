@@ -69,8 +69,9 @@ def of_engines(settings: Settings, pair: LoadedPair) -> list[Method]:
     """
     found = [plain()]
     if pair.target.device.type != "cpu":
-        # There transformers compiles by itself.
-        found.append(Method("plain static", "plain generate(), static cache", "plain", keywords=ENGINES["static"]))
+        # There transformers compiles without being asked, anew for each batch size, which takes most of a minute.
+        method = Method("plain static", "plain generate(), static cache", "plain", keywords=ENGINES["static"])
+        found.append(replace(method, most_rows=1))
     if assisted_refusal(settings, pair) is None:
         schedules = [schedule for schedule in SCHEDULES if pair.synthetic is None or not schedule.confidence]
         found += [assisted(settings, pair, schedule) for schedule in schedules]

@@ -238,7 +238,7 @@ def collect(
     """
     session = RunSession(settings, shared)
     collection = Collection(settings, contenders, session, shared)
-    with keeping_engines(len(contenders)):
+    with keeping_engines(len(contenders), contenders[0].pair.target.device):
         collection.run(dialogues)
     records = collection.gathered()
     if not shared.main:

@@ -78,7 +78,7 @@ def _measure(
     work = list(in_turn(methods, groups, settings.repeats))
     bar = tqdm(total=sum(len(turn) for *_, turn in work), desc=settings.task, unit="run", file=sys.stderr)
     position = 0
-    with bar, keeping_engines(len(methods)):
+    with bar, keeping_engines(len(methods), pair.target.device):
         for group, repeat, batch, turn in work:
             indexes = tuple(prompt.index for prompt in batch)
             size, length = len(batch), len(batch[0].token_ids)

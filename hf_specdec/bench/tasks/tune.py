@@ -150,7 +150,7 @@ class Contest:
         if engines and ranking:
             same = _of_one_capacity(self.batches, self.settings.max_new_tokens)
             left = start + seconds - self.clock()
-            with keeping_engines(len(engines) * len(ranking)):
+            with keeping_engines(len(engines) * len(ranking), self.pairs[0].target.device):
                 ready = self._prepare(engines, ranking, same[0], _PREPARING_SHARE * left)
                 finalists = ranking[:_FINALISTS] if self.engine in self.settings.engines else []
                 lossy = [name for name in ranking if self.contenders[name].method.kind in _LOSSY][:1]
