@@ -52,8 +52,9 @@ gpu-check:
 SHAPE ?= llama-2-7b
 DTYPE ?= bfloat16
 BATCHES ?= 1 64 16 4
+LIMIT ?= 475# seconds
 gpu-tables:
-	@end=$$(($$(date +%s) + 475)); for batch in $(BATCHES); do \
+	@end=$$(($$(date +%s) + $(LIMIT))); for batch in $(BATCHES); do \
 		left=$$((end - $$(date +%s))); folder=gpu-tables/$(SHAPE)-$(DTYPE)/batch-$$batch; \
 		if [ $$left -le 0 ] || [ -n "$$(ls $$folder/*.json.gz 2>/dev/null)" ]; then continue; fi; \
 		HF_HUB_OFFLINE=1 timeout -s INT -k 5 $$left $(PYTHON) scripts/assisted_generation.py --task engines \
