@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -81,12 +83,30 @@ class CapturedStep:
                     self._step(*args)
             before.wait_stream(stream)
             # Other threads may allocate while this one captures.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            options = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
+            with _own_work_space(), torch.cuda.graph(graph, **options):
                 self._result = self._step(*args)
         finally:
             # A capture that fails leaves its stream current.
             torch.cuda.set_stream(before)
         self._graph, self._step = graph, None
+
+
+@contextmanager
+def _own_work_space() -> Iterator[None]:
+    """Lets a graph take the work space of its matrix products from its own pool.
+
+    Otherwise it would use the process's, which torch frees when it captures graphs of its own (`torch.compile` with
+    `mode="reduce-overhead"`, as in `generate` with a static cache): the next replay would write to freed memory.
+    """
+    free = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if free is not None:
+        free()
+    try:
+        yield
+    finally:
+        if free is not None:
+            free()
 
 
 class _Place:
@@ -98,7 +118,7 @@ class _Place:
         self.stream = torch.cuda.Stream(device)
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Run a graph on the default stream: graphs share the work space of matrix products and must not overlap."""
+        """Run a graph on the default stream, since graphs that share memory must not overlap."""
         current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
         if current == default:
             graph.replay()

@@ -81,7 +81,8 @@ class Engine:
         compile: compile the steps.
 
     Attributes:
-        plan, compile: as given.
+        plan: as given.
+        compile: whether steps are compiled.
         steps: the prepared steps by lookahead.
         looks: whether the host checks between bursts of drafts if any row goes on, see `burst_of`.
         state: `[B, 4]`, see `verify_step`.
@@ -124,8 +125,11 @@ class Engine:
             self._pages.gather()
 
     def fail(self) -> None:
-        """Note that preparing failed, and give back what was prepared."""
-        self.failed = True
+        """Note that preparing failed, and give back what was prepared. On a GPU, what can't be compiled is captured."""
+        if self.compile and cuda_graphs.captures(self.state.device):
+            self.compile = False
+        else:
+            self.failed = True
         self.steps.clear()
         self._tokens = None
 

@@ -21,6 +21,7 @@ from hf_specdec.prepared.step_trace import PLAIN
 
 MOST_TOKENS = 16  # of a pass, all rows together: as many as tensor cores compute at a time
 NUMBERS = (torch.bfloat16, torch.float16)
+DEVICE = "cuda"
 NAMESPACE = "hf_specdec_cuda"
 SCHEMAS = {
     "linear": "(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
@@ -96,12 +97,13 @@ def linears(
     return outputs
 
 
+# Triton reads annotations as its own.
 @triton.jit
-def _linears(
-    input: Any, weight_0: Any, weight_1: Any, weight_2: Any, bias_0: Any, bias_1: Any, bias_2: Any,
-    output_0: Any, output_1: Any, output_2: Any, tokens: Any, rows_0: Any, rows_1: Any, rows_2: Any, width: Any,
+def _linears(  # type: ignore[no-untyped-def]
+    input, weight_0, weight_1, weight_2, bias_0, bias_1, bias_2, output_0, output_1, output_2,
+    tokens, rows_0, rows_1, rows_2, width,
     biased: tl.constexpr, whole: tl.constexpr, places: tl.constexpr, height: tl.constexpr, span: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One block: `height` outputs of one of the layers, for all tokens, which have `places`.
 
     `whole` says that the width is a multiple of `span`, the columns of a step.
@@ -156,7 +158,7 @@ def _takes(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return (
         type(input) is Tensor
         and type(weight) in PLAIN
-        and input.device.type == weight.device.type == "cuda"
+        and input.device.type == weight.device.type == DEVICE
         and input.dtype == weight.dtype
         and input.dtype in NUMBERS
         and weight.dim() == 2

@@ -72,7 +72,7 @@ class PreparedDecoder(Decoder):
                 self._prepare(lookahead)
             except Exception as error:  # compilers and captures fail in many ways, none of which should end a call
                 self._give_up(error)
-                return super()._round(transcript)
+                return self._round(transcript)
         began, laps = perf_counter(), LapTimer(transcript.ids.device)
         caught_up = lookahead > 0 and self._catch_up(transcript)
         laps.mark()
@@ -124,14 +124,14 @@ class PreparedDecoder(Decoder):
             raise
 
     def _give_up(self, error: Exception) -> None:
-        """Let general rounds go on where prepared ones left off, in this call and in later ones."""
+        """Let simpler rounds go on where these left off, in this call and in later ones, see `Engine.fail`."""
         how = "compile=True" if self.engine.compile else "CUDA graphs"
         kind = type(error).__name__
         way_out = ". Install g++, or set CXX to a C++ compiler" if kind == "InvalidCxxCompiler" else ""
         reason = f"{how}: decoding goes on without, since preparing failed: {kind}: {error}{way_out}"
         warnings.warn(reason, stacklevel=2)
         self.engine.fail()
-        if isinstance(self.drafter, ModelDrafter):
+        if self.engine.failed and isinstance(self.drafter, ModelDrafter):
             self.drafter.resume(self._draft_runner.read)
             for rule in parts_of(self.drafter.rule):
                 if isinstance(rule, AutoLength):

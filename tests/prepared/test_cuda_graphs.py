@@ -110,6 +110,24 @@ def test_graphs_share_memory_only_with_those_of_their_own_engine(cuda: Cuda) -> 
     assert pools[0] is pools[1] and pools[2] is pools[3] and pools[1] is not pools[2]
 
 
+def test_a_graph_takes_its_work_space_from_its_own_pool(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's is freed before the capture, and the graph's is forgotten behind it, also if the capture fails."""
+    events: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: events.append("freed"), raising=False)
+    CapturedStep(lambda: events.append("run"), DEVICE, None)()
+    assert events == ["run", "run", "freed", "run", "freed"]
+    events.clear()
+
+    def step() -> None:
+        events.append("run")
+        if len(events) > 3:
+            raise RuntimeError("not while capturing")
+
+    with pytest.raises(RuntimeError, match="capturing"):
+        CapturedStep(step, DEVICE, None)()
+    assert events == ["run", "run", "freed", "run", "freed"]
+
+
 def test_graphs_never_overlap(cuda: Cuda) -> None:
     """All replay on one stream, which waits for the caller's and is waited for."""
     captured, own = CapturedStep(lambda: None, DEVICE, None), Stream()

@@ -159,6 +159,36 @@ def test_a_failed_compilation_is_told_once_and_general_rounds_go_on(fails_at: in
     assert len(prepared) == fails_at + 1
 
 
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_on_a_gpu_what_can_not_be_compiled_is_captured(fails_at: int, fast_rounds, monkeypatch) -> None:
+    """Told once, in the first round or in one in the middle; later calls don't try again."""
+    compiled: list[str] = []
+
+    def prepare(step, device, name, *about, compile, **how):
+        if compile:
+            compiled.append(name)
+            if len(compiled) > fails_at:
+                raise RuntimeError("no compiler here")
+        return step
+
+    monkeypatch.setattr(cuda_graphs, "prepare", prepare)
+    monkeypatch.setattr(compiled_step, "_compiled", lambda step, *about: step)
+    choose_in_turn(monkeypatch, 2, 4, 0, 1)
+    target, draft = pair("llama")
+    settings = {**GREEDY, "assistant_model": draft, "num_assistant_tokens": "auto", "compile": True}
+    plain = target.generate(**prompts(3), **GREEDY, generation_strategy=None)
+    with pytest.warns(UserWarning, match="no compiler here") as told:
+        assert torch.equal(target.generate(**prompts(3), **settings), plain)
+    assert len(told) == 1
+    rounds = len(fast_rounds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(target.generate(**prompts(3), **settings), plain)
+    assert len(fast_rounds) > rounds and len(compiled) == fails_at + 1
+    (kept,) = kept_engines(target, compile=False)
+    assert not kept.failed and set(kept.steps) >= {0, 2, 4}
+
+
 @pytest.mark.parametrize("error", [NameError, RuntimeError, KeyboardInterrupt])
 def test_what_goes_wrong_beside_inductors_thread_waits_for_it(error: type, fast_rounds, monkeypatch) -> None:
     """And is tried once more where the thread may be the reason."""
