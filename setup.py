@@ -57,6 +57,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
+            "triton; platform_system == 'Linux'",
             "uvicorn",
         ],
     },
