@@ -21,6 +21,7 @@ from hf_specdec.checks import check_call, check_is_model, check_kinds, check_mod
 from hf_specdec.config import SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
+from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
@@ -41,7 +42,7 @@ from hf_specdec.models.static_runner import (
     supports_rows_cache,
 )
 from hf_specdec.models.traits import context_length, media_of, pass_mode, tensor_parallel_group, without_adapter_wrapper
-from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared import compiled_step, cuda_graphs
 from hf_specdec.prepared.compile_progress import tqdm_disabled
 from hf_specdec.prepared.engine import prepared_capacity
 from hf_specdec.prepared.prepared_decoder import with_prepared_rounds
@@ -186,6 +187,7 @@ class SpeculativeDecoding:
     ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
         """Decode with a call's resolved settings."""
         check_call(model, input_ids, generation_config, logits_processor, model_kwargs)
+        config = _compilable(config, input_ids.device)
         draft = None if self.assistant_model is None else without_adapter_wrapper(self.assistant_model)
         if draft is not None and config.drafts_by_model:
             check_model(draft, "assistant_model")
@@ -250,6 +252,15 @@ class SpeculativeDecoding:
             keep_scores=bool(returns_dict and generation_config.output_scores),
             keep_logits=bool(returns_dict and generation_config.output_logits),
         )
+
+
+def _compilable(config: SpeculationConfig, device: torch.device) -> SpeculationConfig:
+    """The settings without `compile`, and a warning, where nothing is compiled for the device."""
+    refusal = compiled_step.compile_refusal(device) if config.compile else None
+    if refusal is None:
+        return config
+    warn_caller(refusal)
+    return replace(config, compile=False)
 
 
 def _run(

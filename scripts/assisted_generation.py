@@ -201,23 +201,9 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     lookahead = "tokens drafted per round, or auto (4, T5 7); sweep and engines (adds auto) take several"
     add("--num_assistant_tokens", "--gamma", "--n_lookahead", nargs="+", type=_lookahead, metavar="N", help=lookahead)
     fallback = "BiLD: a draft ends where its best token has a probability below P (0.6); sweep takes several"
-    add(
-        "--fallback_threshold",
-        "--fallback_thres",
-        nargs="+",
-        type=_between(0, 1),
-        metavar="P",
-        help=fallback,
-    )
+    add("--fallback_threshold", "--fallback_thres", nargs="+", type=_between(0, 1), metavar="P", help=fallback)
     rollback = "BiLD: a drafted token is rejected if the target's -ln p exceeds D nats (3); sweep takes several"
-    add(
-        "--rollback_threshold",
-        "--rollback_thres",
-        nargs="+",
-        type=_between(0, None),
-        metavar="D",
-        help=rollback,
-    )
+    add("--rollback_threshold", "--rollback_thres", nargs="+", type=_between(0, None), metavar="D", help=rollback)
     lenience = "lenience: l in min(1, p / (l q)), in greedy decoding in p > l max p (0.5); sweep takes several"
     add("--lenience", nargs="+", type=_between(0, 1), metavar="L", help=lenience)
     typical = "typical acceptance: E in p > min(E, sqrt(E) exp(-H)) (0.09); sweep takes several"

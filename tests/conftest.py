@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 import hf_specdec
 from hf_specdec.models import jit_traces
-from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared import compiled_step, cuda_graphs
 from hf_specdec.prepared.prepared_decoder import PreparedDecoder
 
 torch.set_num_threads(1)
@@ -83,6 +83,7 @@ def fast_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreparedDecode
         return run_round(self, *args)
 
     monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+    monkeypatch.setattr(compiled_step, "compile_refusal", lambda device: None)
     monkeypatch.setattr(PreparedDecoder, "_round", listed)
     with hf_specdec.enable(generation_strategy="speculative"):
         yield ran

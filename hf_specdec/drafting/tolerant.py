@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from hf_specdec.drafting.drafter import Drafter, DraftProposal, no_drafts
+from hf_specdec.host.caller import warn_caller
 from hf_specdec.rules.round_statistics import Round
 
 
@@ -54,7 +54,4 @@ class TolerantDrafter:
 
     def _drop(self, error: Exception) -> None:
         self._drafter = None
-        warnings.warn(
-            f"on_draft_error='continue': the draft failed, so this call continues without drafts: {error!r}",
-            stacklevel=2,
-        )
+        warn_caller(f"on_draft_error='continue': the draft failed, so this call continues without drafts: {error!r}")

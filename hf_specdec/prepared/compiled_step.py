@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -32,8 +33,22 @@ from hf_specdec.prepared.step_trace import trace, value_of
 Step = Callable[..., Any]
 KEPT_CODES = 256
 
+_CPU_TORCH = "2.13"  # the first whose stable C++ interface has all that the kernels use
+
 _codes: OrderedDict[Hashable, Code] = OrderedDict()
 _compiling = threading.RLock()  # inductor's settings are the process's
+
+
+def compile_refusal(device: torch.device) -> str | None:
+    """Why nothing is compiled for a device; None where it is tried.
+
+    By version: only compiling tells whether the headers have everything. Its error fills pages, and inductor's thread
+    can crash a process in which a CUDA build of an older torch finds no GPU.
+    """
+    if device.type != "cpu" or Version(torch.__version__).release >= Version(_CPU_TORCH).release:
+        return None
+    needed, found = f"torch {_CPU_TORCH} on a CPU", f"torch {torch.__version__}"
+    return f"compile=True needs {needed}, and {found} is installed: decoding goes on without."
 
 
 class CompiledStep:

@@ -6,7 +6,6 @@ read the text, recorded scores, drafters other than a model, a cache passed in b
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from transformers.generation import logits_process as host
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafting.drafter import BaseDrafter, NoDrafter, last_tokens
 from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.processors import SCORES_ONLY
 from hf_specdec.host.relaxations import BildRollback, Ensemble, LenientArgmax, TypicalAcceptance
 from hf_specdec.host.transcript import Transcript
@@ -129,7 +129,7 @@ class PreparedDecoder(Decoder):
         kind = type(error).__name__
         way_out = ". Install g++, or set CXX to a C++ compiler" if kind == "InvalidCxxCompiler" else ""
         reason = f"{how}: decoding goes on without, since preparing failed: {kind}: {error}{way_out}"
-        warnings.warn(reason, stacklevel=2)
+        warn_caller(reason)
         self.engine.fail()
         if self.engine.failed and isinstance(self.drafter, ModelDrafter):
             self.drafter.resume(self._draft_runner.read)

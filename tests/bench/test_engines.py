@@ -26,7 +26,7 @@ from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage.results import load
 from hf_specdec.bench.tasks import engines
 from hf_specdec.lengths.auto_length import AutoLength
-from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared import compiled_step, cuda_graphs
 
 FILE = "engines-target-draft-greedy.json.gz"
 ALONE = {"assisted", "ensemble", "lookup"}
@@ -198,6 +198,7 @@ def test_prepared_steps_are_timed_for_their_own_batch_size(
     settings: Settings, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What would be compiled runs as it is, which takes no minute.
+    monkeypatch.setattr(compiled_step, "compile_refusal", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "prepare", lambda step, *about, **how: step)
     lengths = cycle((0, 4))
     monkeypatch.setattr(AutoLength, "_choose", lambda self: setattr(self, "limit", next(lengths)))

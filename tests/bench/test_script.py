@@ -163,6 +163,18 @@ def test_a_target_without_a_known_draft(
     assert status == 1 and "--assistant_model: not given" in one_line(capsys)
 
 
+@pytest.mark.parametrize("task", ["benchmark", "sweep"])
+@pytest.mark.parametrize("draft", [None, "--assistant_model"])
+def test_a_missing_target_is_named_before_its_draft(
+    script: ModuleType, task: str, draft: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No draft is known for it, and one that is named may be missing, too."""
+    missing = str(tmp_path / "missing")
+    line = ["--task", task, "--assisted_generation", "--model_name", missing, "--output_dir", str(tmp_path / "results")]
+    assert script.main([*line, *([draft, missing] if draft else [])]) == 1
+    assert f"--model_name: {missing!r} can't be loaded (there is no such folder)" in one_line(capsys)
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [

@@ -151,6 +151,8 @@ def test_drafts_without_being_named() -> None:
     assert sweep.drafts_of(Settings(model_name="x", assistant_model="y")) == ("y",)
     assert sweep.drafts_of(Settings(model_name="x", draft_models=("opt-350m",))) == ("facebook/opt-350m",)
     with pytest.raises(BenchError, match="--draft_models: not given"):
+        sweep.drafts_of(Settings(model_name="draft-small"))
+    with pytest.raises(BenchError, match="--model_name: 'nobody/knows'"):
         sweep.drafts_of(Settings(model_name="nobody/knows"))
 
 

@@ -297,6 +297,31 @@ def test_the_heading_describes_the_run(results: dict[str, Result]) -> None:
     assert "batch size 1, 2, 3" in heading(results["engines"])
 
 
+def test_the_heading_counts_the_prompts_of_each_length(results: dict[str, Result]) -> None:
+    """Two rows at a time, three prompts make one batch."""
+    result = results["engines"]
+    words = "- prompts: 3 of 20 tokens at batch size 1, 3; 2 of 20 tokens at batch size 2"
+    assert words in heading(result).splitlines()
+    once = [call for call in result["calls"] if call.batch == 1]
+    assert "- prompts: 3 of 20 tokens" in heading(result | {"calls": once}).splitlines()
+    prompts = [prompt | {"tokens": 20 + 10 * (prompt["index"] == 2)} for prompt in result["prompts"]]
+    mixed = heading(result | {"calls": once, "prompts": prompts})
+    assert "- prompts: 2 of 20 tokens and 1 of 30 tokens" in mixed.splitlines()
+
+
+def test_a_head_shorter_than_asked_for_is_explained(results: dict[str, Result]) -> None:
+    result = copy.copy(results["benchmark"])
+    whole = benchmark.chosen_method(result)
+    trimmed = {**whole, "name": "trimmed", "draft": f"{whole['draft']}, head of 1,800 tokens"}
+    result["methods"] = [*result["methods"], trimmed]
+    result["calls"] = result["calls"] + [replace(call, method="trimmed") for call in calls(result, whole["name"])]
+    for asked, said in ((None, False), (1800, False), (2048, True)):
+        result["arguments"] = result["arguments"] | {"draft_vocabulary": asked}
+        line = f"head of 1,800 tokens: --draft_vocabulary {asked} asks for more, but the corpus holds no other tokens."
+        assert (line in benchmark.render(result)) == said
+        assert ("asks for more" in benchmark.render(result)) == said
+
+
 def test_titles_say_where_acceptance_is_imposed(results: dict[str, Result]) -> None:
     result = results["benchmark"]
     models = {role: model | {"synthetic": "x"} for role, model in result["models"].items()}

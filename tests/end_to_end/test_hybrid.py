@@ -22,6 +22,7 @@ import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.drafting import drafter_choice
 from hf_specdec.models import recorded_passes, recurrences, recurrent_states
+from hf_specdec.prepared import compiled_step
 from hf_specdec.prepared.engine import Engine
 
 NEW_TOKENS = 16
@@ -247,6 +248,7 @@ def test_passes_are_neither_recorded_nor_compiled(family: str, monkeypatch: pyte
 
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     monkeypatch.setattr(torch.jit, "trace", begin)
+    monkeypatch.setattr(compiled_step, "compile_refusal", lambda device: None)
     monkeypatch.setattr(Engine, "prepare", begin)
     recurrent = model(family)
     for settings in ({}, {"compile": True}):

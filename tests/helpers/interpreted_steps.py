@@ -16,6 +16,7 @@ from hf_specdec.prepared.repeated_blocks import Segment
 
 def interpret_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run what inductor would compile operation by operation, for the rest of a test."""
+    monkeypatch.setattr(compiled_step, "compile_refusal", lambda device: None)
     monkeypatch.setattr(compiled_step, "_codes", OrderedDict())
     monkeypatch.setattr(compiled_step, "supported", lambda: False)
     monkeypatch.setattr(compiled_step, "_compile", _interpreted)

@@ -171,6 +171,7 @@ def test_on_a_gpu_what_can_not_be_compiled_is_captured(fails_at: int, fast_round
                 raise RuntimeError("no compiler here")
         return step
 
+    monkeypatch.setattr(compiled_step, "compile_refusal", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "prepare", prepare)
     monkeypatch.setattr(compiled_step, "_compiled", lambda step, *about: step)
     choose_in_turn(monkeypatch, 2, 4, 0, 1)
@@ -187,6 +188,35 @@ def test_on_a_gpu_what_can_not_be_compiled_is_captured(fails_at: int, fast_round
     assert len(fast_rounds) > rounds and len(compiled) == fails_at + 1
     (kept,) = kept_engines(target, compile=False)
     assert not kept.failed and set(kept.steps) >= {0, 2, 4}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.13.0+cpu", "2.13.0a0+git1f", "3.0.0"])
+def test_on_a_cpu_an_older_torch_does_not_compile(version: str, device: str, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    refused = compiled_step.compile_refusal(torch.device(device))
+    assert (refused is None) == (device == "cuda" or version >= "2.13")
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=str)
+def test_where_torch_is_too_old_a_call_says_so_once_and_decodes_without(cache: dict, monkeypatch) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("inductor or an engine was begun")
+
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    for module, name in ((compiled_step, "_inductor"), (compiled_step, "_start_inductor"), (Engine, "__init__")):
+        monkeypatch.setattr(module, name, never)
+    target, draft = pair("llama")
+    plain = target.generate(**prompts(3), **GREEDY)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        for _ in range(2):
+            with pytest.warns(UserWarning) as caught:
+                out = target.generate(**prompts(3), **GREEDY, **cache, compile=True)
+            said = [str(warning.message) for warning in caught]
+            assert said == [
+                "compile=True needs torch 2.13 on a CPU, and torch 2.12.1+cpu is installed: decoding goes on without."
+            ]
+            assert torch.equal(out, plain)
 
 
 @pytest.mark.parametrize("error", [NameError, RuntimeError, KeyboardInterrupt])

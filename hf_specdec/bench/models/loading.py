@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,18 +66,19 @@ class LoadedPair:
 def load_pair(settings: Settings) -> LoadedPair:
     """Loads what `settings` name; raises `BenchError` where a model, a device or a draft can't be had.
 
-    Both configurations are read before any weights are, so that a wrong draft name costs no time.
+    Both configurations are read before any weights are, so that a wrong draft name costs no time; the target's first,
+    since no draft is known for a mistyped target.
     """
     device = _device("--device", settings.device)
     draft_device = _device("--draft_device", settings.draft_device, default=device)
     target_name = full_name(settings.model_name)
     if synthetic.is_synthetic(target_name):
         return _synthetic_pair(settings, device, draft_device)
+    config = _target_config(settings)
     draft_name = _draft_name(settings) if settings.assisted_generation else None
 
     place: dict[str, Any] = {"device_map": settings.device_map, "offload_folder": settings.offload_folder}
     kwargs = load_kwargs(settings.precision, dtype=settings.dtype, **place)
-    config = _read("--model_name", target_name, AutoConfig)
     if draft_name is not None:
         draft_config = _read("--assistant_model", draft_name, AutoConfig)
         if draft_config.is_encoder_decoder != config.is_encoder_decoder:
@@ -99,6 +101,7 @@ def load_pair(settings: Settings) -> LoadedPair:
 
 def load_pairs(settings: Settings, drafts: Sequence[str]) -> list[LoadedPair]:
     """One target with each of several drafts, all in memory at once; raises `BenchError` as `load_pair`."""
+    check_target(settings)
     for name in drafts:
         _read("--draft_models", full_name(name), AutoConfig)
     first = load_pair(replace(settings, assistant_model=drafts[0]))
@@ -109,6 +112,12 @@ def load_pairs(settings: Settings, drafts: Sequence[str]) -> list[LoadedPair]:
         if settings.better_transformer:
             better_transformer(pairs[-1])
     return pairs
+
+
+def check_target(settings: Settings) -> None:
+    """Raises `BenchError` where there is no configuration of the target to read."""
+    if not synthetic.is_synthetic(settings.model_name):
+        _target_config(settings)
 
 
 def better_transformer(pair: LoadedPair) -> None:
@@ -170,6 +179,10 @@ def _draft_dtype(settings: Settings) -> str:
     return settings.draft_dtype if settings.draft_dtype != "auto" else settings.dtype
 
 
+def _target_config(settings: Settings) -> Any:
+    return _read("--model_name", full_name(settings.model_name), AutoConfig)
+
+
 def _draft_name(settings: Settings) -> str:
     name = settings.assistant_model or default_draft(settings.model_name)
     if name is None:
@@ -224,8 +237,11 @@ def _load_model(argument: str, name: str, config: Any, device: torch.device, kwa
 
 
 def _unreachable(argument: str, name: str, error: Exception) -> BenchError:
+    # Of these, transformers says that they are no valid names for the hub.
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    reason = "there is no such folder" if is_path and not Path(name).exists() else _first_line(error)
     return BenchError(
-        f"{argument}: {name!r} can't be loaded ({_first_line(error)}); give a local folder, a name that the "
+        f"{argument}: {name!r} can't be loaded ({reason}); give a local folder, a name that the "
         "hub has and this machine can reach, or one of the embedded models: " + ", ".join(embedded.names())
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ def heading(result: Result) -> str:
     lines.append(_machine(result))
     if result["task"] in DATA_TASKS:
         lines.append(_data(result))
+    if result["task"] == "engines":
+        lines.append(_prompts(result))
     lines.append(_shape(result))
     return f"# {result['task'].capitalize()}\n\n" + "\n".join(lines)
 
@@ -75,6 +78,20 @@ def _data(result: Result) -> str:
     split, count = split_of(result), len(result["prompts"])
     of_split = "" if split is None else f", split {split}"
     return f"- data: {result['arguments']['dataset']}{of_split}, {count} example{'s' if count > 1 else ''}"
+
+
+def _prompts(result: Result) -> str:
+    """How many prompts of each length were decoded, by batch size where that differs."""
+    lengths = {prompt["index"]: prompt["tokens"] for prompt in result["prompts"]}
+    sizes: dict[str, list[str]] = {}
+    for batch in speed.batch_sizes(result):
+        decoded = {index for call in speed.calls_of(result, batch=batch) for index in call.prompts}
+        counts = Counter(lengths[index] for index in decoded)
+        words = " and ".join(f"{count} of {tokens} tokens" for tokens, count in sorted(counts.items()))
+        sizes.setdefault(words, []).append(str(batch))
+    if len(sizes) == 1:
+        return f"- prompts: {next(iter(sizes))}"
+    return "- prompts: " + "; ".join(f"{words} at batch size {', '.join(some)}" for words, some in sizes.items())
 
 
 def _shape(result: Result) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from hf_specdec.bench.figures.quality import scores
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.known_pairs import full_name, known_drafts, short_name
-from hf_specdec.bench.models.loading import LoadedPair, load_pairs
+from hf_specdec.bench.models.loading import LoadedPair, check_target, load_pairs
 from hf_specdec.bench.reports.tables import sweep as sweep_tables
 from hf_specdec.bench.running.methods import (
     KEYWORDS,
@@ -66,6 +66,7 @@ def drafts_of(settings: Settings) -> tuple[str, ...]:
         return (full_name(settings.assistant_model),)
     known = known_drafts(settings.model_name)
     if not known:
+        check_target(settings)
         raise BenchError(
             f"--draft_models: not given, and no draft is known for the target {settings.model_name!r}; name some"
         )

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.result import MethodDict, Result
-from hf_specdec.bench.reports.pictures.drawing import BY_KIND, caption, new_figure, ratio_panel
+from hf_specdec.bench.reports.pictures.drawing import BY_KIND, caption, new_figure, of_intervals, ratio_panel
 from hf_specdec.bench.reports.pictures.gains import HOLLOW
 from hf_specdec.bench.reports.tables.ablation import base_of, short_title
 
@@ -16,7 +16,7 @@ def ablation_gains(result: Result) -> Figure:
     first = result["methods"][0]["name"]
     gains = {m["name"]: speed.speedup(result, m["name"], first) for m in result["methods"][1:]}
     shown = sorted((m for m in result["methods"][1:] if gains[m["name"]]), key=lambda m: -_value(gains[m["name"]]))
-    figure, panels = new_figure(1.4 + 0.42 * len(shown), columns=2, sharey=True)
+    figure, panels = new_figure(1.4 + 0.42 * len(shown), columns=2, sharey=True, explain=shown)
     bases = {m["name"]: base for m in shown if (base := base_of(result, m, "none"))}
     drafting = {name: speed.speedup(result, name, base) for name, base in bases.items()}
     for axes, found, title in zip(panels, (gains, drafting), ("all switched off", "plain, same switches"), strict=True):
@@ -24,7 +24,7 @@ def ablation_gains(result: Result) -> Figure:
         axes.tick_params(axis="y", labelsize="small")
         axes.set_xlabel(f"Speedup over\n{title} (×)", fontsize="small")
     figure.suptitle("Speculative decoding, KV cache and Better Transformer")
-    caption(figure, HOLLOW)
+    caption(figure, of_intervals(result, HOLLOW))
     return figure
 
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.figures.speed import batch_sizes
 from hf_specdec.bench.reports.markdown import approximate
-from hf_specdec.bench.reports.pictures.drawing import BY_ENGINE, caption, errors, legend, new_figure, sure
-from hf_specdec.bench.reports.pictures.gains import HOLLOW, best_on
+from hf_specdec.bench.reports.pictures.drawing import (
+    BY_ENGINE,
+    caption,
+    errors,
+    face,
+    legend,
+    new_figure,
+    of_intervals,
+)
+from hf_specdec.bench.reports.pictures.gains import HOLLOW, best_on, engine_words
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.engines import engines_of
 
@@ -31,10 +40,16 @@ def gain_by_batch(result: Result) -> Figure:
             if gain is not None:
                 found.append((batch * shift, gain))
         colour = BY_ENGINE[engine]
-        axes.plot([x for x, _ in found], [gain.value for _, gain in found], "-", color=colour, label=engine)
+        axes.plot(
+            [x for x, _ in found],
+            [gain.value for _, gain in found],
+            "-",
+            color=colour,
+            label=engine_words(result, engine),
+        )
         for x, gain in found:
-            face = colour if sure(gain) else "white"
-            style: dict[str, Any] = {"marker": "o", "markersize": 5, "capsize": 2, "markerfacecolor": face}
+            inside = face(gain, colour)
+            style: dict[str, Any] = {"marker": "o", "markersize": 5, "capsize": 2, "markerfacecolor": inside}
             axes.errorbar(x, gain.value, yerr=errors(gain), color=colour, **style)
     axes.axhline(1, color="black", linewidth=1)
     axes.set_xscale("log", base=2)
@@ -43,7 +58,7 @@ def gain_by_batch(result: Result) -> Figure:
     axes.set_ylabel("Speedup over plain, same engine (×)")
     figure.suptitle("Gain of drafting by batch size, fastest draft setting of each engine")
     legend(axes)
-    caption(figure, HOLLOW, "The setting was chosen on the calls that it is measured on.")
+    caption(figure, of_intervals(result, HOLLOW), "The setting was chosen on the calls that it is measured on.")
     return figure
 
 
@@ -51,21 +66,20 @@ def time_until_it_pays(result: Result, batch: int) -> Figure:
     """Seconds over new tokens, cold calls included, of plain generate() and the fastest method of each engine."""
     figure, (axes,) = new_figure(4.4)
     plain = next(m for m in result["methods"] if m["kind"] == "plain")
-    shown = [("plain generate()", plain), *((engine, best_on(result, engine, batch)) for engine in engines_of(result))]
+    found = [plain, *(best_on(result, engine, batch) for engine in engines_of(result))]
+    lines = [
+        (method, line)
+        for method in found
+        if method is not None and (line := _cost_line(result, method, batch)) is not None
+    ]
     sentences = []
-    for name, method in shown:
-        if method is None or (line := _cost_line(result, method, batch)) is None:
-            continue
-        cold, rate = line
-        colour = BY_ENGINE[method["engine"]]
-        label = f"{name}: {cold:.2g} s, then {rate:.0f} tokens/s"
-        axes.plot(_TOKENS, [cold + tokens / rate for tokens in _TOKENS], color=colour, label=label)
-        if method is plain:
-            continue
-        pays = speed.tokens_until_it_pays(result, method["name"], plain["name"], batch)
-        if pays is not None and pays > 0:
-            axes.plot([pays], [cold + pays / rate], "o", color=colour)
-            sentences.append(f"{name} pays after {approximate(pays)} tokens")
+    for number, (method, (cold, rate)) in enumerate(lines):
+        label = f"{_title(result, method)}: {cold:.2g} s, then {rate:.0f} tokens/s"
+        times = [cold + tokens / rate for tokens in _TOKENS]
+        axes.plot(_TOKENS, times, color=BY_ENGINE[method["engine"]], label=label)
+        pays = [_mark_crossing(axes, result, later, method, batch) for later in lines[number + 1 :]]
+        if said := ", ".join(words for words in pays if words):
+            sentences.append(f"Over {_engine(result, method)}: {said}.")
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):  # their usual labels are formulas
@@ -76,8 +90,33 @@ def time_until_it_pays(result: Result, batch: int) -> Figure:
     axes.grid(color="0.92")
     figure.suptitle(f"Tokens until recording and compiling pay, batch size {batch}")
     legend(axes)
-    caption(figure, f"Over plain generate(): {', '.join(sentences)}." if sentences else None)
+    caption(figure, *sentences)
     return figure
+
+
+def _mark_crossing(
+    axes: Axes, result: Result, later: tuple[MethodDict, tuple[float, float]], base: MethodDict, batch: int
+) -> str | None:
+    """Mark where a method has made up for its longer start over another one, and say so; None where it never does."""
+    method, (cold, rate) = later
+    pays = speed.tokens_until_it_pays(result, method["name"], base["name"], batch)
+    if not pays:
+        return None
+    if _TOKENS[0] <= pays <= _TOKENS[-1]:
+        axes.plot([pays], [cold + pays / rate], "o", color=BY_ENGINE[method["engine"]])
+    return f"{_engine(result, method)} pays after {approximate(pays)} tokens"
+
+
+def _title(result: Result, method: MethodDict) -> str:
+    """A method's title with the words for its engine that the waterfall has."""
+    engine = method["engine"]
+    if method["kind"] == "plain":
+        return str(method["title"])
+    return f"{method['title'].removesuffix(f', {engine}')}, {engine_words(result, engine)}"
+
+
+def _engine(result: Result, method: MethodDict) -> str:
+    return str(method["title"]) if method["kind"] == "plain" else engine_words(result, method["engine"])
 
 
 def _cost_line(result: Result, method: MethodDict, batch: int) -> tuple[float, float] | None:

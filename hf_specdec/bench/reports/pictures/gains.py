@@ -15,6 +15,7 @@ from hf_specdec.bench.reports.pictures.drawing import (
     caption,
     errors,
     new_figure,
+    of_intervals,
     ratio_panel,
     title_of,
 )
@@ -31,14 +32,14 @@ def gain_by_method(result: Result, batch: int | None = None) -> Figure:
     """The speedups of every method over plain decoding on the same engine and over plain generate(), sorted."""
     shown = [m for m in methods.shown_methods(result, batch=batch) if _gains(result, m, batch)]
     shown.sort(key=lambda method: -_gains(result, method, batch)["plain"].value)
-    figure, panels = new_figure(1.4 + 0.36 * len(shown), columns=2, sharey=True)
+    figure, panels = new_figure(1.4 + 0.36 * len(shown), columns=2, sharey=True, explain=shown)
     for axes, which in zip(panels, _PANELS, strict=True):
         rows = [(title_of(m), _gains(result, m, batch).get(which), BY_KIND[m["kind"]]) for m in shown]
         ratio_panel(axes, rows)
         axes.set_xlabel(f"Speedup over {speed.BASELINES[which]} (×)", fontsize="small")
         axes.tick_params(axis="y", labelsize="small")
     figure.suptitle(f"Decoding speed by method{_at(batch)}")
-    caption(figure, HOLLOW)
+    caption(figure, of_intervals(result, HOLLOW, batch))
     return figure
 
 
@@ -63,7 +64,8 @@ def waterfall(result: Result, batch: int | None = None) -> Figure:
     axes.set_xlabel("Method and engine")
     axes.set_ylabel("Decoding speed (tokens/s)")
     figure.suptitle(f"Decoding speed by engine, without and with a draft{_at(batch)}")
-    caption(figure, *_drafting_gains(result, steps, batch), "Bars: 95% interval, paired bootstrap.")
+    bars = of_intervals(result, "Bars: 95% interval, paired bootstrap.", batch)
+    caption(figure, *_drafting_gains(result, steps, batch), bars)
     return figure
 
 

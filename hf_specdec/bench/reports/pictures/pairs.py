@@ -8,22 +8,22 @@ from matplotlib.figure import Figure
 
 from hf_specdec.bench.figures import speed, tradeoff
 from hf_specdec.bench.figures.result import Result
-from hf_specdec.bench.reports.pictures.drawing import BY_KIND, caption, draw_ratio, legend, new_figure, offset
+from hf_specdec.bench.reports.pictures.drawing import (
+    BY_KIND,
+    KIND_NAMES,
+    caption,
+    draw_ratio,
+    legend,
+    new_figure,
+    of_intervals,
+    offset,
+)
 from hf_specdec.bench.reports.pictures.gains import HOLLOW
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.pairs import about
 from hf_specdec.bench.reports.tables.subtasks import drafting_methods
 
 Row = tuple[str, ...]
-
-_NAMES = {
-    "none": "Plain on our loop",
-    "speculative": "Speculative",
-    "bild": "BiLD",
-    "assisted": "Transformers' assisted",
-    "ensemble": "Transformers' ensemble",
-    "lookup": "Transformers' prompt lookup",
-}
 
 
 def greedy_and_sampling(results: Sequence[Result], which: str = "plain") -> Figure:
@@ -44,7 +44,7 @@ def greedy_and_sampling(results: Sequence[Result], which: str = "plain") -> Figu
                     gain = methods.over(result, method, which, prompts=prompts)
                     if gain is not None:
                         kind = method["kind"]
-                        label = None if kind in named else _NAMES[kind]
+                        label = None if kind in named else KIND_NAMES[kind]
                         named.add(kind)
                         at = offset(place, kinds.index(kind), len(kinds))
                         draw_ratio(axes, at, gain, BY_KIND[kind], label=label)
@@ -54,7 +54,7 @@ def greedy_and_sampling(results: Sequence[Result], which: str = "plain") -> Figu
     panels[0].set_yticks(range(len(rows)), [name for name, _ in rows])
     figure.suptitle("Decoding speed" + (", greedy and sampling" if len(modes) > 1 else ""))
     legend(panels[0])
-    caption(figure, HOLLOW)
+    caption(figure, next((words for result in results if (words := of_intervals(result, HOLLOW))), None))
     return figure
 
 

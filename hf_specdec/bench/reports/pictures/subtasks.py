@@ -7,7 +7,15 @@ from matplotlib.figure import Figure
 from hf_specdec.bench.figures import speed, tradeoff
 from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports.markdown import capital
-from hf_specdec.bench.reports.pictures.drawing import BY_KIND, caption, draw_ratio, legend, new_figure, offset
+from hf_specdec.bench.reports.pictures.drawing import (
+    BY_KIND,
+    caption,
+    draw_ratio,
+    legend,
+    new_figure,
+    of_intervals,
+    offset,
+)
 from hf_specdec.bench.reports.pictures.gains import HOLLOW
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.subtasks import drafting_methods
@@ -38,5 +46,5 @@ def speedup_by_subtask(result: Result, which: str) -> Figure:
     axes.set_xlabel(f"Speedup over {speed.BASELINES[which]} (×)")
     figure.suptitle("Decoding speed by subtask (examples in brackets)")
     legend(axes)
-    caption(figure, HOLLOW)
+    caption(figure, of_intervals(result, HOLLOW))
     return figure

@@ -18,6 +18,7 @@ from hf_specdec.bench.reports.pictures.drawing import (
     errors,
     legend,
     new_figure,
+    of_intervals,
     sure,
     wide_enough,
 )
@@ -59,7 +60,7 @@ def speedup_over_lookahead(result: Result) -> Figure:
     axes.set_ylabel("Speedup over plain, same engine (×)")
     figure.suptitle("Speedup by draft and lookahead")
     legend(axes)
-    caption(figure, "Bars: 95% interval, paired bootstrap over examples and repeats.")
+    caption(figure, of_intervals(result, "Bars: 95% interval, paired bootstrap over examples and repeats."))
     return figure
 
 
@@ -96,7 +97,8 @@ def threshold_maps(result: Result, draft: str, lookahead: int | str) -> Figure:
         known = [sorted({value for m in rows if (value := thresholds(m)[place]) is not None}) for place in (0, 1)]
         _heat_map(figure, axes, title, colours, grid, known, limits, neutral)  # type: ignore[arg-type]
     figure.suptitle(f"BiLD by threshold: {short_name(draft)}, lookahead {lookahead}")
-    caption(figure, "Bold: the 95% interval (paired bootstrap) excludes 1, or 0 for the difference.")
+    bold = "Bold: the 95% interval (paired bootstrap) excludes 1, or 0 for the difference."
+    caption(figure, of_intervals(result, bold))
     return figure
 
 

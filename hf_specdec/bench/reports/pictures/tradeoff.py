@@ -20,9 +20,10 @@ from hf_specdec.bench.reports.pictures.drawing import (
     WIDTH,
     caption,
     errors,
+    face,
     legend,
     new_figure,
-    sure,
+    of_intervals,
     wide_enough,
 )
 from hf_specdec.bench.reports.tables import methods
@@ -59,7 +60,7 @@ def speed_against_quality(result: Result) -> Figure:
             color=colour,
             marker=_MARKERS.get(method["kind"], "D"),
             markersize=5,
-            markerfacecolor=colour if sure(change, 0.0) else "white",
+            markerfacecolor=face(change, colour, 0.0),
             elinewidth=0.8,
             alpha=0.7 if crowded else 1.0,
             capsize=2,
@@ -75,11 +76,8 @@ def speed_against_quality(result: Result) -> Figure:
     axes.set_ylabel("Speedup over plain generate() (×)")
     figure.suptitle("Speed and quality")
     legend(axes, 120)
-    caption(
-        figure,
-        f"Bars: 95% intervals, paired bootstrap; {len(prompts)} examples.",
-        "Hollow: the interval of the quality difference includes 0.",
-    )
+    bars = of_intervals(result, f"Bars: 95% intervals, paired bootstrap; {len(prompts)} examples.")
+    caption(figure, bars, of_intervals(result, "Hollow: the interval of the quality difference includes 0."))
     return figure
 
 
@@ -107,7 +105,7 @@ def lossy_curves(result: Result, draft: str) -> Figure:
     caption(
         figure,
         "Across: decoding speed over lossless speculation (×). All at their fastest lookaheads.",
-        "Bars: 95% intervals, paired bootstrap.",
+        of_intervals(result, "Bars: 95% intervals, paired bootstrap."),
         "The oracle rejects only what would cost facts (estimated)." if stars else None,
     )
     return figure
@@ -158,9 +156,9 @@ def _draw_oracle(axes: Axes, result: Result, draft: str, label: str | None) -> N
     if bounds is None or bounds.oracle is None or bounds.perfect is None:
         return
     words = ("Oracle", "Oracle with a perfect fallback")
-    for gain, face, name in zip((bounds.oracle, bounds.perfect), ("black", "white"), words, strict=True):
+    for gain, inside, name in zip((bounds.oracle, bounds.perfect), ("black", "white"), words, strict=True):
         axes.errorbar(gain.value, 0, xerr=errors(gain), color="black", elinewidth=0.6)
-        look: dict[str, Any] = {"color": "black", "markerfacecolor": face, "markersize": 7, "linestyle": "none"}
+        look: dict[str, Any] = {"color": "black", "markerfacecolor": inside, "markersize": 7, "linestyle": "none"}
         axes.plot([gain.value], [0], marker="*", label=name, **look)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_specdec.bench.figures import rounds, speed
 from hf_specdec.bench.figures.bootstrap import Ratio
-from hf_specdec.bench.figures.result import Result
+from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.reports.equal_outputs import differences, equal_outputs
 from hf_specdec.bench.reports.heading import heading, joined, remarks
 from hf_specdec.bench.reports.markdown import capital, number, percent, ratio, table
@@ -46,7 +46,7 @@ def render(result: Result) -> str:
     parts += [
         f"### {capital(method['title'])}\n\n{example_table(result, method['name'])}" for method in result["methods"]
     ]
-    return joined(parts, remarks(result))
+    return joined(parts, [*remarks(result), *_short_heads(result)])
 
 
 def example_table(result: Result, method: str) -> str:
@@ -83,12 +83,11 @@ def gains_of_trimming(result: Result) -> dict[str, Ratio]:
     """How much faster the chosen strategy is with each trimmed draft than with the whole one, by what is compared."""
     whole = chosen_method(result)
     gains = {}
-    for method in result["methods"]:
-        if speed.drafts_in_our_loop(method) and method["draft"] != whole["draft"]:
-            head = method["draft"].removeprefix(f"{whole['draft']}, ")
-            gain = speed.speedup(result, method["name"], whole["name"])
-            if gain is not None:
-                gains[f"{whole['title']}, {head}, over the whole head"] = gain
+    for method in _trimmed(result):
+        head = method["draft"].removeprefix(f"{whole['draft']}, ")
+        gain = speed.speedup(result, method["name"], whole["name"])
+        if gain is not None:
+            gains[f"{whole['title']}, {head}, over the whole head"] = gain
     return gains
 
 
@@ -109,6 +108,22 @@ def conclusions(result: Result) -> list[str]:
                 f"end to end {ratio(ends)}."
             )
     return lines + [f"{capital(words)}: **{ratio(gain)}**." for words, gain in gains_of_trimming(result).items()]
+
+
+def _trimmed(result: Result) -> list[MethodDict]:
+    """The methods whose draft has a trimmed head."""
+    whole = chosen_method(result)["draft"]
+    return [m for m in result["methods"] if speed.drafts_in_our_loop(m) and m["draft"] != whole]
+
+
+def _short_heads(result: Result) -> list[str]:
+    """Why a head has fewer tokens than were asked for."""
+    asked = result["arguments"].get("draft_vocabulary")
+    return [
+        f"{method['draft']}: --draft_vocabulary {asked} asks for more, but the corpus holds no other tokens."
+        for method in _trimmed(result)
+        if asked is not None and f"head of {asked:,} tokens" not in method["draft"]
+    ]
 
 
 def _row(name: str, length: str, calls: Sequence[speed.Call], drafting: bool) -> list[str]:
