@@ -69,7 +69,7 @@ def of_engines(settings: Settings, pair: LoadedPair) -> list[Method]:
     """
     found = [plain()]
     if pair.target.device.type != "cpu":
-        # There transformers compiles without being asked, anew for each batch size, which takes most of a minute.
+        # There transformers compiles without being asked, anew for each batch size, which takes half a minute.
         method = Method("plain static", "plain generate(), static cache", "plain", keywords=ENGINES["static"])
         found.append(replace(method, most_rows=1))
     if assisted_refusal(settings, pair) is None:
