@@ -169,8 +169,9 @@ def kernels_as_compiled(device: torch.device, *, compile: bool = True) -> Iterat
 
 @cache
 def has_kernels_for(device: torch.device) -> bool:
-    """Whether our kernels for GPUs run on one."""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether our kernel for GPUs was made for this one: NVIDIA's, from compute capability 8.0 on."""
+    made_for = torch.version.hip is None and importlib.util.find_spec("triton") is not None
+    return made_for and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
