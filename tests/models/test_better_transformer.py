@@ -21,6 +21,7 @@ from hf_specdec.models.better_transformer import (
     to_better_transformer,
     to_eager_attention,
 )
+from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 
 NONE = ("gpt-j", "gemma2")
 OFFERED = [family for family in FAMILIES if family not in NONE]
@@ -51,8 +52,8 @@ def _steps(model: PreTrainedModel, widths: tuple[int, ...], rows: int = 3) -> Te
         else:
             inputs = {"input_ids": ids[:, now], "attention_mask": mask[:, :read]}
             inputs |= {} if model.config.model_type == "bloom" else {"position_ids": positions[:, now]}
-        out = model(**inputs, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(**inputs, **{CACHE_NAME: cache}, use_cache=True)
+        cache = cache_of(out)
         logits.append(out.logits)
     shown = torch.ones_like(mask) if encoder_decoder else mask
     return torch.cat(logits, dim=1) * shown.unsqueeze(-1)
