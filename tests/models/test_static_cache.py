@@ -125,8 +125,8 @@ def test_static_rows_of_a_batch_grow_with_the_text(monkeypatch: pytest.MonkeyPat
     sizes = []
     update = RowsLayer.update
 
-    def measured(layer, *args):
-        updated = update(layer, *args)
+    def measured(layer, *args, **kwargs):
+        updated = update(layer, *args, **kwargs)
         sizes.append(layer.keys.nbytes + layer.values.nbytes)
         return updated
 
