@@ -16,7 +16,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_specdec.host.processors import check_stateless
-from hf_specdec.models.cache_rollback import cache_of, check_recurrence, check_rewindable, is_static_by_request
+from hf_specdec.models.cache_names import cache_argument, cache_of
+from hf_specdec.models.cache_rollback import check_recurrence, check_rewindable, is_static_by_request
 
 # Arguments that select another decoding mode of transformers.
 OTHER_MODES = {
@@ -29,7 +30,7 @@ OTHER_MODES = {
 }
 
 # The versions that setup.py requires: from the first up to, but not including, the second.
-VERSIONS: dict[Any, tuple[str, str | None]] = {torch: ("2.6", None), transformers: ("5.17", "5.24")}
+VERSIONS: dict[Any, tuple[str, str | None]] = {torch: ("2.6", None), transformers: ("5.17", "6")}
 
 
 def check_versions() -> None:
@@ -87,7 +88,7 @@ def check_call(
         if implementation is not None:
             argument = f"cache_implementation={implementation!r}"
         elif getattr(cache, "_is_user_defined", False):
-            argument = f"past_key_values={type(cache).__name__}"
+            argument = f"{cache_argument(model)}={type(cache).__name__}"
         else:
             argument = f"model={type(model).__name__}"
         check_rewindable(cache, argument)

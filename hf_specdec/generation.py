@@ -25,12 +25,8 @@ from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
-from hf_specdec.models.cache_rollback import (
-    cache_argument,
-    copy_out_of_inference_mode,
-    is_static_by_request,
-    is_unused_default,
-)
+from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
+from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
 from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
@@ -289,7 +285,7 @@ def _static_size(
     recorded. In a batch, rows accept different numbers of tokens. A dynamic cache would have to move their entries in
     every round, which took longer than the passes.
     """
-    cache, tokens = model_kwargs.get("past_key_values"), transcript.ids.shape[1]
+    cache, tokens = cache_of(model_kwargs), transcript.ids.shape[1]
     if is_static_by_request(cache) or (config.compile and is_unused_default(cache)):
         prepared = config.compile or cuda_graphs.captures(transcript.ids.device)
         return CacheSize(prepared_capacity(tokens) if prepared else tokens)
@@ -313,7 +309,7 @@ def _last_token_visible(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
 
 def _cached_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:
     """The number of cached tokens before `input_ids`, derived from the mask as in `GenerationMixin._prefill`."""
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    mask, cache = model_kwargs.get("attention_mask"), cache_of(model_kwargs)
     if cache is None or "encoder_outputs" in model_kwargs:
         return 0
     covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", input_ids.shape[1])
@@ -329,7 +325,7 @@ def _output(
         sequences=transcript.sequences.clone(),
         scores=transcript.scores,
         logits=transcript.logits,
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
     )
     output.speculation = stats
     return output

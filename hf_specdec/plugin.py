@@ -27,6 +27,7 @@ from transformers import (
 from hf_specdec.checks import check_cache_implementation, check_is_model, check_synced_gpus, check_versions
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
+from hf_specdec.models.cache_names import OUTDATED_NAMES
 from hf_specdec.models.traits import media_of, wrapped_model
 from hf_specdec.prepared.engine_store import release
 
@@ -34,8 +35,9 @@ ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
 _UNSET: Any = object()
 
 _parameters = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
-# `generate` reads the last three from its keyword arguments, so its signature does not list them.
-KNOWN = frozenset({*_parameters, "tokenizer", "assistant_tokenizer", "trust_remote_code"})
+# `generate` renames the outdated names and reads the last three from its keyword arguments, so its signature does not
+# list them.
+KNOWN = frozenset({*_parameters, *OUTDATED_NAMES, "tokenizer", "assistant_tokenizer", "trust_remote_code"})
 # The ids of the models whose `generate` is running in this context.
 _running: ContextVar[frozenset[int]] = ContextVar("hf_specdec_running", default=frozenset())
 

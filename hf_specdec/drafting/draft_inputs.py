@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_specdec.models.cache_rollback import cache_argument, new_cache
+from hf_specdec.models.cache_names import CACHE_NAMES, cache_argument
+from hf_specdec.models.cache_rollback import new_cache
 
 NOT_SHARED = (
-    "past_key_values",
-    "cache_params",
+    *CACHE_NAMES,
     "encoder_outputs",
     "logits_to_keep",
     "attention_mask",

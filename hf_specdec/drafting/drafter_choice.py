@@ -24,7 +24,7 @@ from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import LengthHistory, length_history
 from hf_specdec.lengths.stop_rules import StopRule
-from hf_specdec.models.cache_rollback import cache_argument
+from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.runner_choice import Runner, runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import outgrows_windows, static_cache, supports_recorded_row
@@ -163,7 +163,7 @@ def _draft_runner(
         columns, mask = places
         prompts, kwargs = input_ids.gather(1, columns), text_kwargs(kwargs, mask)
     size = call.static_size
-    if size is None and kwargs.get("past_key_values") is not None and supports_recorded_row(draft, kwargs):
+    if size is None and cache_of(kwargs) is not None and supports_recorded_row(draft, kwargs):
         # The target uses another kind of cache or another device, but recording the draft's passes still helps.
         size = CacheSize(tokens, grows=True)
     if size is not None and not (size.grows and outgrows_windows(draft, tokens)):

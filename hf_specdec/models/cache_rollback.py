@@ -8,7 +8,6 @@ sliding windows depend on.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specdec.models.recurrences import places
-from hf_specdec.models.recurrent_states import LINEAR_LAYERS, recurrent_layers
+from hf_specdec.models.recurrent_states import LINEAR_LAYERS, is_purely_recurrent, recurrent_layers
 
 # transformers uses empty dummy layers where a layer shares another layer's keys.
 REWINDABLE_LAYERS = (
@@ -29,16 +28,6 @@ REWINDABLE_LAYERS = (
         if hasattr(cache_utils, name)
     ),
 )
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The argument of `forward` that takes the cache; purely recurrent models have one of their own."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def cache_of(model_kwargs: dict[str, Any]) -> Any:
-    """The cache among a model's arguments, None where there is none."""
-    return model_kwargs.get("cache_params", model_kwargs.get("past_key_values"))
 
 
 def new_cache(model: PreTrainedModel, argument: str, *, cross_attention: bool) -> Cache:
@@ -112,19 +101,22 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
     return stateful and bool(recurrent_layers(DynamicCache(config=model.config.get_text_config(decoder=True))))
 
 
-def cached_length(cache: Cache) -> int:
+def cached_length(cache: Cache, argument: str) -> int:
     """How many tokens a cache holds.
+
+    Args:
+        cache: any cache that `check_rewindable` accepts.
+        argument: the argument that passed it, for the message.
 
     Raises:
         ValueError: it has recurrent layers only, with states in them, which don't say.
     """
-    layers = self_attention(cache).layers
-    if not layers or not all(isinstance(layer, LINEAR_LAYERS) and not hasattr(layer, "keys") for layer in layers):
+    if not is_purely_recurrent(self_attention(cache)):
         return int(cache.get_seq_length())
     if cache.has_previous_state():
         raise ValueError(
-            f"cache_params={type(cache).__name__} with a text in it: recurrent states don't say how long it is, so "
-            "leave cache_params out and pass the whole text, or decode without speculation."
+            f"{argument}={type(cache).__name__} with a text in it: recurrent states don't say how long it is, so "
+            f"leave {argument} out and pass the whole text, or decode without speculation."
         )
     return 0
 
@@ -137,7 +129,7 @@ def is_static_by_request(cache: object) -> bool:
 
 def is_unused_default(cache: object) -> bool:
     """Whether `generate` made this cache by default, so that any other can replace it."""
-    if not isinstance(cache, DynamicCache) or getattr(cache, "_is_user_defined", False):
+    if not isinstance(cache, DynamicCache) or getattr(cache, "_is_user_defined", False) or is_purely_recurrent(cache):
         return False
     return type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0
 

@@ -16,6 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_specdec.models import cache_rollback
+from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.narrow_linears import narrow_linears
 from hf_specdec.models.traits import media_of, on_device, pass_mode
@@ -48,7 +49,7 @@ class DynamicRunner:
         self.passes = 0
         self.kwargs = dict(model_kwargs)
         parameters = inspect.signature(model.forward).parameters
-        self._cache_key = cache_rollback.cache_argument(model)
+        self._cache_key = cache_argument(model)
         self.cache = self.kwargs.pop(self._cache_key, None)
         if self._cache_key not in parameters:
             self.cache = None  # `generate` makes one for every model
@@ -58,7 +59,8 @@ class DynamicRunner:
         read = 0
         if self.cache is not None:
             self._recording = cache_rollback.start_recording(self.cache)
-            read = max(min(cache_rollback.cached_length(self.cache) - hidden, prompt_length - 1), 0)
+            cached = cache_rollback.cached_length(self.cache, self._cache_key)
+            read = max(min(cached - hidden, prompt_length - 1), 0)
         self.read = [read] * batch_size
         self._prompt = prompt_length - read  # tokens of it that are still to be read
         self._width = read + hidden
@@ -212,10 +214,10 @@ class RowByRowRunner:
     def __init__(
         self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
     ) -> None:
-        given = model_kwargs.get("past_key_values")
+        given, argument = cache_of(model_kwargs), cache_argument(model)
         if given is not None and given.get_seq_length() > 0:
             raise ValueError(
-                f"past_key_values={type(given).__name__} with text in it, for {len(input_ids)} rows of "
+                f"{argument}={type(given).__name__} with text in it, for {len(input_ids)} rows of "
                 f"{type(model).__name__}: its rows run one by one, so pass one row a call or leave the cache out."
             )
         cross_attention = "encoder_outputs" in model_kwargs
@@ -223,7 +225,7 @@ class RowByRowRunner:
         self.rows = []
         for row in range(len(input_ids)):
             kwargs = {key: _row(value, row, len(input_ids)) for key, value in model_kwargs.items()}
-            kwargs["past_key_values"] = (
+            kwargs[argument] = (
                 cache_rollback.new_cache(model, "model", cross_attention=cross_attention) if given is not None else None
             )
             self.rows.append(DynamicRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden))

@@ -144,9 +144,16 @@ class _ReadsValues(TorchDispatchMode):
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-        self.seen |= any(tag in func.tags for tag in tags)
+        self.seen |= _depends_on_values(func, args)
         return func(*args, **(kwargs or {}))
+
+
+def _depends_on_values(func: Any, args: Any) -> bool:
+    """Whether an operation returns a number to Python, or a tensor whose shape depends on the values of another."""
+    if func is torch.ops.aten.index.Tensor:
+        # It has the tag for the sake of masks; integers, such as positions, give a shape that is known.
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return any(tag in func.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
 class _ReadsOnHost(TorchFunctionMode):

@@ -25,6 +25,12 @@ def recurrent_layers(cache: object) -> list[Any]:
     return [layer for layer in getattr(cache, "layers", None) or () if isinstance(layer, LINEAR_LAYERS)]
 
 
+def is_purely_recurrent(cache: object) -> bool:
+    """Whether a cache holds such states and nothing else, so that it can't say how long its text is."""
+    layers: list[Any] = getattr(cache, "layers", None) or []
+    return bool(layers) and all(isinstance(layer, LINEAR_LAYERS) and not hasattr(layer, "keys") for layer in layers)
+
+
 class RecurrentStates:
     """The states of a cache's recurrent layers.
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.models.cache_rollback import cache_of
+from hf_specdec.models.cache_names import cache_of
 from hf_specdec.models.dynamic_runner import DynamicRunner, RowByRowRunner
 from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.models.recurrent_states import recurrent_layers
@@ -22,9 +22,10 @@ def runner_for(
     model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
 ) -> Runner:
     """The runner for a model, a batch of `input_ids` `[B, P]` and its cache; arguments as `DynamicRunner`."""
-    if isinstance(model_kwargs.get("past_key_values"), RowsCache):
+    cache = cache_of(model_kwargs)
+    if isinstance(cache, RowsCache):
         return StaticRunner(model, model_kwargs, input_ids)
-    if recurrent_layers(cache_of(model_kwargs)):
+    if recurrent_layers(cache):
         return RecurrentRunner(model, model_kwargs, input_ids, capacity, hidden)
     batched = len(input_ids) == 1 or takes_row_positions(model)
     return (DynamicRunner if batched else RowByRowRunner)(model, model_kwargs, input_ids, capacity, hidden)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
+from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.cache_rollback import new_cache
 from hf_specdec.models.dynamic_runner import extend_count, extend_mask, prompt_positions
 from hf_specdec.models.masks import (
@@ -32,7 +33,7 @@ from hf_specdec.models.traits import on_device, pass_mode
 Masks = Tensor | dict[str, Tensor] | None
 
 LONG_TEXT = 4096  # tokens; longer texts of models with sliding windows use caches that drop what left the window
-KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"})
+KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", CACHE_NAME, "logits_to_keep"})
 
 
 def supports_rows_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
@@ -74,7 +75,7 @@ class StaticRunner:
 
     Args:
         model: one for which `supports_rows_cache` holds.
-        model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as `past_key_values`.
+        model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as its cache.
         input_ids: `[B, P]` prompts; only their shape and device matter here.
 
     The rows in use occupy the first places of the cache, so a pass reads them without copying. A row that is left
@@ -93,7 +94,7 @@ class StaticRunner:
     def __init__(self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor) -> None:
         self.model = model
         self.passes = 0
-        self.cache: RowsCache = model_kwargs["past_key_values"]
+        self.cache: RowsCache = model_kwargs[CACHE_NAME]
         batch_size, prompt_length = input_ids.shape
         self.read = [0] * batch_size
         self._fed, self._left_out = list(range(batch_size)), list[int]()  # rows by their places in the cache
@@ -275,9 +276,9 @@ def masked_pass(
         input_ids=tokens,
         attention_mask=masks,
         position_ids=positions.gather(1, slots),
-        past_key_values=cache,
         use_cache=True,
         return_dict=True,
+        **{CACHE_NAME: cache},
         **kept,
     ).logits
     return logits

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_specdec.models.recurrent_states import is_purely_recurrent
 
 
 def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[torch.no_grad]:
@@ -55,7 +57,7 @@ def takes_row_positions(model: PreTrainedModel) -> bool:
     is none (Mamba).
     """
     config = model.config.get_text_config(decoder=True)
-    if "cache_params" in inspect.signature(model.forward).parameters:
+    if getattr(model, "_is_stateful", False) and is_purely_recurrent(DynamicCache(config=config)):
         return True
     if hasattr(config, "relative_attention_num_buckets") or config.model_type in ("bloom", "mpt"):
         return True

@@ -23,6 +23,7 @@ from hf_specdec.bench.models import precision
 from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantized_layers
 from hf_specdec.bench.settings import BenchError
 from hf_specdec.models.better_transformer import to_better_transformer
+from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 from hf_specdec.models.traits import pass_mode
 
 NEW_TOKENS = 16
@@ -113,8 +114,8 @@ def test_bound_is_what_passes_of_other_widths_show(load: Any, weights: tuple[str
     wide = model(ids).logits.float()
     past, narrow = None, []
     for token in ids.split(1, dim=1):
-        out = model(token, past_key_values=past, use_cache=True)
-        past = out.past_key_values
+        out = model(token, **{CACHE_NAME: past}, use_cache=True)
+        past = cache_of(out)
         narrow.append(out.logits.float())
     # A margin is a difference of two logits: its error in either direction is at most twice that of one.
     error = 2 * float((wide - torch.cat(narrow, dim=1)).abs().max())

@@ -25,6 +25,7 @@ from transformers import (
 
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.drafting.other_device import AheadDraft, OtherDeviceDrafter
+from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 
 NEW_TOKENS = 40
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -168,7 +169,7 @@ def test_criteria_scores_and_the_cache_are_as_without(log) -> None:
     assert log.kept
     assert criteria[0].texts == criteria[1].texts
     torch.testing.assert_close(outputs[0].scores, outputs[1].scores)
-    for layers in zip(*(output.past_key_values.layers for output in outputs), strict=True):
+    for layers in zip(*(cache_of(output).layers for output in outputs), strict=True):
         torch.testing.assert_close(layers[0].keys, layers[1].keys)
 
 
@@ -180,7 +181,7 @@ def test_a_call_that_breaks_off_while_drafting_ahead_leaves_the_cache_right(log,
         target.generate(
             **prompts(1),
             **GREEDY,
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             stopping_criteria=StoppingCriteriaList([seen]),
             custom_generate=SpeculativeDecoding(draft),
         )

@@ -22,6 +22,7 @@ import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.drafting import drafter_choice
 from hf_specdec.models import recorded_passes, recurrences, recurrent_states
+from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 from hf_specdec.prepared import compiled_step
 from hf_specdec.prepared.engine import Engine
 
@@ -114,7 +115,7 @@ def test_any_two_situations_together(
         begun = [target.generate(**inputs, **{**call, "max_new_tokens": 5}) for _ in range(2)]
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 5), value=1)
         whole, inputs = ({"input_ids": out.sequences, "attention_mask": mask} for out in begun)
-        whole["past_key_values"], inputs["past_key_values"] = (out.past_key_values for out in begun)
+        whole[CACHE_NAME], inputs[CACHE_NAME] = (cache_of(out) for out in begun)
     else:
         whole = inputs
     plain = target.generate(**whole, **{**call, "return_dict_in_generate": True}).sequences
@@ -153,15 +154,15 @@ def test_the_cache_returned_can_be_continued_from(family: str) -> None:
     plain = target.generate(**prompts(1), **settings, max_new_tokens=9, return_dict_in_generate=True)
     with hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"):
         first = target.generate(**prompts(1), **settings, max_new_tokens=9, return_dict_in_generate=True)
-        for mine, theirs in zip(first.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        for mine, theirs in zip(cache_of(first).layers, cache_of(plain).layers, strict=True):
             for name in ("keys", "values"):
                 torch.testing.assert_close(getattr(mine, name, 0), getattr(theirs, name, 0), rtol=1e-4, atol=1e-4)
             for name in ("conv_states", "recurrent_states"):
                 torch.testing.assert_close(getattr(mine, name, {}), getattr(theirs, name, {}), rtol=1e-4, atol=1e-4)
-        second = target.generate(first.sequences, **settings, max_new_tokens=15, past_key_values=first.past_key_values)
+        second = target.generate(first.sequences, **settings, max_new_tokens=15, **{CACHE_NAME: cache_of(first)})
     assert torch.equal(second, whole)
     assert torch.equal(
-        target.generate(first.sequences, **settings, max_new_tokens=15, past_key_values=plain.past_key_values), whole
+        target.generate(first.sequences, **settings, max_new_tokens=15, **{CACHE_NAME: cache_of(plain)}), whole
     )
 
 
@@ -184,8 +185,8 @@ def test_a_cache_whose_rows_ended_far_apart_is_returned_empty() -> None:
     settings = {"do_sample": False, "eos_token_id": int(plain[0, 12]), "return_dict_in_generate": True}
     with hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"):
         out = target.generate(**inputs, **settings, max_new_tokens=NEW_TOKENS)
-    assert out.past_key_values.get_seq_length() == 0
-    assert not out.past_key_values.has_previous_state()
+    assert cache_of(out).get_seq_length() == 0
+    assert not cache_of(out).has_previous_state()
 
 
 def test_a_call_that_breaks_off_leaves_a_cache_that_can_be_used() -> None:
@@ -193,7 +194,7 @@ def test_a_call_that_breaks_off_leaves_a_cache_that_can_be_used() -> None:
     settings = {"do_sample": False, "eos_token_id": None}
     whole = target.generate(**prompts(1), **settings, max_new_tokens=20)
     begun = target.generate(**prompts(1), **settings, max_new_tokens=4, return_dict_in_generate=True)
-    cache, calls = begun.past_key_values, []
+    cache, calls = cache_of(begun), []
 
     def broken(*_: Any) -> None:
         calls.append(1)
@@ -205,9 +206,9 @@ def test_a_call_that_breaks_off_leaves_a_cache_that_can_be_used() -> None:
         hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"),
         pytest.raises(KeyboardInterrupt),
     ):
-        target.generate(begun.sequences, **settings, max_new_tokens=16, past_key_values=cache)
+        target.generate(begun.sequences, **settings, max_new_tokens=16, **{CACHE_NAME: cache})
     last.remove()
-    assert torch.equal(target.generate(begun.sequences, **settings, max_new_tokens=16, past_key_values=cache), whole)
+    assert torch.equal(target.generate(begun.sequences, **settings, max_new_tokens=16, **{CACHE_NAME: cache}), whole)
 
 
 @pytest.mark.parametrize("lookahead", [1, 4])

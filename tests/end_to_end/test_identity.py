@@ -11,6 +11,7 @@ from packaging.version import Version
 from transformers import MarianConfig, MarianMTModel, PegasusConfig, PegasusForConditionalGeneration
 
 import hf_specdec
+from hf_specdec.models.cache_names import cache_of
 from hf_specdec.models.traits import takes_row_positions
 
 NEW_TOKENS = 16
@@ -135,7 +136,7 @@ def test_the_cache_returned_is_the_one_plain_generate_returns() -> None:
     plain = target.generate(**inputs, **settings)
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         ours = target.generate(**inputs, **settings)
-    for mine, theirs in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+    for mine, theirs in zip(cache_of(ours).layers, cache_of(plain).layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys)
         torch.testing.assert_close(mine.values, theirs.values)
     assert ours.sequences[0, -1] != EOS

@@ -21,6 +21,7 @@ from transformers import (
 
 from hf_specdec import last_speculation
 from hf_specdec.drafting.model_drafter import align_vocabulary
+from hf_specdec.models.cache_names import CACHE_NAME
 
 pytestmark = pytest.mark.usefixtures("enabled")
 NEW_TOKENS = 20
@@ -104,7 +105,7 @@ def test_a_conversation_over_a_cache_of_the_user_s(pair, stop: int | None, as_di
             output = target.generate(
                 text,
                 attention_mask=torch.ones_like(text),
-                past_key_values=cache,
+                **{CACHE_NAME: cache},
                 do_sample=False,
                 max_new_tokens=9,
                 eos_token_id=None,

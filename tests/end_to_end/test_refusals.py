@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 import hf_specdec
 from hf_specdec import SpeculationConfig, SpeculativeDecoding
+from hf_specdec.models.cache_names import CACHE_NAME, cache_argument
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -210,13 +211,14 @@ def test_a_quantized_cache(pair) -> None:
     """Its layers inherit `is_croppable=True`, and a `crop` that leaves the quantized part behind."""
     cache = DynamicCache(config=pair[0].config)
     cache.layers = [Halves(), Halves()]
-    refused(*pair, "past_key_values=DynamicCache", "Halves", "cache_implementation='dynamic'", past_key_values=cache)
+    words = f"{CACHE_NAME}=DynamicCache", "Halves", "cache_implementation='dynamic'"
+    refused(*pair, *words, **{CACHE_NAME: cache})
 
 
 def test_one_odd_layer_is_enough(pair) -> None:
     cache = DynamicCache(config=pair[0].config)
     cache.layers = [DynamicLayer(), Halves()]
-    refused(*pair, "Halves", past_key_values=cache)
+    refused(*pair, "Halves", **{CACHE_NAME: cache})
 
 
 OUT_OF_REACH: dict[str, dict[str, Any]] = {
@@ -241,8 +243,9 @@ def test_recurrent_states_out_of_reach_on_either_side(pair, family: str) -> None
 def test_a_cache_of_states_only_with_a_text_in_it(pair, family: str) -> None:
     target = recurrent_families.model(family)
     cache = DynamicCache(config=target.config)
-    target(torch.tensor([[5, 6]]), cache_params=cache, use_cache=True)
-    refused(target, pair[1], "cache_params=DynamicCache", "how long", "leave cache_params out", cache_params=cache)
+    name = cache_argument(target)
+    target(torch.tensor([[5, 6]]), **{name: cache}, use_cache=True)
+    refused(target, pair[1], f"{name}=DynamicCache", "how long", f"leave {name} out", **{name: cache})
 
 
 def test_a_recurrent_draft_with_a_tokenizer_of_its_own(pair) -> None:
@@ -333,9 +336,9 @@ def test_after_the_last_disable_continuous_batching_is_transformers_own() -> Non
 @pytest.mark.parametrize(
     ("package", "version", "wanted"),
     [
-        ("transformers", "4.57.6", "transformers>=5.17,<5.24"),
-        ("transformers", "5.16.9", "transformers>=5.17,<5.24"),
-        ("transformers", "5.24.0", "transformers>=5.17,<5.24"),
+        ("transformers", "4.57.6", "transformers>=5.17,<6"),
+        ("transformers", "5.16.9", "transformers>=5.17,<6"),
+        ("transformers", "6.0.0.dev0", "transformers>=5.17,<6"),
         ("torch", "2.5.1+cu124", "torch>=2.6"),
     ],
 )
@@ -349,7 +352,7 @@ def test_other_versions_are_refused_in_one_line(package: str, version: str, want
 
 @pytest.mark.parametrize(
     ("package", "version"),
-    [("transformers", "5.17.0"), ("transformers", "5.23.7"), ("torch", "2.6.0"), ("torch", "3.0.0a0+git1f")],
+    [("transformers", "5.17.0"), ("transformers", "5.99.1"), ("torch", "2.6.0"), ("torch", "3.0.0a0+git1f")],
 )
 def test_versions_within_the_range_are_not(package: str, version: str, monkeypatch) -> None:
     monkeypatch.setattr(f"{package}.__version__", version)

@@ -18,6 +18,7 @@ from helpers.pairwise import pairwise
 from helpers.word_tokenizer import word_tokenizer
 from hf_specdec import SpeculativeDecoding, trim_draft_head
 from hf_specdec.config import DRAFTERS as DRAFTERS_BY_NAME
+from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.rules.verification import SAMPLING_RULES
 
 VOCABULARY, NEW_TOKENS = 4, 3
@@ -198,7 +199,7 @@ class Draws:
             cache: dict[str, dict[str, Any]] = {
                 "default": {},
                 "static": {"cache_implementation": "static"},
-                "the caller's": {"past_key_values": DynamicCache(config=model.config)},
+                "the caller's": {CACHE_NAME: DynamicCache(config=model.config)},
                 "off": {"use_cache": False},
             }
             output = model.generate(**inputs, **arguments(c), **cache[c.cache], custom_generate=speculative)

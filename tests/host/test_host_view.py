@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 
 import hf_specdec
 from hf_specdec.host.processors import HostProcessors
+from hf_specdec.models.cache_names import cache_of
 
 pytestmark = pytest.mark.usefixtures("enabled")
 NEW_TOKENS = 20
@@ -292,7 +293,7 @@ def test_a_dict_without_scores_has_none(pair) -> None:
     _, output = both(pair, **prompts(2), return_dict_in_generate=True)
     assert output.scores is None and output.logits is None
     assert output.speculation.new_tokens > 0
-    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+    assert cache_of(output).get_seq_length() == output.sequences.shape[1] - 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -22,6 +22,7 @@ from transformers import (
 
 import hf_specdec
 from hf_specdec.models import cache_rollback
+from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
@@ -37,7 +38,7 @@ def test_autograd_may_use_everything_that_is_returned(family: str) -> None:
             output_logits=True,
         )
     kept = [out.sequences, *out.scores, *out.logits]
-    cache = out.past_key_values
+    cache = cache_of(out)
     for part in (cache.self_attention_cache, cache.cross_attention_cache) if family == "t5" else (cache,):
         kept += [tensor for layer in part.layers for tensor in (layer.keys, layer.values)]
     assert not any(tensor.is_inference() for tensor in kept)
@@ -47,8 +48,8 @@ def test_a_given_cache_can_be_trained_on_afterwards() -> None:
     target, draft = pair("llama")
     cache = DynamicCache(config=target.config)
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        tokens = target.generate(**prompts(1), max_new_tokens=6, do_sample=False, past_key_values=cache)
-    target(tokens[:, -1:], past_key_values=cache).logits.sum().backward()
+        tokens = target.generate(**prompts(1), max_new_tokens=6, do_sample=False, **{CACHE_NAME: cache})
+    target(tokens[:, -1:], **{CACHE_NAME: cache}).logits.sum().backward()
     assert target.get_output_embeddings().weight.grad is not None
 
 
@@ -98,10 +99,10 @@ def test_a_cache_of_ones_own_can_be_gone_on_with(make: Callable[[], PreTrainedMo
     cache = DynamicCache(config=target.config)
     decoding = hf_specdec.SpeculativeDecoding(draft, num_assistant_tokens=6, streamer=Breaks(error, 4))
     with pytest.raises(error):
-        target.generate(**inputs, **call, past_key_values=cache, custom_generate=decoding)
+        target.generate(**inputs, **call, **{CACHE_NAME: cache}, custom_generate=decoding)
     assert cache.get_seq_length() == start + 3
     assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
-    assert torch.equal(target.generate(plain[:, : start + 4], past_key_values=cache, max_new_tokens=8), plain)
+    assert torch.equal(target.generate(plain[:, : start + 4], **{CACHE_NAME: cache}, max_new_tokens=8), plain)
     window = getattr(target.config, "sliding_window", None) or 1000
     assert all(layer.keys.shape[-2] <= window - 1 for layer in cache.layers)
 
@@ -123,12 +124,12 @@ def test_a_pass_that_broke_off_between_two_layers() -> None:
     decoding = hf_specdec.SpeculativeDecoding(noisy(target))
     hook = target.model.layers[1].register_forward_pre_hook(broken)
     with pytest.raises(KeyboardInterrupt):
-        target.generate(**inputs, **call, past_key_values=cache, custom_generate=decoding)
+        target.generate(**inputs, **call, **{CACHE_NAME: cache}, custom_generate=decoding)
     hook.remove()
     held = cache.get_seq_length()
     assert len({layer.get_seq_length() for layer in cache.layers}) == 1 and held > 8
     left = plain.shape[1] - held - 1
-    assert torch.equal(target.generate(plain[:, : held + 1], past_key_values=cache, max_new_tokens=left), plain)
+    assert torch.equal(target.generate(plain[:, : held + 1], **{CACHE_NAME: cache}, max_new_tokens=left), plain)
 
 
 def test_a_refused_call_leaves_the_cache_alone() -> None:
@@ -136,7 +137,7 @@ def test_a_refused_call_leaves_the_cache_alone() -> None:
     cache = DynamicCache(config=target.config)
     decoding = hf_specdec.SpeculativeDecoding(llama(vocab_size=64 + 1025))
     with pytest.raises(ValueError, match="assistant_model="):
-        target.generate(**prompts(1), max_new_tokens=4, past_key_values=cache, custom_generate=decoding)
+        target.generate(**prompts(1), max_new_tokens=4, **{CACHE_NAME: cache}, custom_generate=decoding)
     assert not any(layer.record_past for layer in cache.layers)
 
 
@@ -151,11 +152,11 @@ def test_a_window_that_can_not_go_back_is_emptied() -> None:
         cache = DynamicCache(config=target.config)
         decoding = hf_specdec.SpeculativeDecoding(noisy(target, 0.2), streamer=Breaks(RuntimeError, shown))
         with pytest.raises(RuntimeError):
-            target.generate(**inputs, **call, past_key_values=cache, custom_generate=decoding)
+            target.generate(**inputs, **call, **{CACHE_NAME: cache}, custom_generate=decoding)
         emptied.append(cache.get_seq_length() == 0)
         start = inputs["input_ids"].shape[1] + shown
         mask = torch.cat([inputs["attention_mask"], torch.ones(4, shown, dtype=torch.long)], dim=1)
-        again = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 16 - shown, "do_sample": False}
+        again = {"attention_mask": mask, CACHE_NAME: cache, "max_new_tokens": 16 - shown, "do_sample": False}
         assert torch.equal(target.generate(plain[:, :start], **again), plain)
     assert any(emptied) and not all(emptied)
 
@@ -210,5 +211,5 @@ def test_layers_that_use_another_s_keys(rows: int, settings: dict) -> None:
         "do_sample": False,
         "attention_mask": torch.cat([mask, mask.new_ones(rows, 33)], dim=1),
     }
-    again = [target.generate(more, **call, past_key_values=kept.past_key_values) for kept in (plain, out)]
+    again = [target.generate(more, **call, **{CACHE_NAME: cache_of(kept)}) for kept in (plain, out)]
     assert torch.equal(*again)

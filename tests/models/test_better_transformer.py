@@ -11,7 +11,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from helpers.families import FAMILIES, pair, prompts
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import BloomForCausalLM, PreTrainedModel
+from transformers import BloomForCausalLM, GPTJForCausalLM, GPTJPreTrainedModel, PreTrainedModel
 
 import hf_specdec
 from hf_specdec.models.better_transformer import (
@@ -21,8 +21,10 @@ from hf_specdec.models.better_transformer import (
     to_better_transformer,
     to_eager_attention,
 )
+from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 
-NONE = ("gpt-j", "gemma2")
+# transformers has no SDPA for GPT-J before 5.24.
+NONE = ("gemma2",) if GPTJForCausalLM._supports_sdpa else ("gpt-j", "gemma2")
 OFFERED = [family for family in FAMILIES if family not in NONE]
 # Logits of these tiny models reach about 10: 1e-5 of float32's figures and as much of their size.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -51,8 +53,8 @@ def _steps(model: PreTrainedModel, widths: tuple[int, ...], rows: int = 3) -> Te
         else:
             inputs = {"input_ids": ids[:, now], "attention_mask": mask[:, :read]}
             inputs |= {} if model.config.model_type == "bloom" else {"position_ids": positions[:, now]}
-        out = model(**inputs, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(**inputs, **{CACHE_NAME: cache}, use_cache=True)
+        cache = cache_of(out)
         logits.append(out.logits)
     shown = torch.ones_like(mask) if encoder_decoder else mask
     return torch.cat(logits, dim=1) * shown.unsqueeze(-1)
@@ -209,6 +211,12 @@ def test_models_without_it_are_refused_by_name(family: str) -> None:
     with pytest.raises(ValueError, match="has no Better Transformer"):
         to_better_transformer(model)
     assert to_eager_attention(model) is model
+
+
+def test_a_model_for_which_transformers_has_no_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPTJPreTrainedModel, "_supports_sdpa", False)
+    refusal = better_transformer_refusal(pair("gpt-j")[0])
+    assert refusal is not None and "knows no SDPA attention for GPTJ" in refusal
 
 
 def test_nothing_is_refused_that_is_offered() -> None:

@@ -16,6 +16,7 @@ from hf_specdec import Round, SpeculativeDecoding
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.lengths.stop_rules import StopRule
+from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner
 
@@ -120,7 +121,7 @@ def test_the_returned_cache_holds_all_rows_as_plain_generate_s(family: str, firs
     shortest = min(sum(r.new_tokens[row] for r in out.speculation.rounds) for row in range(ROWS))
     assert shortest == 1 or first > 1
     plain = target.generate(**inputs, **call | {"max_new_tokens": shortest})
-    for mine, theirs in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
+    for mine, theirs in zip(cache_of(out).layers, cache_of(plain).layers, strict=True):
         length = inputs["input_ids"].shape[1] + shortest - 1
         assert mine.get_seq_length() == theirs.get_seq_length() == length
         # What stands in padding is read by nobody, and depends on how a pass was masked.
@@ -152,16 +153,16 @@ def test_the_returned_cache_ends_where_a_criterion_ends_a_row_amid_accepted_toke
         "stopping_criteria": StoppingCriteriaList([EndsRow(ends_at)]),
     }
     plain = target.generate(**inputs, **call, max_new_tokens=NEW_TOKENS)
-    settings = {"past_key_values": DynamicCache(config=target.config)} if own else {}
+    settings = {CACHE_NAME: DynamicCache(config=target.config)} if own else {}
     passes = rows_fed(target)
     decoding = SpeculativeDecoding(target, num_assistant_tokens=8)
     out = target.generate(**inputs, **call, **settings, max_new_tokens=NEW_TOKENS, custom_generate=decoding)
     assert torch.equal(out.sequences, plain.sequences)
     assert (min(passes) == ROWS - 1) != own
-    assert out.past_key_values.get_seq_length() == ends_at - 1
+    assert cache_of(out).get_seq_length() == ends_at - 1
     seen = inputs["attention_mask"].bool()
     seen = torch.cat([seen, seen.new_ones(ROWS, ends_at - 1 - seen.shape[1])], dim=1)
-    for mine, theirs in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
+    for mine, theirs in zip(cache_of(out).layers, cache_of(plain).layers, strict=True):
         keys = theirs.keys[:, :, : ends_at - 1]
         torch.testing.assert_close(mine.keys.transpose(1, 2)[seen], keys.transpose(1, 2)[seen])
 
@@ -175,7 +176,7 @@ def test_statistics_and_scores_keep_all_rows_and_num_return_sequences_do() -> No
     assert torch.equal(out.sequences, plain.sequences)
     for ours, theirs in ((out.scores, plain.scores), (out.logits, plain.logits)):
         assert [step.shape for step in ours] == [step.shape for step in theirs]
-    assert out.past_key_values.layers[0].keys.shape[0] == 2 * ROWS
+    assert cache_of(out).layers[0].keys.shape[0] == 2 * ROWS
     # Without top_k it samples: rows of one prompt end apart, too.
     torch.manual_seed(0)
     sampled = target.generate(**inputs, **call, custom_generate=SpeculativeDecoding(draft)).speculation.rounds
@@ -188,7 +189,7 @@ def test_statistics_and_scores_keep_all_rows_and_num_return_sequences_do() -> No
 
 def runner(model: PreTrainedModel, rows: int) -> StaticRunner:
     inputs = prompts(rows)
-    return StaticRunner(model, {**inputs, "past_key_values": RowsCache(model.config, 64)}, inputs["input_ids"])
+    return StaticRunner(model, {**inputs, CACHE_NAME: RowsCache(model.config, 64)}, inputs["input_ids"])
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after", "before the first pass"])

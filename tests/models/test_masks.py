@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_specdec
+from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, SlotMasks, attention_mask
 
@@ -18,7 +19,7 @@ def test_passes_behind_the_prompt_give_the_logits_of_one_pass_over_all(width: in
     """Wider passes than tables are kept for, as of a draft that catches up, too."""
     target, _ = pair("llama")
     ids = torch.randint(3, 48, (1, 7 + width), generator=torch.Generator().manual_seed(0))
-    runner = DynamicRunner(target, {"past_key_values": DynamicCache(), "use_cache": True}, ids[:, :7], 100)
+    runner = DynamicRunner(target, {CACHE_NAME: DynamicCache(), "use_cache": True}, ids[:, :7], 100)
     runner.forward(ids[:, :7], 1)
     with torch.no_grad():
         wanted = target(ids).logits[:, -width:]
@@ -35,7 +36,7 @@ def test_tables_are_small_however_many_tokens_a_draft_has_left_aside(monkeypatch
         return attention_mask(slots, *args)
 
     monkeypatch.setattr("hf_specdec.models.masks.attention_mask", listed)
-    runner = DynamicRunner(draft, {"past_key_values": DynamicCache(), "use_cache": True}, prompts(1)["input_ids"], 2000)
+    runner = DynamicRunner(draft, {CACHE_NAME: DynamicCache(), "use_cache": True}, prompts(1)["input_ids"], 2000)
     for width in (11, 3, 1000, 2):
         runner.forward(torch.full((1, width), 5), 1)
     assert widths == [3, 2]

@@ -155,6 +155,17 @@ def test_a_model_that_asks_for_values_is_left_alone(route: Callable, replays: li
     assert kept and not any(passes.of(1)._recordings for passes in kept)
 
 
+@pytest.mark.parametrize("by", ["position", "mask"])
+def test_what_is_picked_by_position_is_recorded_and_by_a_mask_is_not(by: str) -> None:
+    """torch marks both alike, as an operation whose result may have any shape; GPT-J picks its angles by position."""
+    table = torch.arange(8.0)
+    chosen = torch.tensor([1, 6]) if by == "position" else table > 5
+    passes = RecordedStep()
+    for _ in range(recorded_passes.EAGER_PASSES + 2):
+        assert torch.equal(passes.run(lambda x, at: x[at], [table, chosen], span=1), table[chosen])
+    assert bool(passes.made) == (by == "position")
+
+
 def test_a_step_that_python_changes_is_never_replayed() -> None:
     """The negative control of the trials: a recording that does not do what the step does is found out."""
     count = [0]

@@ -12,6 +12,7 @@ import hf_specdec
 from hf_specdec import SpeculativeDecoding, generation
 from hf_specdec.drafting import drafter_choice
 from hf_specdec.models import static_runner
+from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 from hf_specdec.models.masks import SlotMasks
 from hf_specdec.models.static_cache import RowsCache, RowsLayer
 from hf_specdec.models.static_runner import StaticRunner, supports_rows_cache
@@ -104,19 +105,19 @@ def test_a_batch_goes_on_from_the_returned_cache_as_from_plain_generate_s(family
     for drafts in (None, draft):
         call = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 30, "eos_token_id": ends}
         if own:
-            call["past_key_values"] = DynamicCache(config=target.config)
+            call[CACHE_NAME] = DynamicCache(config=target.config)
         elif drafts is not None:
             call |= settings
         decoding = None if drafts is None else SpeculativeDecoding(drafts)
         out = target.generate(**inputs, **call, custom_generate=decoding)
-        assert type(out.past_key_values) is DynamicCache
-        assert not own or out.past_key_values is call["past_key_values"]
+        assert type(cache_of(out)) is DynamicCache
+        assert not own or cache_of(out) is call[CACHE_NAME]
         new = torch.ones_like(out.sequences[:, inputs["input_ids"].shape[1] :])
         more = {
             "input_ids": torch.cat([out.sequences, inputs["input_ids"][:, -4:]], dim=1),
             "attention_mask": torch.cat([inputs["attention_mask"], new, new[:, :1].expand(-1, 4)], dim=1),
         }
-        again.append(target.generate(**more, past_key_values=out.past_key_values, max_new_tokens=8, do_sample=False))
+        again.append(target.generate(**more, **{CACHE_NAME: cache_of(out)}, max_new_tokens=8, do_sample=False))
     assert torch.equal(*again)
 
 
@@ -124,8 +125,8 @@ def test_static_rows_of_a_batch_grow_with_the_text(monkeypatch: pytest.MonkeyPat
     sizes = []
     update = RowsLayer.update
 
-    def measured(layer, *args):
-        updated = update(layer, *args)
+    def measured(layer, *args, **kwargs):
+        updated = update(layer, *args, **kwargs)
         sizes.append(layer.keys.nbytes + layer.values.nbytes)
         return updated
 
@@ -144,15 +145,15 @@ def test_the_caller_gets_a_dynamic_cache_or_his_own() -> None:
     own = DynamicCache(config=target.config)
     settings = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 8}
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        assert target.generate(**prompts(3), **settings, past_key_values=own).past_key_values is own
-        assert type(target.generate(**prompts(1), **settings).past_key_values) is DynamicCache
+        assert cache_of(target.generate(**prompts(3), **settings, **{CACHE_NAME: own})) is own
+        assert type(cache_of(target.generate(**prompts(1), **settings))) is DynamicCache
 
 
 def test_rolling_back_moves_nothing_and_what_is_rolled_back_has_no_effect() -> None:
     target, _ = pair("llama")
     inputs = prompts(3)
     ids = inputs["input_ids"]
-    runner = StaticRunner(target, {**inputs, "past_key_values": RowsCache(target.config, 32)}, ids)
+    runner = StaticRunner(target, {**inputs, CACHE_NAME: RowsCache(target.config, 32)}, ids)
     runner.forward(ids, 1)
     wanted = runner.forward(ids[:, :2], 2)
     runner.rewind([11, 11, 11])
@@ -190,7 +191,7 @@ def test_a_static_cache_of_the_caller_s_own_is_refused_by_name() -> None:
         hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"),
         pytest.raises(ValueError, match=r"StaticCache.*cache_implementation"),
     ):
-        target.generate(**prompts(1), max_new_tokens=4, past_key_values=StaticCache(target.config, max_cache_len=64))
+        target.generate(**prompts(1), max_new_tokens=4, **{CACHE_NAME: StaticCache(target.config, max_cache_len=64)})
 
 
 def test_a_first_pass_behind_text_that_the_cache_holds_sees_that_text() -> None:
@@ -198,7 +199,7 @@ def test_a_first_pass_behind_text_that_the_cache_holds_sees_that_text() -> None:
     target = pair("llama")[0]
     ids = torch.arange(3, 13).unsqueeze(0)
     cache = RowsCache(target.config, 20)
-    kwargs = {"past_key_values": cache, "use_cache": True}
+    kwargs = {CACHE_NAME: cache, "use_cache": True}
     first = StaticRunner(target, dict(kwargs), ids[:, :2])
     first.forward(ids[:, :4], 1)
     second = StaticRunner(target, dict(kwargs), ids[:, :2])
@@ -226,4 +227,4 @@ def test_long_texts_of_models_with_windows_drop_what_has_left_them(rows: int, mo
         assert len(made) == static
         accepted.append([finished.accepted for finished in output.speculation.rounds])
     assert accepted[0] == accepted[1]
-    assert output.past_key_values.layers[0].keys.shape[2] < target.config.sliding_window
+    assert cache_of(output).layers[0].keys.shape[2] < target.config.sliding_window

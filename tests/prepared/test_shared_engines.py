@@ -12,6 +12,7 @@ from helpers.families import FAMILIES, ROWS_FAMILIES, pair, prompts
 from torch._dynamo.utils import counters
 
 import hf_specdec
+from hf_specdec.models.cache_names import cache_of
 from hf_specdec.prepared import code_on_disk, compiled_step, cuda_graphs, lap_timer, prepared_decoder
 from hf_specdec.prepared.engine import Engine, prepared_capacity
 from hf_specdec.prepared.engine_store import KEPT_ENGINES, kept_engines
@@ -72,13 +73,13 @@ def test_later_calls_see_nothing_of_earlier_ones(fast_rounds) -> None:
     target, draft = pair("gpt2")
     settings = {**GREEDY, "assistant_model": draft, "cache_implementation": "static"}
     first = target.generate(**prompts(3), **settings, return_dict_in_generate=True)
-    kept = first.past_key_values.layers[0].keys.clone()
+    kept = cache_of(first).layers[0].keys.clone()
     for length, seed in ((7, 3), (20, 4), (9, 5)):
         inputs = prompts(3, length, seed)
         plain = target.generate(**inputs, **GREEDY, generation_strategy=None)
         assert torch.equal(target.generate(**inputs, **settings), plain)
     assert len({id(decoder.engine) for decoder in fast_rounds}) == 1
-    assert torch.equal(first.past_key_values.layers[0].keys, kept)
+    assert torch.equal(cache_of(first).layers[0].keys, kept)
 
 
 def test_calls_in_and_out_of_inference_mode_share_an_engine(fast_rounds) -> None:

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.models.cache_names import cache_argument
 from hf_specdec.models.stored_tensors import stored_tensors
 from hf_specdec.prepared.huge_pages import HugePages
 
@@ -48,7 +49,8 @@ def stored_bytes(weight: Tensor) -> int:
 def cache_bytes(model: PreTrainedModel, context: int) -> int:
     """Bytes of keys and values of one row of `context` tokens: `context` times those of one token."""
     cache = DynamicCache(config=model.config)
-    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(input_ids=token, **{cache_argument(model): cache}, use_cache=True)
     return context * sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 

@@ -16,7 +16,8 @@ from hf_specdec.bench.inputs.prompts import Prompt, context_length
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.methods import GENERATE, Method
 from hf_specdec.bench.running.timed_call import synchronize
-from hf_specdec.models.cache_rollback import cache_argument, has_recurrent_layers, new_cache
+from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
+from hf_specdec.models.cache_rollback import has_recurrent_layers, new_cache
 from hf_specdec.models.recorded_passes import recordable, recordings_of
 from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.models.static_cache import RowsCache
@@ -117,11 +118,11 @@ def generate_step(
     if model.config.is_encoder_decoder:
         fixed = {"encoder_outputs": model.get_encoder()(input_ids=prompt), "attention_mask": torch.ones_like(prompt)}
         key, filled = "decoder_input_ids", continuation[:, :behind]
-    cache = model(**{key: filled}, **fixed, use_cache=True).past_key_values
+    cache = cache_of(model(**{key: filled}, **fixed, use_cache=True))
     cache.activate_past_recording()
 
     def step(width: int) -> None:
-        model(**{key: continuation[:, :width]}, **fixed, past_key_values=cache, use_cache=True)
+        model(**{key: continuation[:, :width], cache_argument(model): cache}, **fixed, use_cache=True)
         cache.crop(-width)
 
     return step
@@ -149,7 +150,7 @@ def our_step(
     text = _text(model, rows, behind + widest)
     prompt = _bounded(pair, text, widest)
     filled = prompt.shape[1]
-    runner = StaticRunner(model, {"past_key_values": RowsCache(model.config, filled + widest)}, prompt)
+    runner = StaticRunner(model, {CACHE_NAME: RowsCache(model.config, filled + widest)}, prompt)
     runner.forward(prompt, 1)
 
     def step(width: int) -> None:

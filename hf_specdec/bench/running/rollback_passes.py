@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.bare_passes import timed
-from hf_specdec.models.cache_rollback import cache_argument, new_cache
+from hf_specdec.models.cache_names import cache_argument
+from hf_specdec.models.cache_rollback import new_cache
 from hf_specdec.models.recurrences import Arguments, Recorder, Recurrence, cut, places, recording
 from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.models.recurrent_states import recurrent_layers
