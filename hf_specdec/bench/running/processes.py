@@ -32,6 +32,12 @@ class Processes:
         if self.accelerator is not None:
             self.accelerator.wait_for_everyone()
 
+    def end(self) -> None:
+        """Closes the connections between processes, once all are here: one that exits with them open can crash."""
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
+            self.accelerator.end_training()
+
     def gather(self, items: list[T]) -> list[T]:
         """The items of all processes, in each of them."""
         if self.accelerator is None:

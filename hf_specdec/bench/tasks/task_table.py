@@ -21,6 +21,7 @@ def run_task(settings: Settings) -> None:
     shared = processes(cpu=settings.device == "cpu" or not torch.cuda.is_available())
     if settings.task in _SHARED:
         _of(settings.task)(settings, shared)
+        shared.end()
     elif shared.count > 1:
         raise BenchError(
             f"--task: {settings.task!r} times one process alone, and was started with {shared.count}; start it without "
