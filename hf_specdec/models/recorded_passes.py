@@ -144,11 +144,11 @@ class _ReadsValues(TorchDispatchMode):
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        self.seen |= _depends_on_values(func, args)
+        self.seen |= depends_on_values(func, args)
         return func(*args, **(kwargs or {}))
 
 
-def _depends_on_values(func: Any, args: Any) -> bool:
+def depends_on_values(func: Any, args: Any) -> bool:
     """Whether an operation returns a number to Python, or a tensor whose shape depends on the values of another."""
     if func is torch.ops.aten.index.Tensor:
         # It has the tag for the sake of masks; integers, such as positions, give a shape that is known.

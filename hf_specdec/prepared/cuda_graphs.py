@@ -27,7 +27,7 @@ def new_pool(device: torch.device) -> Any:
 
 
 def prepare(
-    step: Step, device: torch.device, name: str, args: tuple[Any, ...] = (), *, compile: bool, pool: Any = None
+    step: Step, device: torch.device, name: str, args: tuple[Any, ...] = (), *, compile: bool, pool: Any
 ) -> Step:
     """The step ready to run: compiled for arguments like `args` if `compile`, then captured if on CUDA.
 

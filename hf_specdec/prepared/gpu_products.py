@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hf_specdec.prepared.few_token_products import SHAPES
 from hf_specdec.prepared.step_trace import PLAIN
 
 MOST_TOKENS = 16  # of a pass, all rows together: as many as tensor cores compute at a time
@@ -175,18 +176,12 @@ def _operation(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[Tensor, 
     return tuple(outputs) if count > 1 else outputs[0]
 
 
-def _shapes(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    weights = cast(Sequence[Tensor], layers[: len(layers) // 2])
-    outputs = tuple(input.new_empty(*input.shape[:-1], len(weight)) for weight in weights)
-    return outputs if len(outputs) > 1 else outputs[0]
-
-
 def _registered() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
         library.impl(name, _operation, "CUDA")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _shapes, lib=library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", SHAPES["wide"][name], lib=library)
     return library
 
 

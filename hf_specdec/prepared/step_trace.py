@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hf_specdec.models.recorded_passes import depends_on_values
+
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class _Recorder(TorchDispatchMode):
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self:
                 return func.decompose(*args, **kwargs)
-        if any(tag in func.tags for tag in READS_VALUES) and not _takes_places(func, args):
+        if depends_on_values(func, args):
             raise RuntimeError(f"{func} reads values of a tensor, which may differ at the next call")
         # What `torch.tensor` makes is a constant, which the step must not write to.
         func = torch.ops.aten.lift_fresh_copy.default if func is torch.ops.aten.lift_fresh.default else func
@@ -109,10 +110,3 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.note(result, node)
         return result
-
-
-def _takes_places(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation indexes by integers: the shape of its result depends on values only with masks."""
-    if func is not torch.ops.aten.index.Tensor:
-        return False
-    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])

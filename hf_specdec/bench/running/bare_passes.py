@@ -120,9 +120,10 @@ def generate_step(
         key, filled = "decoder_input_ids", continuation[:, :behind]
     cache = cache_of(model(**{key: filled}, **fixed, use_cache=True))
     cache.activate_past_recording()
+    argument = cache_argument(model)
 
     def step(width: int) -> None:
-        model(**{key: continuation[:, :width], cache_argument(model): cache}, **fixed, use_cache=True)
+        model(**{key: continuation[:, :width], argument: cache}, **fixed, use_cache=True)
         cache.crop(-width)
 
     return step

@@ -70,8 +70,8 @@ def of_engines(settings: Settings, pair: LoadedPair) -> list[Method]:
     found = [plain()]
     if pair.target.device.type != "cpu":
         # There transformers compiles without being asked, anew for each batch size, which takes half a minute.
-        method = Method("plain static", "plain generate(), static cache", "plain", keywords=ENGINES["static"])
-        found.append(replace(method, most_rows=1))
+        static = "plain generate(), static cache"
+        found.append(Method("plain static", static, "plain", keywords=ENGINES["static"], most_rows=1))
     if assisted_refusal(settings, pair) is None:
         schedules = [schedule for schedule in SCHEDULES if pair.synthetic is None or not schedule.confidence]
         found += [assisted(settings, pair, schedule) for schedule in schedules]

@@ -34,8 +34,8 @@ class Processes:
 
     def end(self) -> None:
         """Closes the connections between processes, once all are here: one that exits with them open can crash."""
+        self.wait()
         if self.accelerator is not None:
-            self.accelerator.wait_for_everyone()
             self.accelerator.end_training()
 
     def gather(self, items: list[T]) -> list[T]:
