@@ -61,8 +61,8 @@ class SpeculationConfig:
             in expectation. Greedy decoding is the same with both.
         entropy_threshold: a number in [0, 1], or None to disable it. Drafting stops after a token if 1 - sqrt(0.2 H)
             is below the threshold, where H is the entropy, in nats, of the distribution that the token was drawn from.
-        compile: compile the draft's steps and the verification. Compiling takes 8 to 33 seconds, and the result is
-            kept for later calls (see `release`). It is done once per pair of models, number of rows, bucket of lengths,
+        compile: compile the draft's steps and the verification. Compiling takes 15 to 50 seconds, and the result is
+            kept for later calls (see `release`). It is done once per pair of models, batch size, bucket of lengths,
             and processors with their settings (a new temperature compiles again); with `num_assistant_tokens="auto"`,
             also once per lookahead, when it is first chosen. Implies static caches.
             Calls that can't be compiled are decoded without it, with the same output: models that don't support static

@@ -95,7 +95,7 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     add("--peak_memory", action="store_true", help=peak)
     add("--calls", type=_at_least(2), default=2000, metavar="N", help="growth: number of calls (%(default)s)")
     add("--minutes", type=_above(0), default=10.0, metavar="M", help="tune: how long it may take (%(default)g)")
-    loss = "tune: BiLD may lose so many points of quality; without it only lossless methods are tried"
+    loss = "tune: also try BiLD, with at most this loss of quality; default: lossless methods only"
     add("--max_quality_loss", type=_between(0, 100), metavar="POINTS", help=loss)
     add(
         "--prompt",
@@ -204,9 +204,9 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     add("--fallback_threshold", "--fallback_thres", nargs="+", type=_between(0, 1), metavar="P", help=fallback)
     rollback = "BiLD: a drafted token is rejected if the target's -ln p exceeds D nats (3); sweep takes several"
     add("--rollback_threshold", "--rollback_thres", nargs="+", type=_between(0, None), metavar="D", help=rollback)
-    lenience = "lenience: l in min(1, p / (l q)), in greedy decoding in p > l max p (0.5); sweep takes several"
+    lenience = "lenient: keep if p > L max p; sampling: with chance min(1, p / (L q)) (0.5); sweep takes several"
     add("--lenience", nargs="+", type=_between(0, 1), metavar="L", help=lenience)
-    typical = "typical acceptance: E in p > min(E, sqrt(E) exp(-H)) (0.09); sweep takes several"
+    typical = "typical: keep if p > min(E, sqrt(E) exp(-H)) (0.09); sweep takes several"
     add("--posterior_threshold", nargs="+", type=_between(0, None), metavar="E", help=typical)
     ensemble = "ensemble: drafts are judged by W target + (1 - W) draft (0.5); sweep takes several"
     add("--assistant_ensemble_weight", nargs="+", type=_between(0, 1), metavar="W", help=ensemble)
@@ -229,9 +229,9 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_align_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     losses = ("cross_entropy", "forward_kl", "reverse_kl", "total_variation")
-    add("--loss", choices=losses, default="forward_kl", help="what training lowers (%(default)s)")
-    add("--steps", type=_at_least(1), metavar="N", help="steps of --batch_size texts (5 passes, at least 300)")
-    add("--learning_rate", type=_above(0), metavar="R", help="its peak (by the draft's size: 1e-4 to 4e-3)")
+    add("--loss", choices=losses, default="forward_kl", help="training loss (%(default)s)")
+    add("--steps", type=_at_least(1), metavar="N", help="steps of --batch_size texts (5 epochs, at least 300)")
+    add("--learning_rate", type=_above(0), metavar="R", help="peak (1e-4 to 4e-3, by the draft's size)")
     stored = "store the target's K most likely tokens with its answers, so that training doesn't run the target"
     add("--top_k_targets", type=_at_least(1), metavar="K", help=stored)
     add("--lora_rank", type=_at_least(1), metavar="R", help="train LoRA matrices of this rank, then merge them")

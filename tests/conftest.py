@@ -38,6 +38,12 @@ def _no_fork() -> NoReturn:
 os.fork = _no_fork
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    refusal = compiled_step.compile_refusal(torch.device("cpu"))
+    if refusal is not None and item.get_closest_marker("compiles"):
+        pytest.skip(refusal)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _traces_of_this_module_only() -> None:
     """A process records a limited number of passes, which all tests together exceed."""

@@ -26,9 +26,9 @@ class Range:
     """Where oneDNN is faster than the other library.
 
     Args:
-        least_rows: fewer are the other library's strength.
-        most_rows: more are, too.
-        least_weights: smaller weights stay in the processor's caches, where a call of oneDNN costs more than it saves.
+        least_rows: with fewer, the other library is faster.
+        most_rows: with more, too.
+        least_weights: smaller layers stay in the processor's caches, where calling oneDNN costs more than it saves.
     """
 
     least_rows: int

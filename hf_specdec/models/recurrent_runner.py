@@ -17,7 +17,7 @@ class RecurrentRunner(DynamicRunner):
     """Feeds one model with recurrent layers, all rows in one pass; arguments as `DynamicRunner`.
 
     A row can go back to any length that it had since the last `rewind`, as far as the last `count` tokens of a pass
-    are concerned, and no further. The states of one that does not count any more may be anything.
+    are concerned, and no further. The states of rows no longer in use are arbitrary.
     """
 
     rewinds_far = False

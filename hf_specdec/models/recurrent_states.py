@@ -86,7 +86,7 @@ class RecurrentStates:
 
         Args:
             counts: at most `reach`.
-            rows: those that count; others may exceed `reach`, and their states are not theirs any more.
+            rows: those in use; others may exceed `reach`, and their states then become invalid.
         """
         if max(counts[row] for row in rows) > self.reach:
             raise RuntimeError(f"{counts} tokens to forget, {self.reach} within reach")

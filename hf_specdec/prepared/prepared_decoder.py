@@ -113,7 +113,7 @@ class PreparedDecoder(Decoder):
         )
 
     def _prepare(self, lookahead: int) -> None:
-        """Once more where inductor's thread, tracing, took a module that is called here for one of its own."""
+        """Prepare; retry after a `NameError`: a module that is called while inductor's thread traces can fail."""
         try:
             self.engine.prepare(lookahead)
         except NameError:
@@ -147,7 +147,7 @@ class PreparedDecoder(Decoder):
     def _catch_up(self, transcript: Transcript) -> bool:
         """Let the draft model read what it has not read yet, except the last two tokens; whether there was any.
 
-        `draft_step` reads the last two itself. Unread are the prompt, and the tokens of rounds without drafts. All
+        `draft_token` reads the last two itself. Unread are the prompt, and the tokens of rounds without drafts. All
         rows read equally many tokens, up to their last but two. A row shorter than that reads beyond its text, into
         slots that later passes overwrite.
         """

@@ -74,6 +74,7 @@ def step() -> Iterator[CompiledStep]:
     compiled_step._codes.clear()
 
 
+@pytest.mark.compiles
 def test_what_was_compiled_is_loaded_without_the_compiler(
     step: type[CompiledStep], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,8 @@ from hf_specdec.prepared import few_token_products, joined_layers
 from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
 from hf_specdec.prepared.step_trace import trace, value_of
 
+pytestmark = pytest.mark.compiles
+
 # The error of a sum of a few hundred products, and that of rounding the result once.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
 

@@ -59,6 +59,7 @@ def test_it_compiles_to_wide_copies_ahead_of_the_products(
     assert ("ld.global" in code) == biased
 
 
+@pytest.mark.compiles
 def test_its_results_are_those_of_the_layers_one_by_one() -> None:
     """Up to rounding; the tokens of models are the same. Triton decides when it is imported whether it interprets."""
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests"))

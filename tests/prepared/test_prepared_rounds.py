@@ -17,7 +17,7 @@ from helpers.pairwise import pairwise
 
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS
-from hf_specdec.prepared import cuda_graphs, engine
+from hf_specdec.prepared import compiled_step, cuda_graphs, engine
 from hf_specdec.prepared.engine import Engine
 from hf_specdec.rules.sampling import draw
 
@@ -126,6 +126,7 @@ VARIANTS = [
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_auto_gives_plain_tokens_in_prepared_rounds(batch_size: int, fast_rounds, monkeypatch) -> None:
     """By the lengths that it finds itself; what would be compiled runs as it is."""
+    monkeypatch.setattr(compiled_step, "supported", lambda: False)
     monkeypatch.setattr(cuda_graphs, "prepare", lambda step, *about, **how: step)
     target, draft = pair("llama")
     settings = {**GREEDY, "assistant_model": draft, "num_assistant_tokens": "auto", "compile": True}

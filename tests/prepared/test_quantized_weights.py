@@ -25,6 +25,8 @@ from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import trace, value_of
 
+pytestmark = pytest.mark.compiles
+
 # The error of a sum of a few hundred products, and that of rounding the result once.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

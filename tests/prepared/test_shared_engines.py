@@ -173,6 +173,7 @@ def test_on_a_gpu_what_can_not_be_compiled_is_captured(fails_at: int, fast_round
         return step
 
     monkeypatch.setattr(compiled_step, "compile_refusal", lambda device: None)
+    monkeypatch.setattr(compiled_step, "supported", lambda: False)
     monkeypatch.setattr(cuda_graphs, "prepare", prepare)
     monkeypatch.setattr(compiled_step, "_compiled", lambda step, *about: step)
     choose_in_turn(monkeypatch, 2, 4, 0, 1)
@@ -247,6 +248,7 @@ def test_what_goes_wrong_beside_inductors_thread_waits_for_it(error: type, fast_
     assert done[:3] == ["tried", "settled", "tried"] if error is NameError else done == ["tried", "settled"]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: torch.dtype, monkeypatch) -> None:
     """The one test that compiles: drafting of the first token and of later ones, and verification."""

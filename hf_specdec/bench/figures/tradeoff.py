@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def faster(self) -> bool:
-        """Whether the speed's interval excludes 1."""
+        """Whether the interval of the speed lies above 1."""
         return self.speed is not None and self.speed.faster
 
     @property

@@ -19,12 +19,12 @@ ALLOWED = (
 )
 
 MEMORY = (
-    "Each method in a process of its own, from its first call on, both models loaded. On a CPU: the largest resident "
-    "set (VmHWM) less what the process held before it loaded the models (Libraries). On a GPU: torch's largest "
-    "allocation. Weights: of both models. Caches: keys and values of all rows at the end of the text. Compiled code is "
-    "loaded from disk, where earlier processes have left it; compiling takes about 100 MB more. Transformers' assisted "
-    "generation has one row, as its schedules hold the same; llama.cpp has none, since its weights would stand beside "
-    "the pair's."
+    "Each method runs in a process of its own with both models loaded, measured from its first call. On a CPU: peak "
+    "resident set (VmHWM) minus what the process held before it loaded the models (Libraries). On a GPU: torch's peak "
+    "allocation. Weights: of both models. Caches: keys and values of all rows at the end of the text. Code that "
+    "earlier processes compiled is loaded from disk; compiling takes about 100 MB more. Transformers' assisted "
+    "generation has one row, as its schedules need the same memory; llama.cpp has none: it would load its weights as "
+    "well as the pair's."
 )
 # On a draft against plain decoding, in the order in which they are said.
 _VERDICTS = (

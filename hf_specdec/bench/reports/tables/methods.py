@@ -13,10 +13,10 @@ from hf_specdec.bench.reports.markdown import approximate, capital, number, perc
 Prompts = Sequence[int] | None
 
 SPEED = (
-    "Tokens/Sec: tokens after the first delivery / seconds after it, summed over all examples and repeats (micro). "
-    "Speedups are ratios of these rates on the same examples; the baseline stands in the column's head. In brackets: "
-    "95% interval, by a paired bootstrap over examples and repeats; a method is faster where it lies above 1. The same "
-    "engine means: our loop without a draft, with the same compile mode and cache. End to end includes the prompt."
+    "Tokens/Sec: tokens / seconds after the first delivery (the first token; with a draft, the first round), summed "
+    "over all examples and repeats (micro). Speedups: ratios of these rates on the same examples, over the baseline "
+    "that the column names. In brackets: 95% interval, paired bootstrap; a method is faster where it lies above 1. The "
+    "same engine: our loop without a draft, same compile mode and cache. End to end includes the prompt."
 )
 MACRO = (
     "Macro is computed as in Spec-Bench's script: the mean over questions of new tokens / wall time, all turns and "
@@ -33,10 +33,10 @@ PASSES = (
     "target step."
 )
 COLD = (
-    "Cold: what the warm-up calls took beyond as many warm ones, for recording, capturing and compiling passes. "
-    "Methods on an engine share what is prepared, so the time of each includes that of the ones above it: used alone, "
-    "it takes no longer. Pays after: new tokens until a method has made up for loading its draft and for its cold time "
-    "beyond that of plain generate(); – where it is no faster."
+    "Cold: extra time of the warm-up calls over as many warm ones, for recording, capturing and compiling passes. "
+    "Methods on an engine share this work, so each row includes the rows above it: an upper bound for the method "
+    "alone. Pays after: new tokens until a method has made up for loading its draft and for its longer cold start "
+    "than plain generate(); – where it is no faster."
 )
 
 
