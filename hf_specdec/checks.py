@@ -204,6 +204,19 @@ def check_synced_gpus(synced_gpus: bool | None) -> None:
         )
 
 
+def check_token_healing(token_healing: bool | None) -> None:
+    """Refuse `token_healing=True`, for which transformers hands no tokenizer to loops that are not its own.
+
+    Raises:
+        ValueError: names the argument and its value, and says what to do instead.
+    """
+    if token_healing:
+        raise ValueError(
+            "token_healing=True can't be combined with speculation in one call: heal the prompt first, with "
+            "input_ids = model.heal_tokens(input_ids, tokenizer), and leave token_healing out."
+        )
+
+
 def _sharding_of(model: PreTrainedModel) -> str | None:
     """What shards a model's weights over processes, which then have to run the same passes; None if unsharded."""
     distributed = torch.distributed

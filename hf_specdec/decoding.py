@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -9,7 +10,6 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hf_specdec.config import MAX_ASSISTANT_TOKENS
 from hf_specdec.drafting.drafter import Drafter, DraftProposal, last_tokens
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import Relaxation
@@ -76,7 +76,7 @@ class Decoder:
         most = self._most_drafts([lengths[row] for row in fed])
         if not self.drafts_in_first_round and min(lengths) == transcript.prompt_length:
             most = 0
-        room = [max(min(space - 1, most), 0) for space in room]
+        room = [int(max(min(space - 1, most), 0)) for space in room]
         proposal = self.drafter.propose(transcript.ids, lengths, room)
         drafted = perf_counter()
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
@@ -113,9 +113,9 @@ class Decoder:
             room=tuple(room),
         )
 
-    def _most_drafts(self, lengths: Sequence[int]) -> int:
+    def _most_drafts(self, lengths: Sequence[int]) -> float:
         """The most drafts that fit into a pass. A pass has the same width for all rows, so the longest row decides."""
-        return MAX_ASSISTANT_TOKENS if self.max_positions is None else self.max_positions - max(lengths)
+        return math.inf if self.max_positions is None else self.max_positions - max(lengths)
 
     def _verify(
         self, transcript: Transcript, tokens: Tensor, proposal: DraftProposal, open_rows: Sequence[int]
@@ -131,7 +131,7 @@ class Decoder:
         # Copies between host and device come before the pass: after it they would wait for the accelerator.
         draft_lengths = torch.tensor(proposal.lengths, device=ids.device)
         scores_only = self.processors.scores_only
-        counts = [] if scores_only else _processed_counts(proposal, open_rows, transcript.eos_tokens)
+        counts = [] if scores_only else self._processed_counts(transcript, proposal, open_rows)
         logits = self.target.forward(tokens, lookahead + 1)
         recorded = {"logits": logits} if transcript.keeps_logits else {}
         # Custom processors may write to the scores in place, so they get a copy.
@@ -150,13 +150,16 @@ class Decoder:
         verified = self.rule(scores, proposal.tokens, draft_lengths, proposal.probs, uniforms)
         return verified, recorded
 
+    def _processed_counts(self, transcript: Transcript, proposal: DraftProposal, open_rows: Sequence[int]) -> list[int]:
+        """The number of positions per row that are processed: those whose text plain `generate` could reach.
 
-def _processed_counts(proposal: DraftProposal, open_rows: Sequence[int], eos_tokens: frozenset[int]) -> list[int]:
-    """The number of positions per row that are processed: none after a drafted EOS, as in plain `generate`."""
-    counts = [0] * len(proposal.lengths)
-    drafts = proposal.tokens.tolist()
-    for row in open_rows:
-        drafted = proposal.lengths[row]
-        ends = drafted > 0 and drafts[row][drafted - 1] in eos_tokens
-        counts[row] = drafted if ends else drafted + 1
-    return counts
+        None lies behind a drafted EOS or a draft that a `prefix_allowed_tokens_fn` forbids, which is rejected.
+        """
+        counts = [0] * len(proposal.lengths)
+        drafts = proposal.tokens.tolist()
+        for row in open_rows:
+            drafted = drafts[row][: proposal.lengths[row]]
+            text = transcript.ids[row, : transcript.lengths[row]]
+            ends = bool(drafted) and drafted[-1] in transcript.eos_tokens
+            counts[row] = min(len(drafted) + 1 - ends, self.processors.allowed(row, text, drafted) + 1)
+        return counts

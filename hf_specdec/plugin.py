@@ -8,6 +8,7 @@ modified. Classes that override `generate` reach the wrapper through `super().ge
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,7 +25,13 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_specdec.checks import check_cache_implementation, check_is_model, check_synced_gpus, check_versions
+from hf_specdec.checks import (
+    check_cache_implementation,
+    check_is_model,
+    check_synced_gpus,
+    check_token_healing,
+    check_versions,
+)
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
 from hf_specdec.models.cache_names import OUTDATED_NAMES
@@ -53,6 +60,11 @@ class Enabled:
         """Whether this applies to calls of `model`."""
         return self._model is None or self._model() is model
 
+    @property
+    def alive(self) -> bool:
+        """Whether there is a call that this could apply to."""
+        return self._model is None or self._model() is not None
+
     def is_for(self, model: object | None) -> bool:
         """Whether this was enabled for exactly `model`, where None means every model."""
         return self._model is None if model is None else self._model is not None and self._model() is model
@@ -67,6 +79,7 @@ class Enabled:
 
 
 _stack: list[Enabled] = []
+_changing = threading.RLock()  # `_stack` and what is installed change together
 # The installed wrapper and the function it replaced: transformers' `generate`, or another package's wrapper.
 _installed: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
 
@@ -104,12 +117,13 @@ def enable(
         SpeculationConfig(generation_strategy, **settings)
     given = {"assistant_model": assistant_model, "generation_strategy": generation_strategy, **settings}
     enabled = Enabled(wrapped_model(model), {key: value for key, value in given.items() if value is not _UNSET})
-    _stack.append(enabled)
-    if not _installed:
-        wrapper = _wrap(GenerationMixin.generate)
-        _installed.append((wrapper, GenerationMixin.generate))
-        GenerationMixin.generate = wrapper
-        GenerationMixin.init_continuous_batching = _without_speculation(GenerationMixin.init_continuous_batching)
+    with _changing:
+        _stack.append(enabled)
+        if not _installed:
+            wrapper = _wrap(GenerationMixin.generate)
+            _installed.append((wrapper, GenerationMixin.generate))
+            GenerationMixin.generate = wrapper
+            GenerationMixin.init_continuous_batching = _without_speculation(GenerationMixin.init_continuous_batching)
     return enabled
 
 
@@ -119,26 +133,26 @@ def disable(model: PreTrainedModel | None = None) -> None:
     Also frees what compiled and captured rounds keep between calls, see `release`.
     """
     release(None if model is None else wrapped_model(model))
-    for enabled in reversed(_stack):
-        if model is None or enabled.is_for(wrapped_model(model)):
-            _remove(enabled)
-            return
+    with _changing:
+        latest = (one for one in reversed(_stack) if one.alive)
+        _remove(next((one for one in latest if model is None or one.is_for(wrapped_model(model))), None))
 
 
-def _remove(enabled: Enabled) -> None:
-    if enabled in _stack:
-        _stack.remove(enabled)
-    if not _stack and _installed:
-        wrapper, replaced = _installed.pop()
-        if GenerationMixin.generate is wrapper:
-            GenerationMixin.generate = replaced
-        del GenerationMixin.init_continuous_batching  # it was inherited
+def _remove(enabled: Enabled | None) -> None:
+    """Undo an `enable`, and those of models that are gone."""
+    with _changing:
+        _stack[:] = [other for other in _stack if other is not enabled and other.alive]
+        if not _stack and _installed:
+            wrapper, replaced = _installed.pop()
+            if GenerationMixin.generate is wrapper:
+                GenerationMixin.generate = replaced
+            del GenerationMixin.init_continuous_batching  # it was inherited
 
 
 def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(replaced)
     def _generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        in_force = [enabled for enabled in _stack if enabled.covers(self)]
+        in_force = [enabled for enabled in tuple(_stack) if enabled.covers(self)]
         if not in_force:
             return replaced(self, *args, **kwargs)
         call = {**dict(zip(_parameters, args, strict=False)), **kwargs}
@@ -168,7 +182,7 @@ def _without_speculation(replaced: Callable[..., Any]) -> Callable[..., Any]:
     def _init(
         self: PreTrainedModel, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        in_force = [enabled for enabled in _stack if enabled.covers(self)]
+        in_force = [enabled for enabled in tuple(_stack) if enabled.covers(self)]
         strategy = _settings(self, {"generation_config": generation_config}, in_force).get("generation_strategy")
         if strategy is not None:
             raise ValueError(
@@ -187,6 +201,7 @@ def _speculative_call(
     for name in ARGUMENTS:
         call.pop(name, None)
     check_synced_gpus(call.get("synced_gpus"))
+    check_token_healing(_configured(model, call, "token_healing"))
     check_cache_implementation(model, _configured(model, call, "cache_implementation"))
     draft = settings.pop("assistant_model", None)
     tokenizer = call.pop("tokenizer", None)

@@ -219,11 +219,12 @@ class ModelDrafter(BaseDrafter):
         else:
             counts = [int(row in open_rows) for row in range(len(lengths))]
             scores = self.processors(ids, lengths, counts, scores.unsqueeze(1)).squeeze(1)
+        if self.processors.can_exclude_all:
             excluded = scores.amax(dim=-1) == -torch.inf
             scores = scores.masked_fill(excluded.unsqueeze(1), 0.0)
         probs = sampling.probabilities(scores) if needs_probs else scores
         choice = probs.argmax(dim=-1) if uniforms is None else sampling.draw(probs, uniforms)
-        return probs, choice if scores_only else choice.masked_fill(excluded, EXCLUDED)
+        return probs, choice.masked_fill(excluded, EXCLUDED) if self.processors.can_exclude_all else choice
 
 
 def align_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:

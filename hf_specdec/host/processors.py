@@ -48,12 +48,15 @@ class HostProcessors:
 
     Attributes:
         scores_only: whether all of them are transformers' own and only read the scores.
+        can_exclude_all: whether they can leave no token of a draft whose head is trimmed.
     """
 
     def __init__(self, processors: LogitsProcessorList, pad_token: int = 0) -> None:
         self.processors = processors
         self.pad_token = pad_token
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in processors)
+        suppresses = any(isinstance(processor, host.SuppressTokensLogitsProcessor) for processor in processors)
+        self.can_exclude_all = suppresses or not self.scores_only
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0

@@ -44,11 +44,12 @@ class Transcript:
         keep_logits: bool = False,
     ) -> None:
         self.batch_size, self.prompt_length = input_ids.shape
-        self.max_length = criteria.max_length
-        if self.max_length is None:
+        limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+        if not limits:
             raise ValueError(
                 "max_length=None: speculation needs a maximum length, so pass max_new_tokens or max_length."
             )
+        self.max_length = min(limits)
         self.eos_tokens = frozenset(t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.tolist())
         self._pads_ends = any(hasattr(c, "eos_token_id") for c in criteria)
         self._other_criteria = StoppingCriteriaList(

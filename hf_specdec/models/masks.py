@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = ("eager", "sdpa")
-# The widest pass that a table of masks is kept for; only prompts and drafts that catch up are wider.
+# The widest pass that is recorded, or has its masks in a table. Only prompts and drafts that catch up are wider.
 MAX_MASKED_TOKENS = 32
 # Memory-efficient attention on CUDA loads this many numbers of a mask at a time. torch looks at the strides only.
 ALIGNMENT = 8
@@ -83,14 +83,19 @@ class CausalMasks:
 
     def of_last(self, width: int, slots: int) -> Tensor:
         """`[1, 1, width, slots]`: queries in the last `width` of `slots` slots."""
+        if width > MAX_MASKED_TOKENS:
+            return self._table(width, slots)
         if width not in self._tables:
-            ends = torch.arange(self._capacity, self._capacity + width, device=self._device).unsqueeze(0)
-            visible = torch.ones(1, self._capacity + width, dtype=torch.bool, device=self._device)
-            self._tables[width] = attention_mask(ends, visible, self._window, self._dtype)
+            self._tables[width] = self._table(width, self._capacity + width)
         mask = self._tables[width][..., -slots:]
         if self._device.type != "cpu" and mask.storage_offset() % ALIGNMENT:
             mask = mask.clone(memory_format=torch.contiguous_format)
         return mask
+
+    def _table(self, width: int, slots: int) -> Tensor:
+        ends = torch.arange(slots - width, slots, device=self._device).unsqueeze(0)
+        visible = torch.ones(1, slots, dtype=torch.bool, device=self._device)
+        return attention_mask(ends, visible, self._window, self._dtype)
 
 
 class SlotMasks:

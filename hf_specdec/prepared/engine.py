@@ -100,7 +100,7 @@ class Engine:
         # On an accelerator the check would wait for the device.
         self.looks = plan.stop.reads_probabilities and device.type == "cpu"
         self.state = torch.zeros(rows, 4, dtype=torch.long, device=device)
-        self.uniforms = torch.zeros(rows, 2 * plan.lookahead + 1, device=device)
+        self.uniforms = torch.zeros(rows, 2 * plan.lookahead + 1, device=device, dtype=torch.float32)
         self.tails: list[list[int]] = []
         self.failed = False
         self.steps: dict[int, Steps] = {}
@@ -130,6 +130,10 @@ class Engine:
             self.compile = False
         else:
             self.failed = True
+        self.discard_steps()
+
+    def discard_steps(self) -> None:
+        """Give back what was prepared; a later round prepares it anew."""
         self.steps.clear()
         self._tokens = None
 
@@ -203,13 +207,14 @@ class Engine:
             slots = first_slots(self.state)
             with kernels_as_compiled(self.state.device, compile=self.compile):
                 next_slots = step(*slots, *draws)[0]  # allocates the cache
-            self._tokens = step, step
-            if self.compile:
-                first = CompiledStep(step, self.state.device, "first draft step of a round")
-                later = CompiledStep(step, self.state.device, "draft step")
-                first.compile(*slots, *draws)
-                later.compile(*next_slots, *draws)
-                self._tokens = first, later
+            if not self.compile:
+                self._tokens = step, step
+                return self._tokens
+            first = CompiledStep(step, self.state.device, "first draft step of a round")
+            later = CompiledStep(step, self.state.device, "draft step")
+            first.compile(*slots, *draws)
+            later.compile(*next_slots, *draws)
+            self._tokens = first, later
         return self._tokens
 
     def run_draft(self, lengths: Sequence[int], limits: Sequence[int], lookahead: int) -> tuple[Drafts, int]:
@@ -286,7 +291,8 @@ def _draft(tokens: tuple[DraftToken, DraftToken], plan: Plan, state: Tensor, uni
 
 def _blank_drafts(plan: Plan, rows: int, device: torch.device) -> Drafts:
     token = torch.zeros(rows, 1, dtype=torch.long, device=device)
-    probs = torch.full((rows, plan.vocabulary), 1.0 / max(plan.vocabulary, 1), device=device)
+    share = 1.0 / max(plan.vocabulary, 1)
+    probs = torch.full((rows, plan.vocabulary), share, device=device, dtype=torch.float32)
     never = torch.zeros(rows, dtype=torch.bool, device=device)
     before, after = plan.stop.before_append(probs), plan.stop.after_append(probs)
     count = plan.lookahead

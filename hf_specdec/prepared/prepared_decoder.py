@@ -121,6 +121,7 @@ class PreparedDecoder(Decoder):
             self.engine.prepare(lookahead)
         except BaseException:
             settle()
+            self.engine.discard_steps()  # an interrupted call leaves some of them unfinished
             raise
 
     def _give_up(self, error: Exception) -> None:

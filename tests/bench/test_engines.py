@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny_pair import CONTEXT, save_pair
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from hf_specdec.bench.figures import bandwidth, passes
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
@@ -194,6 +195,16 @@ def test_bytes_that_a_step_reads(pair: LoadedPair) -> None:
     assert bandwidth.read_rate(torch.device("cpu"), 2**16) > 0
 
 
+def test_bytes_of_tables_and_experts() -> None:
+    """Of positions a step reads a row, of a tied table all; which experts it reads depends on the text."""
+    tied = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=64, n_embd=16, n_layer=1, n_head=2))
+    table = tied.transformer.wpe.weight
+    assert bandwidth.weight_bytes(tied) == sum(p.nbytes for p in tied.parameters()) - table.nbytes
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    experts = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    assert bandwidth.weight_bytes(experts) is None
+
+
 def test_prepared_steps_are_timed_for_their_own_batch_size(
     settings: Settings, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +222,8 @@ def test_prepared_steps_are_timed_for_their_own_batch_size(
         calls = [timed_call(pair, method, prompts, asked) for method in methods]
         times = bare.sample("compiled", prompts)
         assert bare.sample("compiled", prompts[:1]) is None
+        longer = BarePasses(pair, 150, [1, 3])
+        assert longer.sample("compiled", prompts) is None, "another size of the caches"
     assert len(calls) == 4 and all(call.tokens == calls[0].tokens for call in calls)
     assert times is not None
     # Those of auto are 1, at first, and then 0 and 4.

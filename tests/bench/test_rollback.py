@@ -15,6 +15,7 @@ from hf_specdec.bench.running import rollback_passes, warming
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage.results import load
 from hf_specdec.bench.tasks import rollback
+from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.recurrences import Recorder
 
 HYBRID = "synthetic:tiny-falcon-h1:draft=64x1"
@@ -76,6 +77,30 @@ def test_replay_comes_to_the_state_that_was_picked(pair: LoadedPair, stays: int,
     for name, equal in (("replayed", True), ("a token more", False)):
         for replayed, picked in zip(states[name], (kept[stays - 1] for kept in steps.states), strict=True):
             assert torch.allclose(replayed, picked, atol=1e-5) is equal
+
+
+def test_passes_over_several_tokens_read_texts_of_one_length(pair: LoadedPair, monkeypatch) -> None:
+    lengths: list[int] = []
+    forward = pair.target.forward
+
+    def listed(*ids: torch.Tensor, **call: Any) -> Any:
+        out = forward(*ids, **call)
+        lengths.append(next(layer for layer in call[CACHE_NAME].layers if hasattr(layer, "keys")).keys.shape[-2])
+        return out
+
+    def timed(loaded: LoadedPair, step: Any) -> tuple[Any, float]:
+        pair.target.forward = listed
+        try:
+            return step(), 1.0
+        finally:
+            del pair.target.forward
+
+    monkeypatch.setattr(rollback_passes, "timed", timed)
+    rollback_passes.rollback_times(pair, tuple(range(3, 15)), 3, repeats=3)
+    rounds = [lengths[start : start + 4] for start in range(0, len(lengths), 4)]
+    single, verification, _, checkpoint = zip(*rounds, strict=True)
+    read = 12 + 4  # the prompt, and the pass that replay repeats
+    assert (set(single), set(verification), set(checkpoint)) == ({read + 1}, {read + 4}, {read + 3 + 4})
 
 
 def test_each_way_is_predicted_from_its_own_passes(pair: LoadedPair, monkeypatch) -> None:

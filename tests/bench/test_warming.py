@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.made_up_results import plain_call
+from helpers.made_up_results import method, plain_call, result_of
 
+from hf_specdec.bench.figures import speed
 from hf_specdec.bench.inputs.prompts import Prompt, benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.running import warming
@@ -73,6 +75,18 @@ def test_calls_in_which_something_was_prepared_are_made_again(clock: SimpleNames
     clock.prepared = iter([1] * 9)
     call = warming.warm_call(SimpleNamespace(), plain(), PROMPTS, Settings())  # type: ignore[arg-type]
     assert call.again == warming.MOST_AGAIN
+
+
+def test_what_such_calls_took_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is time to prepare, though it came after the warm-up."""
+    seconds, made = iter([5.0, 3.0, 1.0]), iter([0, 1, 1, 2, 2, 2])
+    monkeypatch.setattr(warming, "timed_call", lambda *args, **place: replace(plain_call(), seconds=next(seconds)))
+    monkeypatch.setattr(warming, "prepared_so_far", lambda pair: next(made))
+    call = warming.warm_call(SimpleNamespace(), plain(), PROMPTS, Settings())  # type: ignore[arg-type]
+    assert (call.seconds, call.again, call.preparing) == (1.0, 2, 4.0 + 2.0)
+    cold = [{"method": "plain", "batch": 1, "length": 3, "seconds": [9.0, 1.0]}]
+    methods = [method("plain")]
+    assert speed.cold_seconds(result_of([call], methods, cold=cold), "plain", 1) == pytest.approx(8.0 + 6.0)
 
 
 def test_recordings_are_counted(saved_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import PAD, llama, noisy, prompts, resized, t5
+from helpers.models import PAD, encoder_prompts, llama, noisy, prompts, resized, t5
 from helpers.word_tokenizer import word_tokenizer
 from torch import Tensor
 from transformers import (
@@ -184,3 +184,35 @@ def test_different_tokenizers_leave_the_draft_as_it_was(strangers, sampling: boo
     assert stats is not None and stats.accepted > 0
     if not sampling:
         assert torch.equal(output, target.generate(**call))
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_constraint_is_not_asked_about_a_translated_draft_that_it_forbids(do_sample: bool, enabled) -> None:
+    target, draft = llama(), noisy(llama(), 0.02)
+    inputs = prompts(1)
+    length = inputs["input_ids"].shape[1]
+
+    def allowed(row: int, text: Tensor) -> list[int]:
+        assert all(token % 2 == 0 for token in text[length:].tolist()), "asked about a text that it forbids"
+        return list(range(2, 64, 2))
+
+    call = {"max_new_tokens": 20, "do_sample": do_sample, "eos_token_id": None, "prefix_allowed_tokens_fn": allowed}
+    tokenizers = {"tokenizer": word_tokenizer(64), "assistant_tokenizer": word_tokenizer(64, -1)}
+    out = target.generate(
+        **inputs, **call, **tokenizers, assistant_model=draft, generation_strategy="speculative",
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert out.speculation.accepted < out.speculation.drafted, "some of the drafts are forbidden"
+    assert all(token % 2 == 0 for token in out.sequences[0, length:].tolist())
+    if not do_sample:
+        assert torch.equal(out.sequences, target.generate(**inputs, **call))
+
+
+@pytest.mark.parametrize("lookahead", [16, 24])
+def test_drafts_are_as_long_as_asked_for_where_positions_are_unlimited(lookahead: int, enabled) -> None:
+    target = t5()
+    call = {**encoder_prompts(1), "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    settings = {"generation_strategy": "speculative", "num_assistant_tokens": lookahead}
+    out = target.generate(**call, assistant_model=target, **settings, return_dict_in_generate=True)
+    assert max(max(drafts.drafted) for drafts in out.speculation.rounds) == lookahead
+    assert torch.equal(out.sequences, target.generate(**call))

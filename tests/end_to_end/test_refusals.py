@@ -168,6 +168,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         for name in ("lookup", "hybrid")
     ),
     ({"num_beams": 3}, ["num_beams=3", "num_beams=1"]),
+    ({"token_healing": True}, ["token_healing=True", "model.heal_tokens(input_ids, tokenizer)"]),
     ({"inputs_embeds": torch.zeros(1, 4, 32, dtype=torch.float64)}, ["inputs_embeds", "input_ids"]),
     ({"guidance_scale": 1.5}, ["guidance_scale=1.5", "leave it out"]),
     (

@@ -11,6 +11,7 @@ from helpers.streamer import Streamer
 from helpers.word_tokenizer import word_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria
 
 import hf_specdec
 from hf_specdec.host.processors import HostProcessors
@@ -334,3 +335,10 @@ def test_processors_of_the_caller_s_own_may_take_gradients() -> None:
     plain = target.generate(**prompts(2), **call)
     decoding = hf_specdec.SpeculativeDecoding(noisy(target))
     assert torch.equal(target.generate(**prompts(2), **call, custom_generate=decoding), plain)
+
+
+def test_the_shortest_of_several_maximum_lengths_counts(pair) -> None:
+    for lengths in ((20, 15), (15, 20)):
+        criteria = StoppingCriteriaList(MaxLengthCriteria(length) for length in lengths)
+        expected, output = both(pair, "speculative", **prompts(3), stopping_criteria=criteria)
+        assert torch.equal(output, expected) and output.shape[1] == 15

@@ -42,6 +42,16 @@ def test_tables_are_small_however_many_tokens_a_draft_has_left_aside(monkeypatch
     assert widths == [3, 2]
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_wide_masks_are_not_kept(window: int | None) -> None:
+    table = CausalMasks(2000, window, torch.float32, torch.device("cpu"))
+    for width in (40, 100, 3):
+        slots, visible = torch.arange(300 - width, 300).unsqueeze(0), torch.ones(1, 300, dtype=torch.bool)
+        wanted = attention_mask(slots, visible, window, torch.float32)
+        assert torch.equal(table.of_last(width, 300), wanted)
+    assert set(table._tables) == {3}
+
+
 @pytest.mark.parametrize("capacity", [59, 60, 64])
 def test_masks_of_accelerators_begin_where_memory_efficient_attention_can_load_them(capacity: int) -> None:
     """`meta` stands in for CUDA."""

@@ -170,6 +170,19 @@ def test_a_constraint_that_allows_no_listed_token_ends_the_draft(rows: int, do_s
         assert torch.equal(out.sequences, target.generate(**call))
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_nothing_is_drafted_where_every_listed_token_is_suppressed(rows: int, do_sample: bool, enabled) -> None:
+    target, draft = pair("llama")
+    call = {**prompts(rows), **GREEDY, "do_sample": do_sample, "suppress_tokens": [5, 6, 7]}
+    with hf_specdec.trim_draft_head(draft, [5, 6, 7]):
+        settings = {"assistant_model": draft, "generation_strategy": "speculative", "return_dict_in_generate": True}
+        out = target.generate(**call, **settings)
+    assert out.speculation.drafted == 0
+    if not do_sample:
+        assert torch.equal(out.sequences, target.generate(**call))
+
+
 def test_automatic_lengths_don_t_go_by_what_the_whole_head_measured(monkeypatch: pytest.MonkeyPatch, enabled) -> None:
     situations = []
     history = drafter_choice.length_history

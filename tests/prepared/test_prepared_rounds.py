@@ -15,6 +15,7 @@ from helpers.families import EAGER, ROWS_FAMILIES, pair, prompts
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.pairwise import pairwise
 
+import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS
 from hf_specdec.prepared import compiled_step, cuda_graphs, engine
@@ -127,6 +128,7 @@ VARIANTS = [
 def test_auto_gives_plain_tokens_in_prepared_rounds(batch_size: int, fast_rounds, monkeypatch) -> None:
     """By the lengths that it finds itself; what would be compiled runs as it is."""
     monkeypatch.setattr(compiled_step, "supported", lambda: False)
+    monkeypatch.setattr(compiled_step, "_compiled", lambda step, *about: step)
     monkeypatch.setattr(cuda_graphs, "prepare", lambda step, *about, **how: step)
     target, draft = pair("llama")
     settings = {**GREEDY, "assistant_model": draft, "num_assistant_tokens": "auto", "compile": True}
@@ -239,3 +241,21 @@ def test_only_what_is_unread_is_caught_up_with(fast_rounds, monkeypatch) -> None
         (1, True), (4, False), (4, False), (0, False), (2, True), (0, False), (0, False), (2, True),
     ]  # fmt: skip
     assert all(r.catch_up_seconds <= r.draft_seconds for r in out.speculation.rounds)
+
+
+@pytest.mark.parametrize("drafter", ["model", "none"])
+def test_sampled_texts_do_not_depend_on_the_default_dtype(drafter: str, fast_rounds) -> None:
+    """In bfloat16 there are 256 uniform numbers: the rarest tokens would never be drawn."""
+    target, draft = pair("llama")
+    settings = {"do_sample": True, "max_new_tokens": 24, "eos_token_id": None, "cache_implementation": "static"}
+    texts = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            torch.manual_seed(3)
+            texts.append(target.generate(**prompts(4), **settings, assistant_model=draft, drafter=drafter))
+            assert fast_rounds[-1].engine.uniforms.dtype == torch.float32
+        finally:
+            torch.set_default_dtype(torch.float32)
+            hf_specdec.release()
+    assert torch.equal(*texts)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.auto_lengths import choose_in_turn
 from helpers.families import FAMILIES, ROWS_FAMILIES, pair, prompts
+from helpers.interpreted_steps import interpret_compiled_steps
 from torch._dynamo.utils import counters
 
 import hf_specdec
@@ -246,6 +247,31 @@ def test_what_goes_wrong_beside_inductors_thread_waits_for_it(error: type, fast_
             warnings.simplefilter("error" if error is NameError else "ignore")
             assert torch.equal(target.generate(**prompts(3), **settings), plain)
     assert done[:3] == ["tried", "settled", "tried"] if error is NameError else done == ["tried", "settled"]
+
+
+@pytest.mark.parametrize("error", [NameError, KeyboardInterrupt])
+def test_a_draft_whose_compiling_was_interrupted_is_compiled_by_the_next_call(error: type, monkeypatch) -> None:
+    interpret_compiled_steps(monkeypatch)
+    compiled, interrupted = [], []
+    code = compiled_step._compiled
+
+    def once(step, args, device, name):
+        if not interrupted:
+            interrupted.append(name)
+            raise error("in the middle")
+        compiled.append(name)
+        return code(step, args, device, name)
+
+    monkeypatch.setattr(compiled_step, "_compiled", once)
+    target, draft = pair("llama")
+    settings = {**GREEDY, "assistant_model": draft, "compile": True, "num_assistant_tokens": 3}
+    plain = target.generate(**prompts(3), **GREEDY)
+    with hf_specdec.enable(target, generation_strategy="speculative"):
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                target.generate(**prompts(3), **settings)
+        assert torch.equal(target.generate(**prompts(3), **settings), plain)
+    assert interrupted == compiled[:1] and compiled[1:] == ["draft step", "verification of 3 tokens"]
 
 
 @pytest.mark.compiles

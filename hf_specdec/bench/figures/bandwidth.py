@@ -32,12 +32,17 @@ def describe(pair: LoadedPair, context: int) -> dict[str, Any]:
     }
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that every step reads: all, without an untied input embedding, of which it reads one row."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    unread = 0 if tied else stored_bytes(embedding.weight)
-    return sum(map(stored_bytes, model.parameters())) - unread
+def weight_bytes(model: PreTrainedModel) -> int | None:
+    """Bytes of the weights that every step reads; None for mixtures of experts, whose text chooses what is read.
+
+    Of tables of tokens and positions a step reads a row, unless the output head is such a table.
+    """
+    if any(name.endswith(".experts") for name, _ in model.named_modules()):
+        return None
+    head = model.get_output_embeddings()
+    tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    unread = {id(table) for table in tables if head is None or table is not head.weight}
+    return sum(stored_bytes(weight) for weight in model.parameters() if id(weight) not in unread)
 
 
 def stored_bytes(weight: Tensor) -> int:
@@ -90,7 +95,7 @@ def share(result: Result, method: str) -> float | None:
         if part is not None and rate is not None:
             seconds, tokens = part
             decoded, given = decoded + tokens, given + seconds * rate
-    if memory["cache_bytes"] is None or not given:
+    if memory["weight_bytes"] is None or memory["cache_bytes"] is None or not given:
         return None
     return float(decoded * (memory["weight_bytes"] + memory["cache_bytes"]) / given)
 

@@ -179,7 +179,8 @@ def fastest_of(
 def cold_seconds(result: Result, method: str, batch: int) -> float | None:
     """Seconds that a method's warm-up calls took beyond as many warm calls; None without warm-up calls.
 
-    The time of recording, compiling and capturing, at the first prompt length that was warmed up. Methods on an
+    The time of recording, compiling and capturing, at the first prompt length that was warmed up, with that of later
+    calls, such as those in which `"auto"` chose a length for the first time. Methods on an
     engine of ours share what is prepared, so that of the ones before at this batch size is included: an upper bound of
     what the method takes alone.
     """
@@ -198,7 +199,8 @@ def _own_cold_seconds(result: Result, method: str, batch: int) -> float | None:
         return None
     seconds = records[0]["seconds"]
     warm = seconds[-1]
-    return max(0.0, float(sum(seconds) - warm * len(seconds)))
+    later = sum(call.preparing for call in calls_of(result, method, batch=batch))
+    return max(0.0, float(sum(seconds) - warm * len(seconds))) + later
 
 
 def loading_seconds(result: Result, method: MethodDict) -> float:

@@ -24,6 +24,7 @@ from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.traits import pass_mode
 from hf_specdec.prepared import engine_store
+from hf_specdec.prepared.engine import Engine, prepared_capacity
 from hf_specdec.prepared.engine_store import kept_engines
 
 # {"draft": {draft steps in a row: [seconds a step]}, "target": {tokens of a pass: [seconds]}}
@@ -51,7 +52,8 @@ class BarePasses:
     """
 
     def __init__(self, pair: LoadedPair, new_tokens: int, widths: Sequence[int]) -> None:
-        self.pair, self.behind, self.widths = pair, max(1, new_tokens // 2), sorted(widths)
+        self.pair, self.new_tokens, self.widths = pair, new_tokens, sorted(widths)
+        self.behind = max(1, new_tokens // 2)
         self._steps: dict[tuple[str, int, int], dict[str, Step]] = {}
 
     def sample(self, engine: str, prompts: Sequence[Prompt]) -> Times | None:
@@ -64,7 +66,7 @@ class BarePasses:
         if engine not in _ENGINES:
             return None
         if engine not in (GENERATE, "eager"):
-            prepared = _prepared_times(self.pair, engine == "compiled", len(prompts))
+            prepared = _prepared_times(self.pair, self._engines(engine == "compiled", prompts))
             if prepared is not None or engine == "compiled":
                 return prepared
         length = min(len(prompt.token_ids) for prompt in prompts)
@@ -81,6 +83,18 @@ class BarePasses:
                 for _ in range(_WARM_UP if recorded or engine == GENERATE else _WARM_UP_RECORDING):
                     self._round_of_each_width(self._steps[place])
             return self._round_of_each_width(self._steps[place])
+
+    def _engines(self, compile: bool, prompts: Sequence[Prompt]) -> list[Engine]:
+        """Those that served these prompts: others, of longer or shorter texts, read caches of other sizes."""
+        longest = max(len(prompt.token_ids) for prompt in prompts) + self.new_tokens
+        sizes = {prepared_capacity(longest + spare) for spare in (1, self.widths[-1] + 1)}
+        return [
+            engine
+            for engine in kept_engines(self.pair.target, compile=compile)
+            if len(engine.state) == len(prompts)
+            and engine.target.cache.capacity in sizes
+            and (engine.draft is None or engine.draft.held() is self.pair.draft)
+        ]
 
     def _round_of_each_width(self, steps: Mapping[str, Step]) -> Times:
         times: Times = {"draft": {"1": []}, "target": {}}
@@ -193,12 +207,10 @@ def keeping_engines(count: int, device: torch.device) -> Iterator[None]:
         engine_store.KEPT_ENGINES, engine_store.KEPT_BYTES = saved
 
 
-def _prepared_times(pair: LoadedPair, compile: bool, rows: int) -> Times | None:
-    """Of the prepared steps that serve so many rows, in the order of a round; None where there are none."""
+def _prepared_times(pair: LoadedPair, engines: Sequence[Engine]) -> Times | None:
+    """Of the prepared steps of engines, in the order of a round; None where there are none."""
     times: Times = {"draft": {}, "target": {}}
-    for engine in kept_engines(pair.target, compile=compile):
-        if len(engine.state) != rows or (engine.draft is not None and engine.draft.held() is not pair.draft):
-            continue
+    for engine in engines:
         for lookahead, steps in engine.steps.items():
             drafting, *longer = engine.lengths(lookahead)
             with torch.no_grad():

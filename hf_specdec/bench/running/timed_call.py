@@ -37,6 +37,7 @@ class Call:
         spent: seconds of the rounds after the first; None where the method doesn't tell.
         texts: the rows' tokens as text, where a task reads them.
         again: calls before this one that were thrown away, since passes were recorded or compiled in them.
+        preparing: seconds that those calls took beyond as many like this one.
     """
 
     method: str
@@ -50,6 +51,7 @@ class Call:
     spent: Spent | None = None
     texts: list[str] | None = None
     again: int = 0
+    preparing: float = 0.0
 
     @property
     def batch(self) -> int:

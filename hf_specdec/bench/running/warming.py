@@ -69,13 +69,14 @@ def warm_up(
 
 def warm_call(pair: LoadedPair, method: Method, prompts: Sequence[Prompt], settings: Settings, **place: Any) -> Call:
     """`timed_call` in which nothing was recorded or compiled: a call in which something was is made again."""
-    again = 0
+    thrown_away: list[float] = []
     while True:
         before = prepared_so_far(pair)
         call = timed_call(pair, method, prompts, settings, **place)
-        if prepared_so_far(pair) == before or again == MOST_AGAIN:
-            return replace(call, again=again)
-        again += 1
+        if prepared_so_far(pair) == before or len(thrown_away) == MOST_AGAIN:
+            more = max(0.0, sum(thrown_away) - call.seconds * len(thrown_away))
+            return replace(call, again=len(thrown_away), preparing=more)
+        thrown_away.append(call.seconds)
 
 
 def prepared_so_far(pair: LoadedPair) -> tuple[int, ...]:

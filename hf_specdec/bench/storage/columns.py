@@ -11,7 +11,7 @@ from hf_specdec.bench.running.round_records import Rounds, Spent
 from hf_specdec.bench.running.timed_call import Call
 
 _DIGITS = 5  # significant digits of times: what lies below is noise, and takes most of a file
-_PLAIN = ("method", "prompts", "repeat", "position", "seconds", "first_seconds", "again")
+_PLAIN = ("method", "prompts", "repeat", "position", "seconds", "first_seconds", "again", "preparing")
 _SPENT = ("draft", "verify", "whole")
 
 

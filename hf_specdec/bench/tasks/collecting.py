@@ -21,6 +21,7 @@ from hf_specdec.bench.running.methods import Method
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.replaced_tokens import replaced
 from hf_specdec.bench.running.timed_call import Call
+from hf_specdec.bench.running.turns import turn
 from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import results
@@ -108,9 +109,7 @@ class Collection:
     def _all_contenders(self, repeat: int, batch: Batch, position: int, bar: Any) -> None:
         made = [self._prompt(question, self._earlier(question, row)) for row, question in enumerate(batch)]
         prompts = [prompt for prompt, _ in made]
-        # The one that begins changes, so that none always follows the same other.
-        shift = (repeat + batch[0].index) % len(self.contenders)
-        for number, one in enumerate([*self.contenders[shift:], *self.contenders[:shift]]):
+        for number, one in enumerate(turn(self.contenders, repeat + batch[0].index)):
             if self.session.has_call(one.method.name, _indexes(batch), repeat):
                 continue
             place = {"repeat": repeat, "position": position + number}

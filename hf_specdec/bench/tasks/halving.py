@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_specdec.bench.figures.bootstrap import Ratio
+from hf_specdec.bench.running.turns import turn
 
 # Examples below which an interval is no reason to leave a candidate behind.
 ENOUGH_EXAMPLES = 10
@@ -108,13 +109,11 @@ def _measure_all(
     The first `LEAST_EXAMPLES` may take half of all the time that is left: one example says little.
     """
     latest = max(stop, (clock() + end) / 2)
-    turn, began = [baseline, *alive], example
+    names, began = [baseline, *alive], example
     while True:
         start, done = clock(), example - began
         limit = latest if done < LEAST_EXAMPLES else stop
-        # The one that begins changes, so that none always follows the same other.
-        shift = done % len(turn)
-        for name in [*turn[shift:], *turn[:shift]]:
+        for name in turn(names, done):
             measure(name, example)
             if clock() >= limit:
                 return example + 1

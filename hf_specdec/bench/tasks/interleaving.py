@@ -15,6 +15,7 @@ from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, wi
 from hf_specdec.bench.running.methods import Method
 from hf_specdec.bench.running.methods_by_task import engines_of
 from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.running.turns import turn
 from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import results
@@ -76,13 +77,13 @@ def _measure(
     pair, bare = pairs[0], [BarePasses(one, settings.max_new_tokens, widths_for(methods)) for one in pairs]
     warm: set[tuple[str, int]] = set()
     work = list(in_turn(methods, groups, settings.repeats))
-    bar = tqdm(total=sum(len(turn) for *_, turn in work), desc=settings.task, unit="run", file=sys.stderr)
+    bar = tqdm(total=sum(len(order) for *_, order in work), desc=settings.task, unit="run", file=sys.stderr)
     position = 0
     with bar, keeping_engines(len(methods), pair.target.device):
-        for group, repeat, batch, turn in work:
+        for group, repeat, batch, order in work:
             indexes = tuple(prompt.index for prompt in batch)
             size, length = len(batch), len(batch[0].token_ids)
-            for method in turn:
+            for method in order:
                 if not session.has_call(method.name, indexes, repeat):
                     if (method.name, group) not in warm:
                         warm.add((method.name, group))
@@ -95,7 +96,7 @@ def _measure(
                 position += 1
                 bar.update()
             # After the last method of each batch, so that bare passes meet the same state of the machine as calls do.
-            for engine, passes in product(engines_of(turn), bare):
+            for engine, passes in product(engines_of(order), bare):
                 draft = passes.pair.draft_name
                 if passes_key(engine, draft, indexes, repeat) in session.records:
                     continue
@@ -109,14 +110,13 @@ def _measure(
 def in_turn(
     methods: Sequence[Method], groups: Sequence[Sequence[Batch]], repeats: int
 ) -> Iterator[tuple[int, int, Batch, list[Method]]]:
-    """(group, repeat, batch, its methods): they take turns on each batch, and the one that begins changes.
+    """(group, repeat, batch, its methods): they take turns on each batch, each time in another order, see `turn`.
 
-    So drift of the machine hits all alike, and none always follows the same other. All repeats of one length and
-    batch size come before the next: only they are compared, and what an engine has compiled for them need not be
-    kept for long.
+    So drift of the machine hits all alike, and so does what the method before leaves in the processor's caches. All
+    repeats of one length and batch size come before the next: only they are compared, and what an engine has compiled
+    for them need not be kept for long.
     """
     for group, same in enumerate(groups):
         for repeat, (number, batch) in product(range(repeats), enumerate(same)):
             here = [method for method in methods if method.takes(len(batch))]
-            shift = (repeat + number) % len(here)
-            yield group, repeat, batch, [*here[shift:], *here[:shift]]
+            yield group, repeat, batch, turn(here, repeat * len(same) + number)

@@ -151,9 +151,10 @@ def _bandwidth_lines(result: Result) -> list[str]:
     """The share of the memory's bandwidth that plain decoding reaches; none if the CPU's caches may hold the model."""
     memory = result["memory"]
     on_cpu = result["models"]["target"]["device"].startswith("cpu")
-    if (on_cpu and memory["weight_bytes"] < bandwidth.BUFFER["cpu"]) or 1 not in batch_sizes(result):
+    weights = memory["weight_bytes"]
+    if weights is None or (on_cpu and weights < bandwidth.BUFFER["cpu"]) or 1 not in batch_sizes(result):
         return []
-    read = memory["weight_bytes"] + (memory["cache_bytes"] or 0)
+    read = weights + (memory["cache_bytes"] or 0)
     lines = [
         f"A step at batch size 1 reads {read / 1e9:.2f} GB (weights, and the cache of {memory['context']} tokens); the "
         f"device reads {_rates(result)}."
