@@ -54,14 +54,18 @@ DTYPE ?= bfloat16
 BATCHES ?= 1 64 16 4
 LIMIT ?= 475# seconds
 gpu-tables:
+	@$(PYTHON) -c "import torch; torch.cuda.is_available() or '$(SHAPE)'.startswith('tiny') or \
+		exit('No GPU was found. To try the command on a CPU: make gpu-tables SHAPE=tiny-llama DTYPE=float32')"
 	@end=$$(($$(date +%s) + $(LIMIT))); for batch in $(BATCHES); do \
 		left=$$((end - $$(date +%s))); folder=gpu-tables/$(SHAPE)-$(DTYPE)/batch-$$batch; \
 		if [ $$left -le 0 ] || [ -n "$$(ls $$folder/*.json.gz 2>/dev/null)" ]; then continue; fi; \
-		HF_HUB_OFFLINE=1 timeout -s INT -k 5 $$left $(PYTHON) scripts/assisted_generation.py --task engines \
+		HF_HUB_OFFLINE=1 timeout -s INT -k 30 $$left $(PYTHON) scripts/assisted_generation.py --task engines \
 			--model_name synthetic:$(SHAPE) --dtype $(DTYPE) --engines static compiled --num_assistant_tokens 4 auto \
 			--batch_size $$batch --limit $$batch --repeats 3 --max_new_tokens 64 --prompt_lengths 128 \
 			--output_dir $$folder; \
-	done; status=$$?; echo "Results are in gpu-tables/$(SHAPE)-$(DTYPE)/, a folder for each batch size."; exit $$status
+	done; \
+	for batch in $(BATCHES); do ls gpu-tables/$(SHAPE)-$(DTYPE)/batch-$$batch/*.md 2>/dev/null || \
+		echo "Batch size $$batch is not finished: the same command continues."; done
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .

@@ -131,6 +131,18 @@ def check_cache_implementation(model: PreTrainedModel, name: str | None) -> None
         )
 
 
+def check_is_loaded(model: Any) -> None:
+    """Refuse to enable a name or a class.
+
+    Raises:
+        ValueError: names the argument and its value, and says what to do instead.
+    """
+    if model is not None and not isinstance(model, Module):
+        raise ValueError(
+            f"model={model!r} is not a loaded model: pass one, or leave it out to enable speculation for all models."
+        )
+
+
 def check_is_model(draft: Any) -> None:
     """Refuse a draft that is not a loaded model with a language-modelling head.
 

@@ -185,6 +185,11 @@ def check_fields(settings: dict[str, Any]) -> None:
         ValueError: a name is unknown; the message lists the known ones.
     """
     for name in settings:
+        if name == "generation_strategy":
+            raise ValueError(
+                f"generation_strategy={settings[name]!r}: here it is called strategy, as in "
+                f"SpeculativeDecoding(draft, strategy={settings[name]!r})."
+            )
         if name not in FIELDS:
             raise ValueError(
                 f"{name}={settings[name]!r} is not a speculation setting: choose among {', '.join(FIELDS)}."

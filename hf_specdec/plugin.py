@@ -27,6 +27,7 @@ from transformers import (
 
 from hf_specdec.checks import (
     check_cache_implementation,
+    check_is_loaded,
     check_is_model,
     check_synced_gpus,
     check_token_healing,
@@ -108,6 +109,7 @@ def enable(
         ValueError: an unknown strategy or field, a value out of range, or an `assistant_model` that is not a model.
     """
     check_versions()
+    check_is_loaded(model)
     check_fields(settings)
     if assistant_model is not _UNSET and assistant_model is not None:
         check_is_model(assistant_model)
@@ -271,9 +273,8 @@ def _check_strategy_is_not_missing(model: PreTrainedModel, call: dict[str, Any])
     given = {name: call[name] for name in FIELDS if name in call}
     for name in _unused(model, {**given, "generation_config": call.get("generation_config")}) if given else ():
         raise ValueError(
-            f"{name}={call[name]!r} without a generation_strategy: add generation_strategy='speculative' or "
-            "'bild', "
-            f"or leave {name} out."
+            f"{name}={call[name]!r} without a generation_strategy: add generation_strategy='speculative', for "
+            f"example, or leave {name} out."
         )
 
 

@@ -43,6 +43,16 @@ _GRID = (
     "num_assistant_tokens", "fallback_threshold", "rollback_threshold", "lenience", "posterior_threshold",
     "assistant_ensemble_weight", "drafter", "verification", "entropy_threshold", "compile", "cache_implementation",
 )  # fmt: skip
+_DATA = ("subtasks", "sweep", "ablation", "tune", "align")
+# Arguments that only some tasks use.
+_ONLY_FOR: dict[str, tuple[str, ...]] = {
+    "prompts": ("decode",), "calls": ("growth",), "minutes": ("tune",), "max_quality_loss": ("tune",),
+    "draft_models": ("sweep", "tune"), "engines": ("engines", "growth", "tune"), "peak_memory": ("engines",),
+    "draft_vocabulary": ("benchmark",), "limit": ("benchmark", "engines", "rollback", *_DATA),
+    "dataset": _DATA, "dataset_path": _DATA, "split": _DATA,
+    "prompt_column": _DATA, "reference_column": _DATA, "prompt_template": _DATA,
+    **dict.fromkeys(("loss", "steps", "learning_rate", "top_k_targets", "lora_rank", "on_policy"), ("align",)),
+}  # fmt: skip
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -180,7 +190,7 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     add("--prompt_template", type=_template, default="{prompt}", metavar="TEXT", help=template)
     examples = (
         "examples per subtask (all; embedded: subtasks 50, sweep 5, with lossy strategies 50, ablation 3, align 125); "
-        "engines: prompts (8), at least a batch"
+        "benchmark and engines: prompts of each length (5 and 8), at least a batch"
     )
     add("--limit", type=_at_least(1), metavar="N", help=examples)
 
@@ -312,16 +322,13 @@ def _between(least: float, most: float | None) -> Callable[[str], float]:
 def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Settings`: fills in the task's defaults, warns of unused options, unpacks single values."""
     task = options["task"]
-    if options["assistant_model"] and not options["assisted_generation"] and task in ("benchmark", "decode"):
-        print(f"{parser.prog}: --assistant_model is not used without --assisted_generation", file=sys.stderr)
-    if options["prompts"] and task != "decode":
-        print(f"{parser.prog}: --prompt is only used by --task decode", file=sys.stderr)
-    if options["draft_models"] and task not in ("sweep", "tune"):
-        parser.error("argument --draft_models: is for --task sweep or tune; name one draft by --assistant_model")
-    if options["draft_vocabulary"] and not (task == "benchmark" and options["assisted_generation"]):
-        parser.error("argument --draft_vocabulary: is for --task benchmark --assisted_generation")
-    if options["peak_memory"] and task != "engines":
-        parser.error("argument --peak_memory: is for --task engines")
+    given = {name for name, value in options.items() if value != parser.get_default(name)}
+    for name in ("assistant_model", "generation_strategy", "draft_vocabulary"):
+        if name in given and not options["assisted_generation"] and task in ("benchmark", "decode"):
+            print(f"{parser.prog}: --{name} is not used without --assisted_generation", file=sys.stderr)
+    for name, tasks in _ONLY_FOR.items():
+        if name in given and task not in tasks:
+            parser.error(f"argument --{name.replace('prompts', 'prompt')}: is for --task {', '.join(tasks)}")
     options["engines"] = options["engines"] or [*(_ENGINES if task == "tune" else ("eager", "compiled"))]
     if task in ("growth", "tune") and (beyond := sorted(set(options["engines"]) & set(_LLAMA_CPP))):
         parser.error(f"argument --engines: {beyond[0]} is for --task engines")
@@ -360,10 +367,8 @@ def main(arguments: list[str] | None = None) -> int:
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
-        print(
-            f"{parser.prog}: error: {', '.join(missing)} {verb} not installed; pip install 'hf_specdec[bench]'",
-            file=sys.stderr,
-        )
+        advice = f"{', '.join(missing)} {verb} not installed; pip install 'hf_specdec[bench]'"
+        print(f"{parser.prog}: error: {advice}", file=sys.stderr)
         return 1
 
     # Imported only now, because it takes seconds: a mistyped argument is reported at once.
@@ -382,10 +387,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(
-            f"{parser.prog}: stopped before the end{_CONTINUE if options['task'] in _JOURNALED else ''}",
-            file=sys.stderr,
-        )
+        goes_on = _CONTINUE if options["task"] in _JOURNALED else ""
+        print(f"{parser.prog}: stopped before the end{goes_on}", file=sys.stderr)
         return 130
     return 0
 

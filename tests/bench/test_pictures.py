@@ -114,7 +114,7 @@ def test_the_waterfall_separates_the_engine_from_the_draft(results: dict[str, Re
     result = results["engines"]
     (axes,) = gains.waterfall(result, 1).axes
     names = [label.get_text().replace("\n", " ") for label in axes.get_xticklabels()]
-    assert names == ["plain generate()", "plain, recorded", "speculative, recorded", "plain, static cache",
+    assert names == ["plain generate()", "plain, eager", "speculative, eager", "plain, static cache",
                      "speculative, static cache"]  # fmt: skip
     best = speed.fastest(result, batch=1, kind="speculative", engine="eager")
     assert best is not None
@@ -126,7 +126,7 @@ def test_the_waterfall_separates_the_engine_from_the_draft(results: dict[str, Re
     assert heights[:4] == pytest.approx(rates)
     gain = speed.speedup(result, best["name"], "none eager", batch=1)
     assert gain is not None and f"{gain.value:.2f}" in axes.texts[2].get_text()
-    assert "over plain, recorded" in axes.texts[2].get_text()
+    assert "over plain, eager" in axes.texts[2].get_text()
 
 
 def test_findings_beneath_a_picture_follow_from_the_interval(results: dict[str, Result]) -> None:
@@ -281,20 +281,20 @@ def paying(results: dict[str, Result]) -> tuple[Result, list[dict[str, Any]]]:
 
 
 def test_costs_meet_where_a_method_pays(results: dict[str, Result]) -> None:
-    """Two seconds more than plain generate() for 0.2 less a token, and five more than recorded for 0.1 less."""
+    """Two seconds more than plain generate() for 0.2 less a token, and five more than eager for 0.1 less."""
     result, best = paying(results)
     figure = engines.time_until_it_pays(result, 1)
     (axes,) = figure.axes
     marks = [(*line.get_xdata(), *line.get_ydata()) for line in axes.lines if line.get_marker() == "o"]
     assert marks == [pytest.approx(item) for item in ((10, 4), (70 / 3, 28 / 3), (50, 12))]
     assert " ".join(figure.get_supxlabel().split()) == (
-        "Over plain generate(): recorded pays after 10 tokens, static cache pays after 23 tokens. "
-        "Over recorded: static cache pays after 50 tokens."
+        "Over plain generate(): eager pays after 10 tokens, static cache pays after 23 tokens. "
+        "Over eager: static cache pays after 50 tokens."
     )
     titles = [method["title"].rsplit(", ", 1)[0] for method in best]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert [label.split(":")[0] for label in labels] == [
-        "plain generate()", f"{titles[0]}, recorded", f"{titles[1]}, static cache",
+        "plain generate()", f"{titles[0]}, eager", f"{titles[1]}, static cache",
     ]  # fmt: skip
 
 
@@ -304,7 +304,7 @@ def test_engines_have_the_same_words_in_all_pictures(results: dict[str, Result])
     steps = {label.get_text().split("\n")[1] for label in axes.get_xticklabels()[1:]}
     for figure in (engines.time_until_it_pays(result, 1), engines.gain_by_batch(result)):
         labels = [text.get_text().split(":")[0].split(", ")[-1] for text in figure.axes[0].get_legend().get_texts()]
-        assert steps == {label for label in labels if label != "plain generate()"} == {"recorded", "static cache"}
+        assert steps == {label for label in labels if label != "plain generate()"} == {"eager", "static cache"}
 
 
 def test_a_crossing_beyond_the_picture_is_only_said(results: dict[str, Result]) -> None:
@@ -313,7 +313,7 @@ def test_a_crossing_beyond_the_picture_is_only_said(results: dict[str, Result]) 
     figure = engines.time_until_it_pays(result, 1)
     (axes,) = figure.axes
     assert not [line for line in axes.lines if line.get_marker() == "o"]
-    assert "recorded pays after 10,000,000 tokens" in figure.get_supxlabel()
+    assert "eager pays after 10,000,000 tokens" in figure.get_supxlabel()
 
 
 def once(result: Result) -> Result:

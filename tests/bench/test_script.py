@@ -71,6 +71,14 @@ def test_settings_of_ours_reach_the_run(script: ModuleType) -> None:
     assert engines.grid == {"num_assistant_tokens": (3, 5)} and engines.batch_sizes == (1, 4, 8)
 
 
+@pytest.mark.parametrize("option", ["--assistant_model draft", "--generation_strategy bild", "--draft_vocabulary 9"])
+def test_what_needs_a_draft_is_said(script: ModuleType, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for line, told in ((option, True), (f"{option} --assisted_generation", False)):
+        script.complete(script.build_parser(), parse(script, line))
+        words = f"{option.split()[0]} is not used without --assisted_generation"
+        assert (words in capsys.readouterr().err) == told
+
+
 def test_defaults_are_the_published_ones(script: ModuleType) -> None:
     options = script.complete(script.build_parser(), parse(script, ""))
     assert (options["task"], options["model_name"]) == ("benchmark", "target")
@@ -99,7 +107,10 @@ def test_defaults_are_the_published_ones(script: ModuleType) -> None:
         ("--task subtasks --drafter model lookup", ["--drafter", "2 values", "--task sweep"]),
         ("--compile no yes", ["--compile", "2 values", "--task sweep"]),
         ("--batch_size 1 2", ["--batch_size", "2 values", "--task engines"]),
-        ("--draft_vocabulary 9", ["--draft_vocabulary", "--task benchmark --assisted_generation"]),
+        ("--task engines --draft_vocabulary 9", ["--draft_vocabulary", "--task benchmark"]),
+        ("--minutes 3", ["--minutes", "--task tune"]),
+        ("--task engines --dataset spec_bench", ["--dataset", "--task subtasks, sweep, ablation, tune, align"]),
+        ("--task sweep --prompt a", ["--prompt", "--task decode"]),
         ("--task sweep --peak_memory", ["--peak_memory", "--task engines"]),
         ("--gamma often", ["--num_assistant_tokens", "'often'", "or auto"]),
         ("--entropy_threshold 2", ["--entropy_threshold", "'2'", "from 0 to 1"]),

@@ -16,13 +16,14 @@ from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import results
 
 LIMIT = 1  # examples of each subtask
-SHORT = ["--limit", str(LIMIT), "--max_new_tokens", "5", "--repeats", "1", "--dtype", "float32"]
+SHORT = ["--max_new_tokens", "5", "--repeats", "1", "--dtype", "float32"]
 LINES = {
     "benchmark-target-draft-speculative-greedy": "--task benchmark --assisted_generation --prompt_lengths 40",
     "decode-target-draft-speculative-sampling": "--task decode --assisted_generation --do_sample",
-    "subtasks-target-draft-embedded-greedy": "--task subtasks",
+    "subtasks-target-draft-embedded-greedy": f"--task subtasks --limit {LIMIT}",
     "sweep-target-draft-embedded-train-greedy": (
-        "--task sweep --draft_models draft --split train --gamma 3 --fallback_thres 0.6 --rollback_thres 2"
+        f"--task sweep --limit {LIMIT} --draft_models draft --split train --gamma 3 --fallback_thres 0.6 "
+        "--rollback_thres 2"
     ),
 }
 SPLITS = {"subtasks": "heldout", "sweep": "train"}

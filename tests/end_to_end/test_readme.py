@@ -110,7 +110,9 @@ def test_commands_exist() -> None:
             if len(words) == 1:
                 assert words[0] in options, f"{name}: {line}"
             else:
-                script.complete(parser, vars(parser.parse_args(words)))
+                given = vars(parser.parse_args(words))
+                if line in lines or "--task" in words:  # else a part of a command
+                    script.complete(parser, given)
                 parsed += 1
     assert parsed > 10
 

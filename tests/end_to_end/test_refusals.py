@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     GenerationMixin,
+    LlamaForCausalLM,
     PreTrainedModel,
     SynthIDTextWatermarkingConfig,
 )
@@ -134,6 +135,17 @@ def test_a_draft_that_is_no_model(pair, draft: Any) -> None:
         hf_specdec.enable(pair[0], assistant_model=draft)
     with pytest.raises(ValueError, match=f"{words}.*from_pretrained"):
         SpeculativeDecoding(draft)
+
+
+@pytest.mark.parametrize("model", ["gpt2", LlamaForCausalLM], ids=str)
+def test_a_target_that_is_not_loaded(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"model=.* is not a loaded model: .* leave it out"):
+        hf_specdec.enable(model)
+
+
+def test_the_strategy_of_the_hook_by_its_other_name(pair) -> None:
+    with pytest.raises(ValueError, match=r"generation_strategy='bild'.*SpeculativeDecoding\(draft, strategy='bild'\)"):
+        SpeculativeDecoding(pair[1], generation_strategy="bild")
 
 
 def test_a_draft_of_the_other_kind(pair) -> None:

@@ -16,7 +16,7 @@ from hf_specdec.bench.running.methods import Method, chosen_keywords, ours, plai
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted, assisted_refusal
 from hf_specdec.bench.settings import Settings
-from hf_specdec.bench.storage import run_session
+from hf_specdec.bench.storage import results, run_session
 from hf_specdec.bench.tasks import collecting
 from hf_specdec.bench.tasks.collecting import Contender
 from hf_specdec.models.better_transformer import to_better_transformer, to_eager_attention
@@ -39,6 +39,7 @@ def run_ablation(settings: Settings, shared: Processes) -> None:
         model["attention"] = "eager or Better Transformer"
     run_session.finish(result, settings)
     sys.stdout.write(ablation_tables.terminal(result))
+    print(f"Full report: {settings.output_dir / results.stem(settings)}.md")
 
 
 def rows(settings: Settings, pair: LoadedPair) -> list[Method]:

@@ -32,7 +32,7 @@ def run_benchmark(settings: Settings) -> None:
     """
     results.check_writable(settings.output_dir)
     pair = load_pair(settings)
-    count = max(PROMPTS_PER_LENGTH, settings.batch_size)
+    count = max(settings.limit or PROMPTS_PER_LENGTH, settings.batch_size)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens)
     batches = batches_of(prompts, settings, len(prompts))
     methods, trimmed = of_benchmark(settings, pair), _trimmed(settings, pair, prompts)

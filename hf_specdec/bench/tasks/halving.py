@@ -113,7 +113,8 @@ def _measure_all(
     while True:
         start, done = clock(), example - began
         limit = latest if done < LEAST_EXAMPLES else stop
-        for name in turn(names, done):
+        # First in the given order, the most promising first: time may end within it.
+        for name in turn(names, done) if done else names:
             measure(name, example)
             if clock() >= limit:
                 return example + 1

@@ -12,7 +12,7 @@ from hf_specdec.bench.running.methods_by_task import of_subtasks
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_refusal
 from hf_specdec.bench.settings import Settings
-from hf_specdec.bench.storage import run_session
+from hf_specdec.bench.storage import results, run_session
 from hf_specdec.bench.tasks import collecting
 from hf_specdec.bench.tasks.collecting import Contender
 
@@ -33,3 +33,4 @@ def run_subtasks(settings: Settings, shared: Processes) -> None:
     result["quality"] = scores(result)
     run_session.finish(result, settings)
     sys.stdout.write(subtasks_tables.terminal(result))
+    print(f"Full report: {settings.output_dir / results.stem(settings)}.md")

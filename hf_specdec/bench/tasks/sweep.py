@@ -26,7 +26,7 @@ from hf_specdec.bench.running.methods_by_task import STOP_ENTROPY, STOP_LOOKAHEA
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted, assisted_refusal
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage import run_session
+from hf_specdec.bench.storage import results, run_session
 from hf_specdec.bench.tasks import collecting
 from hf_specdec.bench.tasks.collecting import Contender
 
@@ -48,6 +48,7 @@ def run_sweep(settings: Settings, shared: Processes) -> None:
     result["quality"] = scores(result)
     run_session.finish(result, settings)
     sys.stdout.write(sweep_tables.terminal(result))
+    print(f"Full report: {settings.output_dir / results.stem(settings)}.md")
 
 
 def drafts_of(settings: Settings) -> tuple[str, ...]:

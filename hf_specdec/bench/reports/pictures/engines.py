@@ -20,7 +20,7 @@ from hf_specdec.bench.reports.pictures.drawing import (
     new_figure,
     of_intervals,
 )
-from hf_specdec.bench.reports.pictures.gains import HOLLOW, best_on, engine_words
+from hf_specdec.bench.reports.pictures.gains import ENGINE_WORDS, HOLLOW, best_on
 from hf_specdec.bench.reports.tables import methods
 from hf_specdec.bench.reports.tables.engines import engines_of
 
@@ -45,7 +45,7 @@ def gain_by_batch(result: Result) -> Figure:
             [gain.value for _, gain in found],
             "-",
             color=colour,
-            label=engine_words(result, engine),
+            label=ENGINE_WORDS[engine],
         )
         for x, gain in found:
             inside = face(gain, colour)
@@ -112,11 +112,11 @@ def _title(result: Result, method: MethodDict) -> str:
     engine = method["engine"]
     if method["kind"] == "plain":
         return str(method["title"])
-    return f"{method['title'].removesuffix(f', {engine}')}, {engine_words(result, engine)}"
+    return f"{method['title'].removesuffix(f', {engine}')}, {ENGINE_WORDS[engine]}"
 
 
 def _engine(result: Result, method: MethodDict) -> str:
-    return str(method["title"]) if method["kind"] == "plain" else engine_words(result, method["engine"])
+    return str(method["title"]) if method["kind"] == "plain" else ENGINE_WORDS[method["engine"]]
 
 
 def _cost_line(result: Result, method: MethodDict, batch: int) -> tuple[float, float] | None:

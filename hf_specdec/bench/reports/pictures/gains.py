@@ -25,7 +25,7 @@ from hf_specdec.config import STRATEGIES
 HOLLOW = "Bars: 95% interval, paired bootstrap over examples and repeats. Hollow points: the interval includes 1."
 _PANELS = ("engine", "plain")
 _STEPS = {"none": "plain", "speculative": "speculative", "bild": "BiLD"}
-_ENGINES = {"eager": "eager", "static": "static cache", "compiled": "compiled"}
+ENGINE_WORDS = {"eager": "eager", "static": "static cache", "compiled": "compiled"}
 
 
 def gain_by_method(result: Result, batch: int | None = None) -> Figure:
@@ -59,7 +59,7 @@ def waterfall(result: Result, batch: int | None = None) -> Figure:
         gain = None if base is None else speed.speedup(result, method["name"], base["name"], batch=batch)
         text = f"{found.value:.0f} tokens/s" if gain is None else f"{ratio(gain)} ×\n{words}"
         axes.annotate(text, (place, rates[-1]), (0, 4), textcoords="offset points", ha="center", fontsize="small")
-    axes.set_xticks(range(len(steps)), [_step_name(result, method) for method, *_ in steps])
+    axes.set_xticks(range(len(steps)), [_step_name(method) for method, *_ in steps])
     axes.set_ylim(0, 1.28 * max(rates, default=1.0))
     axes.set_xlabel("Method and engine")
     axes.set_ylabel("Decoding speed (tokens/s)")
@@ -89,7 +89,7 @@ def _waterfall_steps(result: Result, batch: int | None) -> list[tuple[MethodDict
         best = best_on(result, engine, batch)
         if base is not None:
             steps.append((base, before[0], f"over {before[1]}"))
-            before = base, f"plain, {engine_words(result, engine)}"
+            before = base, f"plain, {ENGINE_WORDS[engine]}"
         if best is not None and base is not None:
             steps.append((best, base, f"over {before[1]}"))
     return steps
@@ -105,21 +105,15 @@ def _drafting_gains(
             continue
         gain = speed.speedup(result, method["name"], base["name"], batch=batch)
         if gain is not None and (gain.faster or gain.slower):
-            where = engine_words(result, method["engine"])
-            lines.append(f"{capital(where)}: drafting decodes at {ratio(gain)} times the speed of plain decoding.")
+            where = capital(ENGINE_WORDS[method["engine"]])
+            lines.append(f"{where}: drafting decodes at {ratio(gain)} times the speed of plain decoding.")
     return lines
 
 
-def _step_name(result: Result, method: MethodDict) -> str:
+def _step_name(method: MethodDict) -> str:
     if method["kind"] == "plain":
         return "plain\ngenerate()"
-    return f"{_STEPS[method['kind']]},\n{engine_words(result, method['engine'])}"
-
-
-def engine_words(result: Result, engine: str) -> str:
-    """An engine in words; on a CPU, the eager one records its passes."""
-    on_cpu = result["models"]["target"]["device"].startswith("cpu")
-    return "recorded" if engine == "eager" and on_cpu else _ENGINES[engine]
+    return f"{_STEPS[method['kind']]},\n{ENGINE_WORDS[method['engine']]}"
 
 
 def _at(batch: int | None) -> str:

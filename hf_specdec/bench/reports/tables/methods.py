@@ -16,7 +16,8 @@ SPEED = (
     "Tokens/Sec: tokens / seconds after the first delivery (the first token; with a draft, the first round), summed "
     "over all examples and repeats (micro). Speedups: ratios of these rates on the same examples, over the baseline "
     "that the column names. In brackets: 95% interval, paired bootstrap; a method is faster where it lies above 1. The "
-    "same engine: our loop without a draft, same compile mode and cache. End to end includes the prompt."
+    "same engine: our loop without a draft, same compile mode and cache. γ: tokens drafted in a round. End to end "
+    "includes the prompt."
 )
 MACRO = (
     "Macro is computed as in Spec-Bench's script: the mean over questions of new tokens / wall time, all turns and "

@@ -159,4 +159,4 @@ def _candidates(result: Result, tuned: Tuned) -> str:
 
 
 def _draft(method: Mapping[str, Any]) -> str:
-    return f", where draft is {method['draft']}" if method["draft"] else ""
+    return f", where draft is the loaded model `{method['draft']}`" if method["draft"] else ""
