@@ -196,8 +196,11 @@ class ModelDrafter(BaseDrafter):
         """
         while len(unread := {lengths[row] - self._read[row] for row in self._rows}) > 1:
             self.runner.rewind(self._read)
-            width = min(max(unread) - 1, ids.shape[1] - max(lengths))
-            self.runner.forward(last_tokens(ids, [read + width for read in self._read], width), width)
+            # What all rows lack is never rolled back, so that no states within it are kept.
+            common = min(unread) - 1
+            width = common or min(max(unread) - 1, ids.shape[1] - max(lengths))
+            tokens = last_tokens(ids, [read + width for read in self._read], width)
+            self.runner.forward(tokens, 1 if common else width)
             self._read = [min(read + width, n - 1) for n, read in zip(lengths, self._read, strict=True)]
             self.runner.rewind(self._read)
 

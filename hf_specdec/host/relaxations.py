@@ -93,7 +93,9 @@ class BildRollback(CertainWhereKept):
 
     def keeps(self, scores: Tensor, tokens: Tensor) -> Tensor:
         """See `CertainWhereKept.keeps`."""
-        kept = scores.logsumexp(dim=2, keepdim=True) - scores.gather(2, tokens) <= self.threshold
+        # Differences from the largest score are exact where they are small, however large the scores are.
+        below = scores - scores.amax(dim=2, keepdim=True)
+        kept = below.logsumexp(dim=2, keepdim=True) - below.gather(2, tokens) <= self.threshold
         return kept | (scores.argmax(dim=2, keepdim=True) == tokens) if self.greedy else kept
 
 

@@ -228,6 +228,8 @@ class AutoLength(StopRule):
         known = self.known
         plain = known.times.target(1)
         lengths = [n for n in self.lengths if n and n in self.ready]
+        if not lengths:
+            return 0
         cheap = [n for n in lengths if n <= 4 and self._loss(n) <= plain / 2]
         length = cheap[-1] if cheap else lengths[0]
         # Losses count only as far as they exceed earlier gains, except those of probes.

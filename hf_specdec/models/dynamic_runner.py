@@ -102,8 +102,11 @@ class DynamicRunner:
         tokens = tokens.to(self._history.device)
         if self._prompt < tokens.shape[1] and self.passes == 0 and media_of(self.kwargs):
             # A placeholder behind the prompt would be taken for one of its pictures'.
-            self.forward(tokens[:, : self._prompt], 1)
+            self._pass(tokens[:, : self._prompt], 1)
             tokens = tokens[:, self._prompt :]
+        return self._pass(tokens, count)
+
+    def _pass(self, tokens: Tensor, count: int) -> Tensor:
         appended = tokens.shape[1]
         lags = [self._width - self.hidden - n for n in self.read]
         first_slot = self._width

@@ -29,10 +29,9 @@ class RecurrentRunner(DynamicRunner):
         self._states = RecurrentStates(self.cache, recurrences.places(model))
         self._counting: Sequence[int] = range(len(self.read))
 
-    def forward(self, tokens: Tensor, count: int) -> Tensor:
-        """As `DynamicRunner.forward`."""
+    def _pass(self, tokens: Tensor, count: int) -> Tensor:
         with self._states.passing(tokens.shape[1], count - 1):
-            return super().forward(tokens, count)
+            return super()._pass(tokens, count)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `DynamicRunner.rewind`."""

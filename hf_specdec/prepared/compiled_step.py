@@ -181,9 +181,14 @@ def _start_inductor() -> None:
         _inductor()
 
 
-@cache
 def _inductor() -> Future[None]:
     """Inductor imported and its header compiled, in a thread, while a first step is traced and kernels are compiled."""
+    with _compiling:  # a cache does not keep two threads from beginning
+        return _begun()
+
+
+@cache
+def _begun() -> Future[None]:
     cpp_compiler.find_instructions()
     pool = ThreadPoolExecutor(1)
     ready = pool.submit(_compile_any)
@@ -193,7 +198,7 @@ def _inductor() -> Future[None]:
 
 def settle() -> None:
     """Wait for inductor's thread: while it traces, a module that is called in another thread can fail."""
-    if _inductor.cache_info().currsize:
+    if _begun.cache_info().currsize:
         wait([_inductor()])
 
 

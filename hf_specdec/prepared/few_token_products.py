@@ -122,7 +122,7 @@ class FewTokenProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What `func` returns, up to the order of additions."""
+        """What `func` returns, up to rounding; see docs/compiled-rounds.md for int8 weights."""
         options = kwargs or {}
         if func is functional.linear and _takes_linear(*args, **options):
             return _linear(*args, **options)
@@ -148,7 +148,9 @@ def _in_parts(product: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> 
     if (tokens := input.shape[:-1].numel()) <= MOST_TOKENS:
         return product(input.contiguous())
     result = input.new_empty(tokens, rows)
-    for some, written in zip(input.reshape(tokens, -1).split(MOST_TOKENS), result.split(MOST_TOKENS), strict=True):
+    for some, written in zip(
+        input.contiguous().view(tokens, -1).split(MOST_TOKENS), result.split(MOST_TOKENS), strict=True
+    ):
         written.copy_(product(some))
     return result.view(*input.shape[:-1], -1)
 

@@ -7,6 +7,7 @@ where they are: no copy takes memory or goes stale.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -78,23 +79,25 @@ def linears(
         for bias, weight in zip(biases, weights, strict=True)
     ]
     blocks = sum(triton.cdiv(count, tiles.rows) for count in rows)
-    _linears[(blocks,)](
-        input.contiguous(),
-        *_three(weights),
-        *_three(added),
-        *_three(outputs),
-        tokens,
-        *rows,
-        *[0] * (3 - len(rows)),
-        width,
-        biased=biased,
-        whole=width % tiles.columns == 0,
-        places=MOST_TOKENS,
-        height=tiles.rows,
-        span=tiles.columns,
-        num_stages=4,
-        num_warps=4,
-    )
+    # Triton launches on the current device, whichever the tensors are on.
+    with torch.cuda.device(input.device) if input.is_cuda else nullcontext():
+        _linears[(blocks,)](
+            input.contiguous(),
+            *_three(weights),
+            *_three(added),
+            *_three(outputs),
+            tokens,
+            *rows,
+            *[0] * (3 - len(rows)),
+            width,
+            biased=biased,
+            whole=width % tiles.columns == 0,
+            places=MOST_TOKENS,
+            height=tiles.rows,
+            span=tiles.columns,
+            num_stages=4,
+            num_warps=4,
+        )
     return outputs
 
 

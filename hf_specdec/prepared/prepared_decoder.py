@@ -16,7 +16,7 @@ import torch
 from transformers.generation import logits_process as host
 
 from hf_specdec.decoding import Decoder
-from hf_specdec.drafting.drafter import BaseDrafter, NoDrafter, last_tokens
+from hf_specdec.drafting.drafter import BaseDrafter, Drafter, NoDrafter, last_tokens
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.processors import SCORES_ONLY
@@ -26,7 +26,7 @@ from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, state_of, weights_of
 from hf_specdec.models.static_runner import StaticRunner
-from hf_specdec.models.traits import context_length
+from hf_specdec.models.traits import context_length, tensor_parallel_group
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.compiled_step import kernels_as_compiled, settle
 from hf_specdec.prepared.engine import Engine, ordinary_tensors
@@ -115,10 +115,11 @@ class PreparedDecoder(Decoder):
     def _prepare(self, lookahead: int) -> None:
         """Prepare; retry after a `NameError`: a module that is called while inductor's thread traces can fail."""
         try:
-            self.engine.prepare(lookahead)
-        except NameError:
-            settle()
-            self.engine.prepare(lookahead)
+            try:
+                self.engine.prepare(lookahead)
+            except NameError:
+                settle()
+                self.engine.prepare(lookahead)
         except BaseException:
             settle()
             self.engine.discard_steps()  # an interrupted call leaves some of them unfinished
@@ -232,6 +233,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or not all(type(processor) in PROCESSORS for processor in processors)
         or type(decoder.relaxation) not in KNOWN_RELAXATIONS
         or not _runs_the_same_each_time(target, transcript)
+        or _decides_elsewhere(target, drafter)
         or not _within(context_length(target.model), transcript)
     ):
         return None
@@ -275,6 +277,13 @@ def _runs_the_same_each_time(runner: StaticRunner, transcript: Transcript) -> bo
     """
     visible = bool(runner.visible[:, transcript.prompt_length - 1].all())
     return visible and has_fixed_rope(runner.model) and not has_custom_hooks(runner.model)
+
+
+def _decides_elsewhere(target: StaticRunner, drafter: Drafter) -> bool:
+    """Whether steps would hold casts of autocast, which end with it, or decide what one process of several decides."""
+    models = [runner.model for runner in (target, getattr(drafter, "runner", None)) if runner is not None]
+    casts = any(torch.is_autocast_enabled(model.device.type) for model in models)
+    return casts or tensor_parallel_group(*models) is not None
 
 
 def _within(bound: int | None, transcript: Transcript) -> bool:

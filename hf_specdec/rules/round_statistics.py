@@ -123,6 +123,13 @@ class SpeculationStats:
         """Seconds spent in rounds."""
         return sum(r.seconds for r in self.rounds)
 
+    def __str__(self) -> str:
+        """One line; `repr` shows all rounds."""
+        return (
+            f"{self.strategy}: {self.new_tokens} tokens in {self.target_passes} target passes, {self.accepted} of "
+            f"{self.drafted} drafted tokens accepted"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-serialisable data, the rounds included."""
         return {

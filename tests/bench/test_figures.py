@@ -88,7 +88,7 @@ def test_speedups_are_ratios_of_rates_on_the_same_examples(seed: int) -> None:
 def test_a_call_without_decode_steps_has_no_rate() -> None:
     only_first = drafted_call([(4, 4)], seconds=1.0000001)
     assert speed.decode_part(only_first) is None and speed.decode_rate([only_first]) is None
-    assert speed.rate_interval([only_first]) is None
+    assert speed.rate_interval(result_of([only_first], [method("speculative")]), [only_first]) is None
     assert speed.decode_part(plain_call(tokens=1)) is None
     # It neither adds to the rates of others nor to a speedup, not even through its baseline.
     assert speed.decode_rate([only_first, plain_call()]) == pytest.approx(10.0)
@@ -345,8 +345,38 @@ def test_what_methods_share_counts_for_each() -> None:
     result = result_of([], methods, cold=cold)
     found = {name: speed.cold_seconds(result, name, 1) for name in engines}
     assert found == pytest.approx({"none compiled": 8.0, "γ = 4": 17.0, "γ = 6": 20.0, "plain": 0.5})
+    numbered = [item | {"number": number} for number, item in enumerate(cold)]
+    result = result_of([], methods, cold=numbered)
+    found = {name: speed.cold_seconds(result, name, 1) for name in engines}
+    assert found == pytest.approx({"γ = 6": 3.0, "none compiled": 11.0, "γ = 4": 20.0, "plain": 0.5}), "as warmed up"
 
 
 def test_load_before_the_start_is_said() -> None:
     assert speed.busy({"environment": {"busy_cores": 0.5}}) is None
     assert "0.51 cores" in str(speed.busy({"environment": {"busy_cores": 0.51}}))
+
+
+def test_prompts_of_one_question_are_drawn_together() -> None:
+    """The same five answers at two lengths are no ten: the interval is that of five."""
+    seconds = (1.5, 1.6, 1.7, 1.9, 2.0)
+    methods = [method("plain"), method("speculative")]
+
+    def found(lengths: int) -> speed.Ratio | None:
+        pairs = [(plain_call(prompt=at), drafted_call([(2, 2), (2, 2)], prompt=at, seconds=seconds[at % 5]))
+                 for at in range(5 * lengths)]  # fmt: skip
+        result = result_of([call for both in pairs for call in both], methods)
+        result["prompts"] = [{"index": at, "question": at % 5, "label": "qa"} for at in range(5 * lengths)]
+        return speed.speedup(result, "speculative", "plain")
+
+    one, two = found(1), found(2)
+    assert one is not None and two is not None
+    assert (two.value, two.low, two.high) == pytest.approx((one.value, one.low, one.high))
+
+
+def test_equal_answers_count_once_where_tokens_are_counted() -> None:
+    calls = [drafted_call([(2, 1)], prompt=at, repeat=repeat) for at in (0, 1) for repeat in range(7)]
+    result = result_of(calls, [method("speculative")])
+    result["prompts"] = [{"index": at, "question": 0, "label": "qa"} for at in (0, 1)]
+    assert len(speed.distinct_calls(result, "speculative")) == 1
+    result["prompts"][1]["question"] = 1
+    assert len(speed.distinct_calls(result, "speculative")) == 2

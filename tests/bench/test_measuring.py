@@ -124,7 +124,7 @@ def test_every_method_counts_the_same_tokens(
     for asked, loaded in ((settings, pair), t5):
         (prompt,) = benchmark_prompts(loaded, (40,), 1, asked.max_new_tokens)
         calls = {method.name: timed_call(loaded, method, [prompt], asked) for method in of_benchmark(asked, loaded)}
-        assert list(calls) == ["plain", "none eager", "assisted", "speculative"]
+        assert list(calls) == ["plain", "none eager", "assisted", "assisted confidence 0.4", "speculative"]
         for call in calls.values():
             assert call.tokens == calls["plain"].tokens
             assert 0 < call.first_seconds <= call.seconds
@@ -186,7 +186,13 @@ def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:
     head = pair.draft.get_output_embeddings()
     (prompt,) = benchmark_prompts(pair, (40,), 1, asked.max_new_tokens)
     greedy = of_benchmark(asked, pair)
-    assert [method.name for method in greedy] == ["plain", "none eager", "assisted", "speculative"]
+    assert [method.name for method in greedy] == [
+        "plain",
+        "none eager",
+        "assisted",
+        "assisted confidence 0.4",
+        "speculative",
+    ]
     calls = [timed_call(pair, method, [prompt], asked) for method in greedy]
     assert all(call.tokens == calls[0].tokens for call in calls) and not can_ensemble(pair)
     # In sampling transformers would replace the head of the draft, which ours needs next.
@@ -221,8 +227,14 @@ def test_methods_take_turns(settings: Settings, pair: LoadedPair) -> None:
     turns = list(in_turn(methods, batches_of(prompts, asked, 4), repeats=2))
     assert [(repeat, batch[0].index) for _, repeat, batch, _ in turns] == [(r, i) for r in (0, 1) for i in range(4)]
     for *_, turn in turns:
-        assert {method.name for method in turn} == {"plain", "none eager", "assisted", "speculative"}
-    assert set(Counter(turn[0].name for *_, turn in turns).values()) == {2}
+        assert {method.name for method in turn} == {
+            "plain",
+            "none eager",
+            "assisted",
+            "assisted confidence 0.4",
+            "speculative",
+        }
+    assert set(Counter(turn[0].name for *_, turn in turns).values()) == {1, 2}, "eight turns of five"
 
 
 def test_batches_hold_about_as_many_rows_at_every_size(settings: Settings, pair: LoadedPair) -> None:

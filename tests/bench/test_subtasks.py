@@ -19,7 +19,7 @@ from hf_specdec.bench.storage.results import load, stem
 from hf_specdec.bench.tasks.collecting import batches
 from hf_specdec.bench.tasks.subtasks import run_subtasks
 
-NAMES = ["plain", "none eager", "assisted", "prompt_lookup", "speculative", "bild"]
+NAMES = ["plain", "none eager", "assisted", "assisted confidence 0.4", "prompt_lookup", "speculative", "bild"]
 
 
 def settings_for(folder: Path, encoder_decoder: bool = False, **more: Any) -> Settings:

@@ -59,14 +59,14 @@ def test_a_sweep_tries_all_lookaheads_auto_the_entropy_stop_and_both(
     saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
 ) -> None:
     found = contest(saved_pair, dataset, pairs)
-    assert [method["kind"] for method in found[:4]] == ["plain", "none", "assisted", "assisted"]
+    assert [method["kind"] for method in found[:6]] == ["plain", "none", *["assisted"] * 4]
     for pair in pairs:
-        mine = [method for method in found[4:] if method["draft"] == pair.draft_name]
+        mine = [method for method in found[6:] if method["draft"] == pair.draft_name]
         assert [method["lookahead"] for method in mine] == [*sweep.LOOKAHEADS, sweep.STOP_LOOKAHEAD, "auto"]
         assert "auto" in sweep.LOOKAHEADS
         assert {method["keywords"].get("entropy_threshold") for method in mine[-2:]} == {sweep.STOP_ENTROPY}
         assert {method["kind"] for method in mine} == {"speculative"}
-    assert len(found) == 4 + 2 * (len(sweep.LOOKAHEADS) + 2)
+    assert len(found) == 6 + 2 * (len(sweep.LOOKAHEADS) + 2)
 
 
 def test_a_sweep_crosses_what_it_is_given(
@@ -117,7 +117,7 @@ def test_a_sweep_from_end_to_end(saved_pair: tuple[Path, Path], dataset: Path) -
     settings = settings_for(saved_pair, dataset, "sweep", draft_models=drafts, grid=grid)
     sweep.run_sweep(settings, Processes())
     result = load(settings.output_dir / f"{stem(settings)}.json.gz")
-    assert len(result["methods"]) == 2 + 2 + 4 + 8 + 8 and len(result["calls"]) == len(result["methods"]) * 3 * 2
+    assert len(result["methods"]) == 2 + 4 + 4 + 8 + 8 and len(result["calls"]) == len(result["methods"]) * 3 * 2
     assert len(result["loading_seconds"]) == 2, "one target, which is a draft of its own, and its draft"
     # In float64 rows that are lossless leave plain decoding nowhere: BiLD too, where nothing is tolerated.
     for prompt in result["prompts"]:

@@ -101,7 +101,7 @@ def test_rounds_follow_from_the_calls(results: dict[str, Result]) -> None:
     groups = benchmark.by_length(result)
     assert list(groups) == ["20", "30", "all"]
     rows = rows_of(methods.round_table(result, groups, "Prompt length"))
-    assert len(rows) == 3 * 2
+    assert len(rows) == 3 * 3
     titles = {m["title"].lower(): m["name"] for m in result["methods"]}
     for row in rows:
         chosen = groups[row["Prompt length"]]

@@ -62,7 +62,7 @@ def test_tables_have_a_row_for_each_example_subtask_and_setting(
     tables: dict[str, str], found: dict[str, dict[str, Any]]
 ) -> None:
     assert tables["benchmark"].count("\n| 5 ") == len(found["benchmark"]["methods"])
-    assert tables["decode"].count("\n| 8 ") == len(found["decode"]["methods"]) == 4
+    assert tables["decode"].count("\n| 8 ") == len(found["decode"]["methods"]) == 5
     for subtask in embedded.SUBTASKS:
         assert f"\n| {subtask} " in tables["subtasks"], subtask
     assert "\n| draft (BiLD)" in tables["sweep"]

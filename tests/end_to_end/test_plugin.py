@@ -298,6 +298,7 @@ def test_statistics_are_data(pair) -> None:
     assert stats.new_tokens == int((output.sequences[:, 9:] != PAD).sum())
     assert all(a <= d for r in stats.rounds for a, d in zip(r.accepted, r.drafted, strict=True))
     assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
+    assert f"{stats.accepted} of {stats.drafted} drafted tokens accepted" in str(stats) and "\n" not in str(stats)
 
 
 def test_a_stored_strategy_does_not_reach_the_draft_of_transformers_assisted_generation(

@@ -179,3 +179,13 @@ def test_a_layer_whose_weights_are_computed_is_called_where_it_stands() -> None:
     assert sum("linear" in str(node.target) for node in graph.nodes) == 2
     for found, alone in zip(GraphModule(constants, graph)(*given), step(*given), strict=True):
         torch.testing.assert_close(found, alone)
+
+
+def test_rows_that_lie_apart_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_token_products, "_has_no_library", lambda dtype: True)
+    weight = _draw(10, 64)
+    for tokens in (MOST_TOKENS - 4, MOST_TOKENS + 36):
+        states = _draw(tokens, 2, 64)[:, -1:]
+        with FewTokenProducts():
+            found = linear(states, weight)
+        torch.testing.assert_close(found, linear(states, weight))

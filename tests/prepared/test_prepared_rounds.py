@@ -17,9 +17,10 @@ from helpers.pairwise import pairwise
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
-from hf_specdec.lengths.auto_length import PREPARED_LENGTHS
-from hf_specdec.prepared import compiled_step, cuda_graphs, engine
+from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
+from hf_specdec.prepared import compiled_step, cuda_graphs, engine, prepared_decoder
 from hf_specdec.prepared.engine import Engine
+from hf_specdec.prepared.engine_store import kept_engines
 from hf_specdec.rules.sampling import draw
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -259,3 +260,35 @@ def test_sampled_texts_do_not_depend_on_the_default_dtype(drafter: str, fast_rou
             torch.set_default_dtype(torch.float32)
             hf_specdec.release()
     assert torch.equal(*texts)
+
+
+def test_under_autocast_the_general_rounds_serve(fast_rounds) -> None:
+    """Steps would hold autocast's own casts of the weights, which go stale and are freed with it."""
+    target, draft = pair("llama", dtype=torch.float32)
+    settings = {**GREEDY, "assistant_model": draft, "cache_implementation": "static"}
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            target.generate(**prompts(2), **settings)
+        assert bool(fast_rounds) != enabled
+
+
+def test_where_no_drafting_length_is_ready_auto_decodes_plainly() -> None:
+    lengths = AutoLength()
+    lengths.use_prepared({0: None})
+    assert lengths._probe() == 0
+
+
+def test_a_second_attempt_that_is_interrupted_leaves_no_steps(fast_rounds, monkeypatch) -> None:
+    errors = iter([NameError("a module"), KeyboardInterrupt()])
+
+    def failing(self: Engine, lookahead: int) -> None:
+        self.steps[lookahead] = None
+        raise next(errors)
+
+    monkeypatch.setattr(Engine, "prepare", failing)
+    monkeypatch.setattr(prepared_decoder, "settle", lambda: None)
+    target, draft = pair("llama")
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**prompts(2), **GREEDY, assistant_model=draft, cache_implementation="static")
+    (engine,) = kept_engines(target, compile=False)
+    assert not engine.steps

@@ -7,6 +7,7 @@ otherwise. Decode rates count what came after it only; a call in which nothing d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import add
 from statistics import median
 from typing import Any
 
@@ -43,6 +44,21 @@ def calls_of(
         and (batch is None or call.batch == batch)
         and (repeat is None or call.repeat == repeat)
     ]
+
+
+def questions_of(result: Result) -> dict[int, int]:
+    """The question that each prompt belongs to: turns of a dialogue have one, and so has an example at any length."""
+    return {prompt["index"]: prompt.get("question", prompt["index"]) for prompt in result["prompts"]}
+
+
+def distinct_calls(result: Result, method: str) -> list[Call]:
+    """A method's calls, without those that decoded what another did: repeats, or the same example at another length."""
+    questions = questions_of(result)
+    found: dict[Any, Call] = {}
+    for call in calls_of(result, method):
+        answered = tuple(questions[index] for index in call.prompts), tuple(map(tuple, call.tokens))
+        found.setdefault(answered, call)
+    return list(found.values())
 
 
 def batch_sizes(result: Result) -> list[int]:
@@ -106,14 +122,10 @@ def spread(calls: Iterable[Call]) -> float | None:
     return median(spreads) if spreads else None
 
 
-def rate_interval(calls: Iterable[Call]) -> Interval | None:
+def rate_interval(result: Result, calls: Sequence[Call]) -> Interval | None:
     """The decode rate with its 95% interval."""
-    cells: dict[Any, list[tuple[float, ...]]] = {}
-    for call in calls:
-        part = decode_part(call)
-        if part is not None:
-            cells.setdefault(call.prompts, []).append((float(part[1]), part[0]))
-    return interval(list(cells.values()), lambda tokens, seconds: tokens / seconds)
+    parts = _decode_parts(result, calls)
+    return interval(_by_question(result, parts), lambda tokens, seconds: tokens / seconds)
 
 
 def speedup(
@@ -138,7 +150,7 @@ def speedup(
     quantities, figure = _RATIOS[by]
     wanted = None if prompts is None else set(prompts)
     sides = [quantities(result, calls_of(result, name, prompts=wanted, batch=batch)) for name in (ours, base)]
-    found = interval(_paired(*sides), figure)
+    found = interval(_by_question(result, _paired(*sides)), figure)
     return None if found is None else Ratio(found.value, found.low, found.high)
 
 
@@ -188,8 +200,14 @@ def cold_seconds(result: Result, method: str, batch: int) -> float | None:
     own = _own_cold_seconds(result, method, batch)
     if own is None or about["engine"] not in ENGINES:
         return own
-    names = [one["name"] for one in result["methods"] if one["engine"] == about["engine"]]
-    before = names[: names.index(method)]
+    places = {one["name"]: place for place, one in enumerate(result["methods"])}
+    # In files of earlier versions methods were warmed up in the order in which they are listed.
+    order = {
+        item["method"]: item.get("number", places[item["method"]])
+        for item in reversed(result["cold"])
+        if item["batch"] == batch and method_named(result, item["method"])["engine"] == about["engine"]
+    }
+    before = [name for name, number in order.items() if number < order[method]]
     return own + sum(_own_cold_seconds(result, name, batch) or 0.0 for name in before)
 
 
@@ -267,7 +285,7 @@ def _question_rates(result: Result, calls: Sequence[Call]) -> _Quantities:
 
 def _question_totals(result: Result, calls: Sequence[Call]) -> dict[tuple[Any, int], tuple[float, float]]:
     """(new tokens, seconds) of all turns of each question, or batch of questions, in each repeat."""
-    questions = {prompt["index"]: prompt.get("question", prompt["index"]) for prompt in result["prompts"]}
+    questions = questions_of(result)
     found: dict[tuple[Any, int], tuple[float, float]] = {}
     for call in calls:
         key = tuple(questions[index] for index in call.prompts), call.repeat
@@ -276,14 +294,26 @@ def _question_totals(result: Result, calls: Sequence[Call]) -> dict[tuple[Any, i
     return found
 
 
-def _paired(ours: _Quantities, base: _Quantities) -> Cells:
+def _paired(ours: _Quantities, base: _Quantities) -> dict[Any, dict[int, tuple[float, ...]]]:
     """(ours, base) of every example and repeat that both have."""
-    cells = []
-    for key in ours.keys() & base.keys():
-        both = sorted(ours[key].keys() & base[key].keys())
-        if both:
-            cells.append((key, [(*ours[key][repeat], *base[key][repeat]) for repeat in both]))
-    return [one for _, one in sorted(cells)]
+    return {
+        key: {
+            repeat: (*ours[key][repeat], *base[key][repeat]) for repeat in sorted(ours[key].keys() & base[key].keys())
+        }
+        for key in sorted(ours.keys() & base.keys())
+    }
+
+
+def _by_question(result: Result, examples: Mapping[Any, Mapping[int, tuple[float, ...]]]) -> Cells:
+    """The cells of a bootstrap: the turns of a dialogue and one example at several lengths are drawn together."""
+    questions = questions_of(result)
+    cells: dict[Any, dict[int, tuple[float, ...]]] = {}
+    for key, by_repeat in examples.items():
+        question = cells.setdefault(tuple(questions.get(index, index) for index in key), {})
+        for repeat, values in by_repeat.items():
+            so_far = question.get(repeat, (0.0,) * len(values))
+            question[repeat] = tuple(map(add, so_far, values))
+    return [list(by_repeat.values()) for _, by_repeat in sorted(cells.items()) if by_repeat]
 
 
 def _ratio(ours: Any, our_seconds: Any, base: Any, base_seconds: Any) -> Any:

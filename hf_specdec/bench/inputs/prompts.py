@@ -24,11 +24,15 @@ _PROMPT_SEED = 1
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: `token_ids` are the model's main input (an encoder's, where there is one)."""
+    """One prompt: `token_ids` are the model's main input (an encoder's, where there is one).
+
+    `question` is the number of its example, where several prompts hold the same one.
+    """
 
     index: int
     label: str
     token_ids: tuple[int, ...]
+    question: int | None = None
 
 
 def benchmark_prompts(
@@ -59,7 +63,9 @@ def benchmark_prompts(
     else:
         numbers = range(per_length)
         labelled = [("corpus text", _filled_prompt(pair, length, n)) for length in lengths for n in numbers]
-    return [Prompt(index, label, tuple(token_ids)) for index, (label, token_ids) in enumerate(labelled)]
+    return [
+        Prompt(index, label, tuple(token_ids), index % per_length) for index, (label, token_ids) in enumerate(labelled)
+    ]
 
 
 def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> tuple[list[Prompt], list[str]]:

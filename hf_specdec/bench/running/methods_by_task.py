@@ -20,6 +20,7 @@ from hf_specdec.bench.running.methods import (
 from hf_specdec.bench.running.transformers_methods import (
     SCHEDULES,
     assisted,
+    assisted_baselines,
     assisted_refusal,
     can_ensemble,
     ensemble,
@@ -82,7 +83,8 @@ def of_engines(settings: Settings, pair: LoadedPair) -> list[Method]:
         if engine not in LLAMA_CPP_ENGINES:
             found += _on_engine(settings, pair, engine)
         elif llama_cpp_refusal(settings, pair) is None:
-            found += llama_cpp_methods(pair, engine, settings.grid.get("num_assistant_tokens") or LOOKAHEADS)
+            lengths = [tokens for tokens in settings.grid.get("num_assistant_tokens") or () if tokens != "auto"]
+            found += llama_cpp_methods(pair, engine, lengths or LOOKAHEADS)
     if pair.synthetic is not None:
         return [method for method in found if method.facts.get("role") not in ("stopped", "block")]
     # No draft can cost more: what is left to lose where drafting never pays.
@@ -108,7 +110,7 @@ def of_rollback(settings: Settings, pair: LoadedPair) -> list[Method]:
 def _baselines(settings: Settings, pair: LoadedPair, keywords: Mapping[str, Any]) -> list[Method]:
     found = [plain(), plain_on_engine(keywords)]
     if pair.draft is not None and assisted_refusal(settings, pair) is None:
-        found.append(assisted(settings, pair))
+        found += assisted_baselines(settings, pair)
     return found
 
 

@@ -20,7 +20,7 @@ from hf_specdec.bench.settings import Settings
 # As Spec-Bench runs it; a look-up costs nothing, so that it pays to draft more than a model would.
 LOOKUP_TOKENS = 10
 CONSTANT_LENGTHS = (2, 4, 6, 8)
-# Of the draft's most likely token; 0.4 is transformers' default, with up to 20 tokens.
+# Of the draft's most likely token.
 CONFIDENCES = (0.2, 0.4, 0.6)
 _GROWN = 12  # tokens that a heuristic schedule may well come to
 ENSEMBLE_WEIGHT = 0.5  # the target's share in the mixture by which drafts are judged
@@ -48,6 +48,7 @@ class Schedule:
         return f"{self.kind} {self.tokens}" if self.kind == "constant" else f"{self.kind} from {self.tokens}"
 
 
+DEFAULT = Schedule(20, confidence=0.4)  # what transformers does unless told otherwise
 SCHEDULES = (
     *(Schedule(tokens) for tokens in CONSTANT_LENGTHS),
     Schedule(5, "heuristic"),
@@ -68,7 +69,7 @@ def assisted_refusal(settings: Settings, pair: LoadedPair) -> str | None:
 
 
 def assisted(settings: Settings, pair: LoadedPair, schedule: Schedule | None = None) -> Method:
-    """transformers' own assisted generation, by default with our lookahead, constant, without an early stop.
+    """transformers' own assisted generation, without a schedule with our lookahead, constant, without an early stop.
 
     Where vocabularies differ in size, transformers wants both tokenizers and drafts through text.
     """
@@ -80,7 +81,7 @@ def assisted(settings: Settings, pair: LoadedPair, schedule: Schedule | None = N
         title += " (through both tokenizers)"
     return Method(
         "assisted" if schedule is None else f"assisted {chosen.words}",
-        title if schedule is None else f"{title}, {chosen.words}",
+        f"{title}, {chosen.words}",
         "assisted",
         lookahead=chosen.tokens if chosen.kind == "constant" and not chosen.confidence else None,
         longest=chosen.tokens if chosen.kind == "constant" else _GROWN,
@@ -91,6 +92,12 @@ def assisted(settings: Settings, pair: LoadedPair, schedule: Schedule | None = N
         surroundings=_drafting_by(chosen),
         read_rounds=_reader(settings, tells_overlap=True, draft_passes=True),
     )
+
+
+def assisted_baselines(settings: Settings, pair: LoadedPair) -> list[Method]:
+    """With our lookahead and with transformers' own default, which means nothing where texts are random."""
+    schedules = (None,) if pair.synthetic is not None else (None, DEFAULT)
+    return [assisted(settings, pair, schedule) for schedule in schedules]
 
 
 def ensemble(settings: Settings, pair: LoadedPair, weight: float = ENSEMBLE_WEIGHT) -> Method:

@@ -44,7 +44,13 @@ def new(settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts
         "lookahead": lookahead(settings, pair),
         "methods": [method.describe() for method in methods],
         "prompts": [
-            {"index": p.index, "question": p.index, "label": p.label, "tokens": len(p.token_ids)} for p in prompts
+            {
+                "index": p.index,
+                "question": p.index if p.question is None else p.question,
+                "label": p.label,
+                "tokens": len(p.token_ids),
+            }
+            for p in prompts
         ],
         "notes": [] if pair.synthetic is None else [f"{pair.synthetic}. Timings are real, texts mean nothing."],
         "calls": [],

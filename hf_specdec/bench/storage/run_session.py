@@ -74,9 +74,10 @@ class RunSession:
 
     def keep_cold(self, cold: ColdStart) -> None:
         """Puts a method's warm-up on the disk; that of an earlier start stands."""
-        record = {"kind": "cold", **asdict(cold)}
-        if key_of(record) not in self.records:
-            self.keep("cold", asdict(cold))
+        number = sum(record["kind"] == "cold" for record in self.records.values())
+        record = asdict(cold) | {"number": number}
+        if key_of({"kind": "cold", **record}) not in self.records:
+            self.keep("cold", record)
 
     def call(self, method: str, prompts: tuple[int, ...], repeat: int) -> Call:
         """A call that has been measured."""
@@ -101,7 +102,8 @@ class RunSession:
         result["calls"] = sorted(calls, key=lambda call: (call.repeat, call.batch, call.prompts, order[call.method]))
         for key in ("passes", "cold", "readings"):
             same = [record for record in listed if record["kind"] == key]
-            result[key] = [_without_kind(record) for record in sorted(same, key=lambda record: str(key_of(record)))]
+            same.sort(key=lambda record: (record.get("number", 0), str(key_of(record))))
+            result[key] = [_without_kind(record) for record in same]
         prompts = [_without_kind(record) for record in listed if record["kind"] == "prompt"]
         if prompts:
             result["prompts"] = sorted(prompts, key=lambda prompt: int(prompt["index"]))

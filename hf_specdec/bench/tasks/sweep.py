@@ -24,7 +24,7 @@ from hf_specdec.bench.running.methods import (
 )
 from hf_specdec.bench.running.methods_by_task import STOP_ENTROPY, STOP_LOOKAHEAD
 from hf_specdec.bench.running.processes import Processes
-from hf_specdec.bench.running.transformers_methods import assisted, assisted_refusal
+from hf_specdec.bench.running.transformers_methods import assisted_baselines, assisted_refusal
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage import results, run_session
 from hf_specdec.bench.tasks import collecting
@@ -43,8 +43,7 @@ def run_sweep(settings: Settings, shared: Processes) -> None:
     result = collecting.collect(settings, grid(settings, pairs), dialogues, shared)
     if result is None:
         return
-    if refusal := assisted_refusal(settings, pairs[0]):
-        result["notes"].append(refusal)
+    result["notes"] += dict.fromkeys(filter(None, (assisted_refusal(settings, pair) for pair in pairs)))
     result["quality"] = scores(result)
     run_session.finish(result, settings)
     sys.stdout.write(sweep_tables.terminal(result))
@@ -89,9 +88,8 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     engines = {method.same_engine: plain_on_engine(method.keywords) for method, _ in contenders}
     first = [plain(), *engines.values()]
     found = [Contender(method, pairs[0]) for method in first]
-    if assisted_refusal(settings, pairs[0]) is None:
-        for pair in pairs:
-            method = assisted(settings, pair)
+    for pair in pairs:
+        for method in assisted_baselines(settings, pair) if assisted_refusal(settings, pair) is None else ():
             name, title = f"{method.name}/{pair.draft_name}", f"{method.title} with {short_name(str(pair.draft_name))}"
             found.append(Contender(replace(method, name=name, title=title), pair))
     return [*found, *(Contender(method, pair) for method, pair in contenders)]

@@ -49,7 +49,7 @@ def waterfall(result: Result, batch: int | None = None) -> Figure:
     figure, (axes,) = new_figure(3.9)
     rates = []
     for place, (method, base, words) in enumerate(steps):
-        found = speed.rate_interval(speed.calls_of(result, method["name"], batch=batch))
+        found = speed.rate_interval(result, speed.calls_of(result, method["name"], batch=batch))
         if found is None:
             continue
         rates.append(found.high if found.high is not None else found.value)

@@ -49,12 +49,14 @@ def time_per_round(result: Result) -> Figure:
 
 def acceptance_by_position(result: Result) -> Figure:
     """Share of drafted tokens accepted at each position among the rounds that reached it, with counts and intervals."""
-    shown = [m for m in result["methods"] if len(rounds.acceptance_by_position(_calls(result, m))) > 1]
+    shown = [
+        m for m in result["methods"] if len(rounds.acceptance_by_position(speed.distinct_calls(result, m["name"]))) > 1
+    ]
     figure, (axes,) = new_figure(4.6)
     longest = 0
     by_kind = len({method["kind"] for method in shown}) == len(shown)
     for number, method in enumerate(shown):
-        positions = rounds.acceptance_by_position(_calls(result, method))
+        positions = rounds.acceptance_by_position(speed.distinct_calls(result, method["name"]))
         longest = max(longest, len(positions))
         colour = BY_KIND[method["kind"]] if by_kind else LINES[number % len(LINES)]
         for place, position in enumerate(positions, start=1):
@@ -95,7 +97,9 @@ def timed_methods(result: Result) -> list[MethodDict]:
 
 def drafting(result: Result) -> bool:
     """Whether any draft has two positions or more."""
-    return any(len(rounds.acceptance_by_position(_calls(result, m))) > 1 for m in result["methods"])
+    return any(
+        len(rounds.acceptance_by_position(speed.distinct_calls(result, m["name"]))) > 1 for m in result["methods"]
+    )
 
 
 def _calls(result: Result, method: MethodDict) -> list[Any]:

@@ -67,7 +67,7 @@ def acceptance_table(result: Result) -> str:
 
 def position_table(result: Result) -> str:
     """One row a position."""
-    before, after = (rounds.acceptance_by_position(speed.calls_of(result, name)) for name in (BEFORE, AFTER))
+    before, after = (rounds.acceptance_by_position(speed.distinct_calls(result, name)) for name in (BEFORE, AFTER))
     rows = []
     for place in range(max(len(before), len(after))):
         cells = [percent(side[place].share) if place < len(side) else "–" for side in (before, after)]

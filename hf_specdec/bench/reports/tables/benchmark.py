@@ -40,8 +40,9 @@ def render(result: Result) -> str:
             "\n".join(f"- {line}" for line in conclusions(result)),
             f"## Rounds\n\n{methods.ROUNDS}\n\n{methods.round_table(result, by_length(result), 'Prompt length')}",
             f"## Bare passes\n\n{methods.PASSES}\n\n{methods.pass_table(result)}",
-            f"## Cold cost\n\n{methods.COLD}\n\n{methods.cold_table(result)}",
         ]
+        if result["task"] != "decode":  # there the answers that were shown have prepared everything
+            parts.append(f"## Cold cost\n\n{methods.COLD}\n\n{methods.cold_table(result)}")
     parts.append(f"## Examples\n\n{EXAMPLES}")
     parts += [
         f"### {capital(method['title'])}\n\n{example_table(result, method['name'])}" for method in result["methods"]
