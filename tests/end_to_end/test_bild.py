@@ -187,6 +187,18 @@ def test_fallback_one_lets_certain_tokens_through() -> None:
     assert Fallback(3, 0.0).before_append(certain * 0.5).tolist() == [False, False]
 
 
+def test_at_zero_no_token_stands_that_falls_short_of_certain_however_large_the_scores() -> None:
+    """In sampling; a sum of scores of 5000 would lose a distance of 1e-4."""
+    scores = torch.full((1, 1, 4), -9e3)
+    scores[..., 0], scores[..., 1] = 5000.0, 4991.0
+    distance = float(-scores.double().log_softmax(-1)[0, 0, 0])
+    assert 1e-4 < distance < 2e-4
+    for threshold in (0.0, distance * 0.99, distance * 1.01):
+        kept = BildRollback(threshold, greedy=False).keeps(scores, torch.tensor([[[0]]]))
+        assert bool(kept) == (threshold > distance)
+    assert not BildRollback(9.0, greedy=False).keeps(torch.full((1, 1, 4), -torch.inf), torch.tensor([[[0]]]))
+
+
 def test_a_token_stands_up_to_the_threshold_and_only_where_drafted() -> None:
     """Distances of (ln 2, ln 4): exactly at a threshold a token stands, in sampling an argmax has no privilege."""
     scores = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log().expand(1, 2, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from threading import Barrier, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,11 @@ from transformers import PreTrainedModel
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.drafting import drafter_choice
-from hf_specdec.models import recorded_passes, recurrences, recurrent_states
-from hf_specdec.models.cache_names import CACHE_NAME, cache_of
+from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.models import dynamic_runner, recorded_passes, recurrences, recurrent_states
+from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
+from hf_specdec.models.cache_rollback import new_cache
+from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.prepared import compiled_step
 from hf_specdec.prepared.engine import Engine
 
@@ -325,3 +329,28 @@ def test_the_modules_of_transformers_are_as_before_after_each_pass(family: str) 
     others.wait(60)
     thread.join()
     assert where and [getattr(module, kind.many) for module, kind in where] == before
+
+
+def test_a_prompt_with_pictures_and_the_token_behind_it_are_two_passes(monkeypatch) -> None:
+    """As of a draft in its first round: the recurrence over the one token runs by another function of the model."""
+    monkeypatch.setattr(dynamic_runner, "media_of", lambda given: {"pixel_values": True})
+    target = model("Qwen3_5Text")
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    given = {"use_cache": True, cache_argument(target): new_cache(target, "model", cross_attention=False)}
+    runner = RecurrentRunner(target, given, ids[:, :4], 32)
+    with torch.no_grad():
+        # The model's recurrence computes in float32.
+        torch.testing.assert_close(runner.forward(ids, 1), target(ids).logits[:, -1:], atol=1e-4, rtol=0.0)
+    assert runner.passes == 2
+
+
+def test_what_all_rows_lack_is_read_in_one_pass_that_keeps_no_states() -> None:
+    """A hybrid drafter's model may read its prompts only after rounds of copies, which rows accepted unevenly."""
+    passes: list[tuple[int, int]] = []
+    runner = SimpleNamespace(
+        rewind=lambda lengths: None, forward=lambda tokens, count: passes.append((tokens.shape[1], count))
+    )
+    drafter = object.__new__(ModelDrafter)
+    drafter.runner, drafter._rows, drafter._read = runner, (0, 1), [0, 0]  # type: ignore[assignment]
+    drafter._catch_up(torch.zeros(2, 40, dtype=torch.long), [30, 34])
+    assert passes == [(29, 1), (4, 4)] and drafter._read == [29, 33]

@@ -19,6 +19,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "greedy, auto": {"do_sample": False, "num_assistant_tokens": "auto"},
     "sampled": {"do_sample": True},
+    "sampled, compiled": {"do_sample": True, "compile": True},
     "sampled, auto": {"do_sample": True, "num_assistant_tokens": "auto"},
 }
 

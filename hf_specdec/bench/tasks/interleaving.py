@@ -75,7 +75,7 @@ def _measure(
 ) -> None:
     """Everything that the journal does not hold yet, each record written before the next is measured."""
     pair, bare = pairs[0], [BarePasses(one, settings.max_new_tokens, widths_for(methods)) for one in pairs]
-    warm: set[tuple[str, int]] = set()
+    warm: set[int] = set()  # groups
     work = list(in_turn(methods, groups, settings.repeats))
     bar = tqdm(total=sum(len(order) for *_, order in work), desc=settings.task, unit="run", file=sys.stderr)
     position = 0
@@ -83,11 +83,14 @@ def _measure(
         for group, repeat, batch, order in work:
             indexes = tuple(prompt.index for prompt in batch)
             size, length = len(batch), len(batch[0].token_ids)
+            if group not in warm:
+                warm.add(group)
+                # As they are listed: what methods of an engine share is prepared by the first of them.
+                for method in (method for method in methods if method in order):
+                    if _lacks(session, method, groups[group], settings.repeats):
+                        session.keep_cold(warm_up(pair, method, batch, settings))
             for method in order:
                 if not session.has_call(method.name, indexes, repeat):
-                    if (method.name, group) not in warm:
-                        warm.add((method.name, group))
-                        session.keep_cold(warm_up(pair, method, batch, settings))
                     call = warm_call(pair, method, batch, settings, repeat=repeat, position=position)
                     if read_rate is not None and size == 1 and method.kind in PLAIN:
                         about = {"method": method.name, "prompts": list(indexes), "repeat": repeat}
@@ -105,6 +108,12 @@ def _measure(
                 about |= {"batch": size, "length": length}
                 # Without times where the engine could not be had and rounds ran as on the eager one.
                 session.keep("passes", about | {"times": times or {"draft": {}, "target": {}}})
+
+
+def _lacks(session: RunSession, method: Method, group: Sequence[Batch], repeats: int) -> bool:
+    """Whether any call of a method on a group's batches has not been measured yet."""
+    places = product((tuple(prompt.index for prompt in batch) for batch in group), range(repeats))
+    return not all(session.has_call(method.name, indexes, repeat) for indexes, repeat in places)
 
 
 def in_turn(

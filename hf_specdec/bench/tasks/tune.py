@@ -152,9 +152,9 @@ class Contest:
             left = start + seconds - self.clock()
             with keeping_engines(len(engines) * len(ranking), self.pairs[0].target.device):
                 ready = self._prepare(engines, ranking, same[0], _PREPARING_SHARE * left)
-                finalists = ranking[:_FINALISTS] if self.engine in self.settings.engines else []
-                lossy = [name for name in ranking if self.contenders[name].method.kind in _LOSSY][:1]
-                names = dict.fromkeys([*ready, *finalists, *lossy])
+                lossy = [name for name in ranking if self.contenders[name].method.kind in _LOSSY]
+                finalists = [*ranking[:_FINALISTS], *lossy[:1]] if self.engine in self.settings.engines else []
+                names = dict.fromkeys([*ready, *finalists])
                 self._race(list(names), same, start + seconds - self.clock())
         self.seconds = self.clock() - start
 
@@ -206,7 +206,8 @@ class Contest:
 
     def choose(self, references: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """What reports need: the stages, losses, the choice (None for plain decoding), and what was as fast."""
-        race, stages = self.races[-1]
+        # The last one for which there was time.
+        race, stages = next((both for both in reversed(self.races) if both[1] and both[1][-1].kept), self.races[-1])
         view = {"calls": race.calls, "prompts": references, "sampling": self.settings.sampling}
         ranking = list(stages[-1].kept) if stages else []
         losses = {name: worst_difference(view, name, "plain") for name in ranking if self._lossy(name)}

@@ -82,10 +82,9 @@ def choice(result: Result, tuned: Tuned) -> list[str]:
 
 
 def last_ratios(tuned: Tuned) -> dict[str, Interval]:
-    """The ratios of the last stage, the fastest first."""
-    if not tuned["races"] or not tuned["races"][-1]:
-        return {}
-    stage = tuned["races"][-1][-1]
+    """The ratios of the last stage of the last race for which there was time, the fastest first."""
+    stages = (race[-1] for race in reversed(tuned["races"]) if race and race[-1]["kept"])
+    stage = next(stages, {"kept": ()})
     return {name: Interval(*stage["ratios"][name]) for name in stage["kept"]}
 
 
