@@ -63,9 +63,9 @@ gpu-tables:
 			--model_name synthetic:$(SHAPE) --dtype $(DTYPE) --engines static compiled --num_assistant_tokens 4 auto \
 			--batch_size $$batch --limit $$batch --repeats 3 --max_new_tokens 64 --prompt_lengths 128 \
 			--output_dir $$folder; \
-	done; \
+	done; missing=0; \
 	for batch in $(BATCHES); do ls gpu-tables/$(SHAPE)-$(DTYPE)/batch-$$batch/*.md 2>/dev/null || \
-		echo "Batch size $$batch is not finished: the same command continues."; done
+		{ missing=1; echo "Batch size $$batch is not finished: the same command continues."; }; done; exit $$missing
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .

@@ -203,30 +203,27 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
     check_recurrence(model, argument)
 
 
-def check_synced_gpus(synced_gpus: bool | None) -> None:
-    """Refuse `synced_gpus=True`.
+_REFUSED_FLAGS = {
+    "synced_gpus": (
+        "all processes have to run the same passes, but each accepts different drafts; leave synced_gpus out, or "
+        "decode without speculation"
+    ),
+    "token_healing": (
+        "transformers hands no tokenizer to loops that are not its own; heal the prompt first, with input_ids = "
+        "model.heal_tokens(input_ids, tokenizer), and leave token_healing out"
+    ),
+}
+
+
+def check_flags(**flags: bool | None) -> None:
+    """Refuse `synced_gpus=True` and `token_healing=True`.
 
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
     """
-    if synced_gpus:
-        raise ValueError(
-            "synced_gpus=True: all processes have to run the same passes, but each accepts different drafts; leave "
-            "synced_gpus out, or decode without speculation."
-        )
-
-
-def check_token_healing(token_healing: bool | None) -> None:
-    """Refuse `token_healing=True`, for which transformers hands no tokenizer to loops that are not its own.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
-    """
-    if token_healing:
-        raise ValueError(
-            "token_healing=True can't be combined with speculation in one call: heal the prompt first, with "
-            "input_ids = model.heal_tokens(input_ids, tokenizer), and leave token_healing out."
-        )
+    for name, value in flags.items():
+        if value:
+            raise ValueError(f"{name}=True: {_REFUSED_FLAGS[name]}.")
 
 
 def _sharding_of(model: PreTrainedModel) -> str | None:

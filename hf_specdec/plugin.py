@@ -27,10 +27,9 @@ from transformers import (
 
 from hf_specdec.checks import (
     check_cache_implementation,
+    check_flags,
     check_is_loaded,
     check_is_model,
-    check_synced_gpus,
-    check_token_healing,
     check_versions,
 )
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
@@ -202,8 +201,7 @@ def _speculative_call(
     """A call's arguments, with the package's own replaced by the decoding loop of the strategy."""
     for name in ARGUMENTS:
         call.pop(name, None)
-    check_synced_gpus(call.get("synced_gpus"))
-    check_token_healing(_configured(model, call, "token_healing"))
+    check_flags(synced_gpus=call.get("synced_gpus"), token_healing=_configured(model, call, "token_healing"))
     check_cache_implementation(model, _configured(model, call, "cache_implementation"))
     draft = settings.pop("assistant_model", None)
     tokenizer = call.pop("tokenizer", None)

@@ -48,7 +48,7 @@ _DATA = ("subtasks", "sweep", "ablation", "tune", "align")
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "prompts": ("decode",), "calls": ("growth",), "minutes": ("tune",), "max_quality_loss": ("tune",),
     "draft_models": ("sweep", "tune"), "engines": ("engines", "growth", "tune"), "peak_memory": ("engines",),
-    "draft_vocabulary": ("benchmark",), "limit": ("benchmark", "engines", "rollback", *_DATA),
+    "limit": ("benchmark", "engines", "rollback", *_DATA),
     "dataset": _DATA, "dataset_path": _DATA, "split": _DATA,
     "prompt_column": _DATA, "reference_column": _DATA, "prompt_template": _DATA,
     **dict.fromkeys(("loss", "steps", "learning_rate", "top_k_targets", "lora_rank", "on_policy"), ("align",)),
@@ -323,12 +323,14 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
     """The arguments of `Settings`: fills in the task's defaults, warns of unused options, unpacks single values."""
     task = options["task"]
     given = {name for name, value in options.items() if value != parser.get_default(name)}
-    for name in ("assistant_model", "generation_strategy", "draft_vocabulary"):
+    for name in ("assistant_model", "generation_strategy"):
         if name in given and not options["assisted_generation"] and task in ("benchmark", "decode"):
             print(f"{parser.prog}: --{name} is not used without --assisted_generation", file=sys.stderr)
     for name, tasks in _ONLY_FOR.items():
         if name in given and task not in tasks:
             parser.error(f"argument --{name.replace('prompts', 'prompt')}: is for --task {', '.join(tasks)}")
+    if options["draft_vocabulary"] and not (task == "benchmark" and options["assisted_generation"]):
+        parser.error("argument --draft_vocabulary: is for --task benchmark --assisted_generation")
     options["engines"] = options["engines"] or [*(_ENGINES if task == "tune" else ("eager", "compiled"))]
     if task in ("growth", "tune") and (beyond := sorted(set(options["engines"]) & set(_LLAMA_CPP))):
         parser.error(f"argument --engines: {beyond[0]} is for --task engines")

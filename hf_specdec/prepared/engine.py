@@ -207,14 +207,14 @@ class Engine:
             slots = first_slots(self.state)
             with kernels_as_compiled(self.state.device, compile=self.compile):
                 next_slots = step(*slots, *draws)[0]  # allocates the cache
-            if not self.compile:
-                self._tokens = step, step
-                return self._tokens
-            first = CompiledStep(step, self.state.device, "first draft step of a round")
-            later = CompiledStep(step, self.state.device, "draft step")
-            first.compile(*slots, *draws)
-            later.compile(*next_slots, *draws)
-            self._tokens = first, later
+            tokens: tuple[DraftToken, DraftToken] = step, step
+            if self.compile:
+                first = CompiledStep(step, self.state.device, "first draft step of a round")
+                later = CompiledStep(step, self.state.device, "draft step")
+                first.compile(*slots, *draws)
+                later.compile(*next_slots, *draws)
+                tokens = first, later
+            self._tokens = tokens  # only now, since compiling may be interrupted
         return self._tokens
 
     def run_draft(self, lengths: Sequence[int], limits: Sequence[int], lookahead: int) -> tuple[Drafts, int]:

@@ -7,7 +7,6 @@ where they are: no copy takes memory or goes stale.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -80,7 +79,7 @@ def linears(
     ]
     blocks = sum(triton.cdiv(count, tiles.rows) for count in rows)
     # Triton launches on the current device, whichever the tensors are on.
-    with torch.cuda.device(input.device) if input.is_cuda else nullcontext():
+    with torch.cuda.device_of(input):
         _linears[(blocks,)](
             input.contiguous(),
             *_three(weights),

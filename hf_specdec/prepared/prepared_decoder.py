@@ -16,7 +16,7 @@ import torch
 from transformers.generation import logits_process as host
 
 from hf_specdec.decoding import Decoder
-from hf_specdec.drafting.drafter import BaseDrafter, Drafter, NoDrafter, last_tokens
+from hf_specdec.drafting.drafter import BaseDrafter, NoDrafter, last_tokens
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.processors import SCORES_ONLY
@@ -233,7 +233,6 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or not all(type(processor) in PROCESSORS for processor in processors)
         or type(decoder.relaxation) not in KNOWN_RELAXATIONS
         or not _runs_the_same_each_time(target, transcript)
-        or _decides_elsewhere(target, drafter)
         or not _within(context_length(target.model), transcript)
     ):
         return None
@@ -273,17 +272,17 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
 def _runs_the_same_each_time(runner: StaticRunner, transcript: Transcript) -> bool:
     """Whether a model's passes depend on nothing but the steps' inputs.
 
-    The last prompt token has to be visible: the first step reads it, and as padding it would see itself.
+    The last prompt token has to be visible: the first step reads it, and as padding it would see itself. The casts that
+    autocast keeps of weights end with it, and of several processes that hold a model only one draws and decides.
     """
-    visible = bool(runner.visible[:, transcript.prompt_length - 1].all())
-    return visible and has_fixed_rope(runner.model) and not has_custom_hooks(runner.model)
-
-
-def _decides_elsewhere(target: StaticRunner, drafter: Drafter) -> bool:
-    """Whether steps would hold casts of autocast, which end with it, or decide what one process of several decides."""
-    models = [runner.model for runner in (target, getattr(drafter, "runner", None)) if runner is not None]
-    casts = any(torch.is_autocast_enabled(model.device.type) for model in models)
-    return casts or tensor_parallel_group(*models) is not None
+    model = runner.model
+    return (
+        bool(runner.visible[:, transcript.prompt_length - 1].all())
+        and has_fixed_rope(model)
+        and not has_custom_hooks(model)
+        and not torch.is_autocast_enabled(model.device.type)
+        and tensor_parallel_group(model) is None
+    )
 
 
 def _within(bound: int | None, transcript: Transcript) -> bool:

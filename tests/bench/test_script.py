@@ -71,7 +71,7 @@ def test_settings_of_ours_reach_the_run(script: ModuleType) -> None:
     assert engines.grid == {"num_assistant_tokens": (3, 5)} and engines.batch_sizes == (1, 4, 8)
 
 
-@pytest.mark.parametrize("option", ["--assistant_model draft", "--generation_strategy bild", "--draft_vocabulary 9"])
+@pytest.mark.parametrize("option", ["--assistant_model draft", "--generation_strategy bild"])
 def test_what_needs_a_draft_is_said(script: ModuleType, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     for line, told in ((option, True), (f"{option} --assisted_generation", False)):
         script.complete(script.build_parser(), parse(script, line))
@@ -107,6 +107,7 @@ def test_defaults_are_the_published_ones(script: ModuleType) -> None:
         ("--task subtasks --drafter model lookup", ["--drafter", "2 values", "--task sweep"]),
         ("--compile no yes", ["--compile", "2 values", "--task sweep"]),
         ("--batch_size 1 2", ["--batch_size", "2 values", "--task engines"]),
+        ("--draft_vocabulary 9", ["--draft_vocabulary", "--task benchmark --assisted_generation"]),
         ("--task engines --draft_vocabulary 9", ["--draft_vocabulary", "--task benchmark"]),
         ("--minutes 3", ["--minutes", "--task tune"]),
         ("--task engines --dataset spec_bench", ["--dataset", "--task subtasks, sweep, ablation, tune, align"]),

@@ -7,13 +7,13 @@ from typing import Any
 
 from hf_specdec.bench.figures.bootstrap import Interval, interval
 from hf_specdec.bench.figures.rounds import row_rounds
-from hf_specdec.bench.figures.speed import calls_of
+from hf_specdec.bench.figures.speed import by_question, calls_of
 
 BEFORE, AFTER = "before", "after"  # the names of the methods
 
 
 def acceptance_gain(result: Mapping[str, Any], prompts: Iterable[int] | None = None) -> Interval | None:
-    """Acceptance rate after minus before, in points of 100, with its 95% interval by a paired bootstrap over prompts.
+    """Acceptance rate after minus before, in points of 100, with its 95% interval by a paired bootstrap over questions.
 
     None where either draft drafted nothing.
     """
@@ -29,9 +29,9 @@ def acceptance_gain(result: Mapping[str, Any], prompts: Iterable[int] | None = N
     after, before = sides
     if any(not sum(drafted for one in side.values() for _, drafted in one.values()) for side in sides):
         return None
-    cells = [[(*after[key][repeat], *before[key][repeat]) for repeat in sorted(after[key])] for key in sorted(after)]
+    both = {key: {repeat: (*counts, *before[key][repeat]) for repeat, counts in after[key].items()} for key in after}
 
     def points(accepted: Any, drafted: Any, accepted_before: Any, drafted_before: Any) -> Any:
         return 100 * (accepted / drafted - accepted_before / drafted_before)
 
-    return interval(cells, points)
+    return interval(by_question(result, both), points)

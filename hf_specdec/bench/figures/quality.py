@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from hf_specdec.bench.figures.bootstrap import Interval, interval
-from hf_specdec.bench.figures.speed import Result, calls_of, questions_of
+from hf_specdec.bench.figures.speed import Result, by_question, calls_of
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 MEASURES = ("bleu", *ROUGE, "exact_match", "facts")
@@ -106,11 +106,8 @@ def difference(
     """
     listed = None if prompts is None else list(prompts)
     ours, theirs = (per_example(result, name, measure, listed) for name in (method, base))
-    questions, cells = questions_of(result), dict[int, tuple[float, float]]()
-    for index in sorted(ours.keys() & theirs.keys()):
-        total, count = cells.get(questions[index], (0.0, 0.0))
-        cells[questions[index]] = total + ours[index] - theirs[index], count + 1.0
-    return interval([[cell] for cell in cells.values()], lambda total, count: total / count)
+    judged = {(index,): {0: (ours[index] - theirs[index], 1.0)} for index in sorted(ours.keys() & theirs.keys())}
+    return interval(by_question(result, judged), lambda total, count: total / count)
 
 
 class _CharacterTokenizer:

@@ -125,7 +125,7 @@ def spread(calls: Iterable[Call]) -> float | None:
 def rate_interval(result: Result, calls: Sequence[Call]) -> Interval | None:
     """The decode rate with its 95% interval."""
     parts = _decode_parts(result, calls)
-    return interval(_by_question(result, parts), lambda tokens, seconds: tokens / seconds)
+    return interval(by_question(result, parts), lambda tokens, seconds: tokens / seconds)
 
 
 def speedup(
@@ -150,7 +150,7 @@ def speedup(
     quantities, figure = _RATIOS[by]
     wanted = None if prompts is None else set(prompts)
     sides = [quantities(result, calls_of(result, name, prompts=wanted, batch=batch)) for name in (ours, base)]
-    found = interval(_by_question(result, _paired(*sides)), figure)
+    found = interval(by_question(result, _paired(*sides)), figure)
     return None if found is None else Ratio(found.value, found.low, found.high)
 
 
@@ -192,9 +192,8 @@ def cold_seconds(result: Result, method: str, batch: int) -> float | None:
     """Seconds that a method's warm-up calls took beyond as many warm calls; None without warm-up calls.
 
     The time of recording, compiling and capturing, at the first prompt length that was warmed up, with that of later
-    calls, such as those in which `"auto"` chose a length for the first time. Methods on an
-    engine of ours share what is prepared, so that of the ones before at this batch size is included: an upper bound of
-    what the method takes alone.
+    calls, such as those in which `"auto"` chose a length for the first time. Methods on an engine of ours share what is
+    prepared, so that of the ones before at this batch size is included: an upper bound of what the method takes alone.
     """
     about = method_named(result, method)
     own = _own_cold_seconds(result, method, batch)
@@ -304,8 +303,12 @@ def _paired(ours: _Quantities, base: _Quantities) -> dict[Any, dict[int, tuple[f
     }
 
 
-def _by_question(result: Result, examples: Mapping[Any, Mapping[int, tuple[float, ...]]]) -> Cells:
-    """The cells of a bootstrap: the turns of a dialogue and one example at several lengths are drawn together."""
+def by_question(result: Result, examples: Mapping[Any, Mapping[int, tuple[float, ...]]]) -> Cells:
+    """The cells of a bootstrap: the turns of a dialogue and one example at several lengths are drawn together.
+
+    Args:
+        examples: quantities by prompts (or questions, which stay) and repeat.
+    """
     questions = questions_of(result)
     cells: dict[Any, dict[int, tuple[float, ...]]] = {}
     for key, by_repeat in examples.items():

@@ -83,7 +83,7 @@ def rollback_times(pair: LoadedPair, prompt: Sequence[int], lookahead: int, repe
         for _ in range(1 + repeats):
             rounds.append({})
             for name in TIMED:
-                # Each pass meets a text of one length; the runner goes back by itself.
+                # So that passes of the plain cache, which the runner's `picking` does not shorten, read one length.
                 plain[key] = deepcopy(filled)
                 rounds[-1][name] = timed(pair, runs[name])[1]
         rounds = rounds[1:]  # the first one warms up

@@ -86,8 +86,8 @@ def _measure(
             if group not in warm:
                 warm.add(group)
                 # As they are listed: what methods of an engine share is prepared by the first of them.
-                for method in (method for method in methods if method in order):
-                    if _lacks(session, method, groups[group], settings.repeats):
+                for method in methods:
+                    if method.takes(size) and _lacks(session, method, groups[group], settings.repeats):
                         session.keep_cold(warm_up(pair, method, batch, settings))
             for method in order:
                 if not session.has_call(method.name, indexes, repeat):

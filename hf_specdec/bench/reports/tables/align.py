@@ -15,7 +15,7 @@ Result = Mapping[str, Any]
 
 _ACCEPTANCE = (
     "Accepted / drafted tokens on held-out prompts, before and after. Gain: the difference in points with its 95% "
-    "interval, by a paired bootstrap over prompts."
+    "interval, by a paired bootstrap over questions."
 )
 _POSITIONS = "Share accepted at each position of the draft, among the rounds that reached it."
 
