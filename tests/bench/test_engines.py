@@ -18,6 +18,7 @@ from hf_specdec.bench.figures import bandwidth, passes
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.reports.rendering import render
+from hf_specdec.bench.reports.tables import engines as engines_table
 from hf_specdec.bench.running import warming
 from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
 from hf_specdec.bench.running.methods_by_task import of_engines
@@ -105,6 +106,17 @@ def test_bare_passes_are_timed_on_the_engines_of_the_methods(result: dict[str, A
         assert costs.draft and set(costs.target) >= {1, 3, 4}
         samples = [item["times"] for item in result["passes"] if (item["engine"], item["batch"]) == (engine, 1)]
         assert costs.target[3] == pytest.approx(median(s for times in samples for s in times["target"]["3"]))
+
+
+def test_what_passes_allow_is_told_by_passes_of_the_calls_own_length(result: dict[str, Any]) -> None:
+    slow = {"draft": {"1": [1.0]}, "target": {"1": [1.0], "40": [40.0]}}
+    more = result | {
+        "passes": [*({**item, "length": 1, "times": slow} for item in result["passes"]), *result["passes"]]
+    }
+    assert set(passes.costs(more, "eager", 1)) == {1, *passes.costs(result, "eager", 1)}
+    assert engines_table.allowed_table(more) == engines_table.allowed_table(result)
+    only = {**result, "passes": more["passes"][: len(result["passes"])]}
+    assert engines_table.allowed_table(only) != engines_table.allowed_table(result), "the control"
 
 
 def test_memory_is_read_after_each_plain_call_of_one_row(result: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ def test_each_way_is_predicted_from_its_own_passes(pair: LoadedPair, monkeypatch
         "passes": [],
     }
     monkeypatch.setattr(tables.rounds, "alpha", lambda calls: 1.0)
-    monkeypatch.setattr(tables.passes, "pooled", lambda known: tables.passes.Costs({1: 0.0}, {1: 1.0}))
+    monkeypatch.setattr(tables.passes, "costs_of", lambda *_: tables.passes.Costs({1: 0.0}, {1: 1.0}))
     rows = rows_of(tables.rollback_table(result))
     assert [(row[""], row["Kept (MB)"], row["Predicted speedup"]) for row in rows] == [
         ("Token by token", "3.0", "2.00"),

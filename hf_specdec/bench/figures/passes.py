@@ -60,11 +60,19 @@ def nearest(known: Mapping[int, Costs], length: int) -> Costs:
     return known[min(known, key=lambda other: (abs(other - length), other))]
 
 
-def pooled(known: Mapping[int, Costs]) -> Costs | None:
-    """The means over prompt lengths, for widths that were timed at all lengths; None without costs."""
-    if not known:
+def costs_of(result: Result, method: MethodDict, calls: Iterable[Call], batch: int = 1) -> Costs | None:
+    """The means over a method's calls of its engine's costs at the length nearest to each call's prompt.
+
+    For widths that were timed at all lengths that occur. None without calls or costs.
+    """
+    known = costs(result, method["engine"], batch, method["draft"])
+    return pooled([nearest(known, length) for length in _lengths(result, calls)] if known else [])
+
+
+def pooled(listed: Sequence[Costs]) -> Costs | None:
+    """The means of costs, for widths that all of them have; None without costs."""
+    if not listed:
         return None
-    listed = list(known.values())
 
     def means(sides: Sequence[Mapping[int, float]]) -> dict[int, float]:
         shared = set.intersection(*(set(side) for side in sides))
@@ -79,11 +87,11 @@ def efficiency(result: Result, calls: Iterable[Call]) -> float | None:
     Bare passes hold the whole batch. Rounds that are not prepared leave out rows that have ended, so that in batches
     η is an upper bound for them. None where the engine's passes were not timed.
     """
-    lengths = {prompt["index"]: prompt["tokens"] for prompt in result["prompts"]}
+    listed = list(calls)
     methods = {method["name"]: method for method in result["methods"]}
     known: dict[tuple[str, int], dict[int, Costs]] = {}
     needed = measured = 0.0
-    for call in calls:
+    for call, length in zip(listed, _lengths(result, listed), strict=True):
         part, place = speed.decode_part(call), (call.method, call.batch)
         if part is None:
             continue
@@ -92,10 +100,16 @@ def efficiency(result: Result, calls: Iterable[Call]) -> float | None:
             known[place] = costs(result, method["engine"], call.batch, method["draft"])
         if not known[place]:
             return None
-        one = nearest(known[place], max(lengths[index] for index in call.prompts))
+        one = nearest(known[place], length)
         measured += part[0]
         needed += _needed(call, part[1], one)
     return needed / measured if measured else None
+
+
+def _lengths(result: Result, calls: Iterable[Call]) -> list[int]:
+    """Of each call's longest prompt, in tokens."""
+    lengths = {prompt["index"]: prompt["tokens"] for prompt in result["prompts"]}
+    return [max(lengths[index] for index in call.prompts) for call in calls]
 
 
 def _needed(call: Call, tokens: int, passes: Costs) -> float:
@@ -123,8 +137,8 @@ def predicted(result: Result, method: MethodDict, batch: int = 1, prompts: Itera
     fixed length or take no draft steps, since the formula needs both.
     """
     lookahead = method["lookahead"] if _drafts_steadily(method) else None
-    alpha = rounds.alpha(speed.calls_of(result, method["name"], batch=batch, prompts=prompts))
-    passes = pooled(costs(result, method["engine"], batch, method["draft"]))
+    calls = speed.calls_of(result, method["name"], batch=batch, prompts=prompts)
+    alpha, passes = rounds.alpha(calls), costs_of(result, method, calls, batch)
     if alpha is None or passes is None or not passes.draft or not isinstance(lookahead, int):
         return None
     return predicted_speedup(alpha, *passes.ratios(lookahead), lookahead)

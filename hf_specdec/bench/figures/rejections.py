@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hf_specdec.bench.figures.bootstrap import Interval, Ratio, interval
-from hf_specdec.bench.figures.passes import Costs, costs, pooled
-from hf_specdec.bench.figures.speed import MethodDict, Result, batch_sizes, fastest_of
+from hf_specdec.bench.figures.passes import Costs, costs_of
+from hf_specdec.bench.figures.speed import MethodDict, Result, batch_sizes, calls_of, fastest_of
 
 # Of an answer: its length in tokens, and (position, whether harmless) of each rejection.
 Answer = tuple[int, Sequence[tuple[int, bool]]]
@@ -94,13 +94,14 @@ def oracle_gain(
 
 def bounds(result: Result, draft: str, prompts: Iterable[int]) -> Bounds | None:
     """What better acceptance could bring with a draft on these prompts; None if its rejections were not measured."""
-    rows = _fixed_lookaheads(result, draft)
-    base, answers = fastest_of(result, rows), _answers(result, draft, prompts)
+    rows, wanted = _fixed_lookaheads(result, draft), set(prompts)
+    base, answers = fastest_of(result, rows), _answers(result, draft, wanted)
     if base is None or not answers:
         return None
     lookahead, longest = base["lookahead"], [row["lookahead"] for row in rows]
     share = harmless_share(answers, lookahead)
-    passes = pooled(costs(result, base["engine"], batch_sizes(result)[0], draft))
+    batch = batch_sizes(result)[0]
+    passes = costs_of(result, base, calls_of(result, base["name"], batch=batch, prompts=wanted), batch)
     if passes is None or not passes.draft:
         return Bounds(lookahead, len(answers), share, None, None)
     oracle = oracle_gain(answers, lookahead, longest, passes)

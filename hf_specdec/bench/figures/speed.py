@@ -6,6 +6,7 @@ otherwise. Decode rates count what came after it only; a call in which nothing d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import add
 from statistics import median
@@ -181,11 +182,25 @@ def fastest(
 def fastest_of(
     result: Result, methods: Iterable[MethodDict], *, batch: int | None = None, prompts: Iterable[int] | None = None
 ) -> MethodDict | None:
-    """The one with the highest decode rate among some methods, the first if several; None where none has a rate."""
+    """The one with the highest decode rate among some methods, over the examples and repeats that all have.
+
+    The first if several. Methods without any rate are left out; None where the others have no example in common.
+    """
     wanted = None if prompts is None else set(prompts)
-    rates = [(decode_rate(calls_of(result, one["name"], prompts=wanted, batch=batch)), one) for one in methods]
-    rated = [(rate, one) for rate, one in rates if rate is not None]
-    return max(rated, key=lambda item: item[0])[1] if rated else None
+    rated = []
+    for one in methods:
+        calls = calls_of(result, one["name"], prompts=wanted, batch=batch)
+        if parts := {(c.prompts, c.repeat): part for c in calls if (part := decode_part(c)) is not None}:
+            rated.append((one, parts))
+    shared = set.intersection(*(set(parts) for _, parts in rated)) if rated else set()
+    if not shared:
+        return None
+
+    def rate(item: tuple[MethodDict, Mapping[Any, tuple[float, int]]]) -> float:
+        seconds, tokens = zip(*(item[1][key] for key in shared), strict=True)
+        return sum(tokens) / math.fsum(seconds)
+
+    return max(rated, key=rate)[0]
 
 
 def cold_seconds(result: Result, method: str, batch: int) -> float | None:

@@ -15,7 +15,8 @@ DRAFTING = ("speculative", "bild")
 ALLOWED = (
     "Allowed: the speedup over plain decoding on the same engine that the same rounds would have if they took only "
     "their bare passes and no row waited for another. Share: measured / allowed, which is η times (1 - waiting). "
-    "Waiting: share of row-rounds in which a row had ended while others of its batch went on."
+    "Waiting: share of row-rounds in which a row had ended while others of its batch went on. c and v: from the mean "
+    "over calls of the passes at the prompt length nearest to each call's."
 )
 
 MEMORY = (
@@ -65,10 +66,10 @@ def allowed_table(result: Result) -> str:
     rows = []
     for batch in batch_sizes(result):
         for method in methods.shown_methods(result, batch=batch):
-            if method.get("role") != "fixed" or not passes.costs(result, method["engine"], batch, method["draft"]):
-                continue
             calls = speed.calls_of(result, method["name"], batch=batch)
-            costs = next(iter(passes.costs(result, method["engine"], batch, method["draft"]).values()))
+            costs = passes.costs_of(result, method, calls, batch)
+            if method.get("role") != "fixed" or costs is None:
+                continue
             rows.append(
                 [
                     str(batch),

@@ -61,8 +61,8 @@ def rollback_table(result: Result) -> str:
 def _predicted(result: Result, step: float, verification: float) -> float | None:
     """The speedup if a verification, its rollback included, takes this many seconds."""
     method = chosen_method(result)
-    alpha = rounds.alpha(speed.calls_of(result, method["name"]))
-    bare = passes.pooled(passes.costs(result, method["engine"], 1, method["draft"]))
+    calls = speed.calls_of(result, method["name"])
+    alpha, bare = rounds.alpha(calls), passes.costs_of(result, method, calls)
     if alpha is None or bare is None:
         return None
     return passes.predicted_speedup(alpha, bare.drafting(1) / step, verification / step, method["lookahead"])
