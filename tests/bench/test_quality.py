@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -13,12 +14,22 @@ import torch
 from helpers import families
 from helpers.made_up_results import method, plain_call, result_of
 from rouge_score.rouge_scorer import RougeScorer
+from scipy.stats import beta, binom
 
 from hf_specdec.bench.figures import text_metrics
-from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.figures.divergence import divergence, first_divergence, next_logits
-from hf_specdec.bench.figures.quality import MEASURES, difference, exact_match, facts, per_example, scores
-from hf_specdec.bench.figures.tradeoff import no_loss, verdict
+from hf_specdec.bench.figures.quality import (
+    MEASURES,
+    Difference,
+    difference,
+    exact_match,
+    facts,
+    of_differences,
+    per_example,
+    questions_needed,
+    scores,
+)
+from hf_specdec.bench.figures.tradeoff import verdict
 
 PREDICTIONS = ["the cat sat on the mat", "", "Yes.", "the the the the", " a b c d e "]
 REFERENCES = [
@@ -183,16 +194,80 @@ def test_differences_are_paired_by_example() -> None:
     assert same is not None and (same.value, same.low, same.high) == (0, 0, 0)
 
 
-def test_no_loss_means_that_a_loss_of_more_than_a_point_is_excluded() -> None:
-    assert no_loss(Interval(-0.2, -1.0, 0.4)) and not no_loss(Interval(0.5, -1.01, 2.0))
-    assert not no_loss(Interval(5.0, None, None)) and not no_loss(None)
-    # One wrong answer of fifty leaves a loss possible, and none of fifty does not.
-    references = [f"answer {i}" for i in range(50)]
-    result = judged({"plain": references, "bild": ["wrong", *references[1:]]}, references)
-    assert not verdict(result, None, "bild", "plain").as_good
-    equal = judged({"plain": references, "bild": references}, references)
-    assert verdict(equal, None, "bild", "plain").as_good
-    assert verdict(equal, None, "bild", "plain").words == "no: not faster"
+def binary(worse: int, questions: int) -> Difference:
+    """The difference where so many questions of all lose the whole score."""
+    points = {index: -100.0 * (index < worse) for index in range(questions)}
+    found = of_differences({"prompts": [{"index": index} for index in points]}, points)
+    assert found is not None and found.worse == worse
+    return found
+
+
+@pytest.mark.parametrize("worse", [0, 1, 5])
+def test_the_bound_of_answers_right_or_wrong_is_that_of_clopper_and_pearson(worse: int) -> None:
+    found = binary(worse, 50)
+    assert found.bound == pytest.approx(-100 * beta.ppf(0.975, worse + 1, 50 - worse), rel=0.03)
+    assert found.low is not None and found.low > found.bound, "the control: a bootstrap knows no unseen losses"
+
+
+def test_the_bound_covers_a_rare_loss() -> None:
+    """Of 50 questions each loses all with a chance of 3%: how often does the lower end lie above the true mean?"""
+    found = [binary(worse, 50) for worse in range(6)]  # with 6 and more, both lie below
+    chances = [binom.pmf(worse, 50, 0.03) for worse in range(6)]
+    assert sum(chance for one, chance in zip(found, chances, strict=True) if one.bound > -3) <= 0.025
+    missed = sum(chance for one, chance in zip(found, chances, strict=True) if one.low is not None and one.low > -3)
+    assert missed > 0.2, "the control: the bootstrap misses it where no question lost"
+
+
+def test_a_worse_answer_never_makes_a_better_verdict() -> None:
+    bounds = []
+    for loss in (0.0, 0.5, 4.0, 60.0):
+        result = {"prompts": [{"index": index} for index in range(400)]}
+        found = of_differences(result, dict.fromkeys(range(399), 0.0) | {399: -loss})
+        assert found is not None
+        bounds.append(found.bound)
+    assert bounds == sorted(bounds, reverse=True) and bounds[0] > -1 > bounds[-1]
+
+
+def test_how_many_questions_exclude_a_loss() -> None:
+    needed = questions_needed(1.0)
+    assert needed == 368 and 1 - 0.025 ** (1 / needed) <= 0.01 < 1 - 0.025 ** (1 / (needed - 1))
+    assert not binary(0, 340).excludes(1.0) and binary(0, 400).excludes(1.0) and not binary(1, 400).excludes(1.0)
+    assert questions_needed(0.0) == math.inf and questions_needed(100.0) == 1
+
+
+def test_turns_of_a_dialogue_are_one_question_and_every_answer_counts_as_worse() -> None:
+    points = {index: 10.0 * (-1) ** index for index in range(200)}
+    found = of_differences({"prompts": [{"index": index, "question": index // 2} for index in points]}, points)
+    assert found is not None and found.worse == 100 and (found.low, found.high) == (0, 0)
+    assert found.bound == pytest.approx(-100 * (1 - 0.025 ** (1 / 100)), rel=0.03)
+    alone = of_differences({"prompts": [{"index": index} for index in points]}, points)
+    assert alone is not None and alone.low is not None and alone.low < 0, "the control"
+
+
+def test_rounding_makes_no_answer_worse() -> None:
+    third = 200 / 3
+    points = {0: third - sum([third] * 3) / 3 - 1e-14, 1: 0.0}
+    found = of_differences({"prompts": [{"index": 0}, {"index": 1}]}, points)
+    assert found is not None and found.worse == 0
+
+
+@pytest.mark.parametrize(
+    ("questions", "wrong", "words"),
+    [
+        (50, 0, "open: no answer worse"),
+        (50, 1, "no: loss not excluded"),
+        (400, 0, "yes"),
+        (400, 1, "no: loss not excluded"),
+    ],
+)
+def test_what_is_said_of_a_faster_method(questions: int, wrong: int, words: str) -> None:
+    references = [f"answer {index}" for index in range(questions)]
+    result = judged({"plain": references, "bild": ["wrong"] * wrong + references[wrong:]}, references)
+    calls = [replace(c, seconds=1 + (c.seconds - 1) / 2) if c.method == "bild" else c for c in result["calls"]]
+    found = verdict(result | {"calls": calls}, None, "bild", "plain")
+    assert (found.words, found.as_good, found.kept) == (words, words == "yes", wrong == 0)
+    same_speed = verdict(result, None, "bild", "plain")
+    assert same_speed.words == ("no: neither" if wrong else "no: not faster")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Install:
             return ColdStart(method.name, len(batch), 9, [2.0, 1.0], True)
 
         def score(result: Any, name: str, base: str) -> Any:
-            return tune.Interval(-100 * (1 - kept(name)), -100 * (1 - kept(name)), 0.0)
+            loss = -100 * (1 - kept(name))
+            return tune.Difference(loss, loss, 0.0, bound=loss, worse=1)
 
         monkeypatch.setattr(tune, "warm_call", call)
         monkeypatch.setattr(tune, "warm_up", warm)
@@ -146,6 +147,7 @@ def test_bild_is_chosen_only_at_a_loss_that_is_allowed(
         assert chosen["choice"].startswith(kind), most
         tried = {name for stage in chosen["races"][0] for name in stage["entered"]}
         assert any(name.startswith("bild") for name in tried) == (most is not None)
+        assert any("that takes 183 questions" in note for note in chosen["notes"]) == (most == 2.0)
     assert "Difference in quality to plain decoding, in points: -3.0" in tune_tables.render(result)
 
 

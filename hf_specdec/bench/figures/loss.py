@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from hf_specdec.bench.figures.bootstrap import Interval
-from hf_specdec.bench.figures.quality import difference
+from hf_specdec.bench.figures.quality import Difference, difference
 from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.figures.speed import calls_of
 from hf_specdec.bench.figures.tradeoff import JUDGED
 
 
-def worst_difference(result: Result, method: str, plain: str) -> Interval | None:
-    """A method's score minus plain decoding's, in points, by the measure of `JUDGED` whose interval reaches lowest.
+def worst_difference(result: Result, method: str, plain: str) -> Difference | None:
+    """A method's score minus plain decoding's, in points, by the measure of `JUDGED` whose bound is lowest.
 
     Without references, greedy answers are compared with plain decoding's own, by ROUGE-L.
 
@@ -30,4 +29,4 @@ def worst_difference(result: Result, method: str, plain: str) -> Interval | None
         prompts = [{**prompt, "references": texts.get(prompt["index"], [])} for prompt in result["prompts"]]
         found = [difference({**result, "prompts": prompts}, method, plain, "rougeL")]
     known = [one for one in found if one is not None]
-    return min(known, key=lambda one: one.value if one.low is None else one.low, default=None)
+    return min(known, key=lambda one: one.bound, default=None)

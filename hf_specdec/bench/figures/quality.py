@@ -6,16 +6,20 @@ metrics of `text_metrics`, which compute by the functions here.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from hf_specdec.bench.figures.bootstrap import Interval, interval
+from hf_specdec.bench.figures.bootstrap import ONE_SIDED, Interval, interval, lower_bound
 from hf_specdec.bench.figures.speed import Result, by_question, calls_of
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 MEASURES = ("bleu", *ROUGE, "exact_match", "facts")
+_WORST = -100.0  # points: what a question can lose
+_ROUNDING = 1e-9  # points
 
 # Kana, ideographs and Hangul: no spaces between words, or (Hangul) letters that rouge_score drops.
 _CJK = "\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0002ffff"
@@ -23,6 +27,35 @@ _CJK_TEXT = re.compile(f"[{_CJK}]")
 _CJK_TOKEN = re.compile(f"[{_CJK}]|[a-z0-9]+")
 # Between the statements of a text: punctuation before a blank or the end, and "and".
 _BETWEEN_FACTS = re.compile(r"[.,;:!?](?:\s+|$)|[。、！？]|\s+and\s+")
+
+
+@dataclass(frozen=True)
+class Difference(Interval):
+    """A mean difference in quality, in points, with its 95% interval by a paired bootstrap.
+
+    Args:
+        bound: the lower end that verdicts take, by `lower_bound`: losses that are too rare to show in the sample count.
+        worse: answers that score lower.
+    """
+
+    bound: float
+    worse: int
+
+    def excludes(self, loss: float) -> bool:
+        """Whether a loss of more points than this is excluded."""
+        return self.bound >= -loss
+
+
+def questions_needed(loss: float) -> float:
+    """How many questions exclude a loss of more than so many points, if no answer changes; infinite for 0.
+
+    With none of n questions worse, their share is at most 1 - 0.025^(1/n) (Clopper and Pearson), and each can lose 100.
+    """
+    if loss <= 0:
+        return math.inf
+    if loss >= -_WORST:
+        return 1
+    return math.ceil(math.log(ONE_SIDED) / math.log(1 + loss / _WORST))
 
 
 def has_cjk(text: str) -> bool:
@@ -99,15 +132,21 @@ def per_example(result: Result, method: str, measure: str, prompts: Iterable[int
 
 def difference(
     result: Result, method: str, base: str, measure: str, prompts: Iterable[int] | None = None
-) -> Interval | None:
-    """Mean over examples of a method's score minus another's, in points, with its 95% paired bootstrap interval.
-
-    None where they have no judged example in common.
-    """
+) -> Difference | None:
+    """Mean over examples of a method's score minus another's; None where they have no judged example in common."""
     listed = None if prompts is None else list(prompts)
     ours, theirs = (per_example(result, name, measure, listed) for name in (method, base))
-    judged = {(index,): {0: (ours[index] - theirs[index], 1.0)} for index in sorted(ours.keys() & theirs.keys())}
-    return interval(by_question(result, judged), lambda total, count: total / count)
+    return of_differences(result, {index: ours[index] - theirs[index] for index in ours.keys() & theirs.keys()})
+
+
+def of_differences(result: Result, points: Mapping[int, float]) -> Difference | None:
+    """The mean of paired differences by prompt; the turns of a dialogue are one question. None without any."""
+    cells = by_question(result, {(index,): {0: (points[index], 1.0)} for index in sorted(points)})
+    found = interval(cells, lambda total, count: total / count)
+    if found is None:
+        return None
+    worse = sum(one < -_ROUNDING for one in points.values())
+    return Difference(found.value, found.low, found.high, lower_bound(cells, _WORST), worse)
 
 
 class _CharacterTokenizer:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.figures.bootstrap import Interval, Ratio, interval
-from hf_specdec.bench.figures.quality import difference, per_example
+from hf_specdec.bench.figures.bootstrap import Ratio
+from hf_specdec.bench.figures.quality import Difference, difference, of_differences, per_example
 from hf_specdec.bench.figures.speed import MethodDict, Result
 from hf_specdec.config import LOSSY_STRATEGIES
 
@@ -18,9 +18,12 @@ SCORE = "facts"  # the subtask's score: defined for free answers as well as for 
 _LOSSLESS = ("plain", "none", "assisted", "speculative")
 
 
-def no_loss(measured: Interval | None) -> bool:
-    """Whether a paired difference's interval excludes a loss of more than `MOST_LOSS` points."""
-    return measured is not None and measured.low is not None and measured.low >= -MOST_LOSS
+def kept(measured: Difference | None) -> bool:
+    """Whether no answer is worse, or a loss of more than `MOST_LOSS` points is excluded.
+
+    The first is said of the sample alone: few questions exclude nothing.
+    """
+    return measured is not None and (measured.worse == 0 or measured.excludes(MOST_LOSS))
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Verdict:
 
     label: str | None
     speed: Ratio | None
-    differences: Mapping[str, Interval] | None
+    differences: Mapping[str, Difference] | None
 
     @property
     def known(self) -> bool:
@@ -49,7 +52,17 @@ class Verdict:
     @property
     def as_good(self) -> bool:
         """Whether every measure excludes a loss of more than `MOST_LOSS` points."""
-        return self.differences is not None and all(map(no_loss, self.differences.values()))
+        return self.differences is not None and all(one.excludes(MOST_LOSS) for one in self.differences.values())
+
+    @property
+    def none_worse(self) -> bool:
+        """Whether no answer of these examples is worse by any measure, which alone excludes no loss beyond them."""
+        return self.differences is not None and not any(one.worse for one in self.differences.values())
+
+    @property
+    def kept(self) -> bool:
+        """Whether quality is kept, as `kept` has it, but by all measures together."""
+        return self.as_good or self.none_worse
 
     @property
     def words(self) -> str:
@@ -59,8 +72,10 @@ class Verdict:
         if self.speed is None:
             return "no rates"
         if self.faster:
-            return "yes" if self.as_good else "no: loss not excluded"
-        return "no: not faster" if self.as_good else "no: neither"
+            if self.as_good:
+                return "yes"
+            return "open: no answer worse" if self.none_worse else "no: loss not excluded"
+        return "no: not faster" if self.kept else "no: neither"
 
 
 def labels(result: Result) -> list[str]:
@@ -88,11 +103,11 @@ def unknown(result: Result, bild: str, speculative: str) -> int:
 
 
 def won(result: Result, bild: str, speculative: str) -> int | None:
-    """The number of subtasks on which BiLD is faster without loss of quality; None if quality is unknown."""
+    """The number of subtasks on which BiLD is faster with quality kept; None if quality is unknown."""
     verdicts = [verdict(result, label, bild, speculative) for label in labels(result)]
     if all(item.differences is None for item in verdicts):
         return None
-    return sum(item.faster and item.as_good for item in verdicts)
+    return sum(item.faster and item.kept for item in verdicts)
 
 
 def lossy_methods(result: Result) -> list[MethodDict]:
@@ -128,8 +143,8 @@ def gain(result: Result, method: MethodDict, prompts: list[int]) -> Ratio | None
     return None if base is None else speed.speedup(result, method["name"], base["name"], prompts=prompts)
 
 
-def change(result: Result, method: str, prompts: list[int]) -> Interval | None:
-    """Mean over examples of a method's `SCORE` minus that of the lossless methods, in points, with its interval.
+def change(result: Result, method: str, prompts: list[int]) -> Difference | None:
+    """Mean over examples of a method's `SCORE` minus that of the lossless methods.
 
     The lossless methods' scores are averaged: in sampling each is a separate draw from the same distribution.
     None without references.
@@ -140,12 +155,12 @@ def change(result: Result, method: str, prompts: list[int]) -> Interval | None:
         if m["kind"] in _LOSSLESS and m["name"] != method
     ]
     ours = per_example(result, method, SCORE, prompts)
-    cells = []
-    for index, score in sorted(ours.items()):
+    points = {}
+    for index, score in ours.items():
         lossless = [base[index] for base in bases if index in base]
         if lossless:
-            cells.append([(score - sum(lossless) / len(lossless), 1.0)])
-    return interval(cells, lambda total, count: total / count)
+            points[index] = score - sum(lossless) / len(lossless)
+    return of_differences(result, points)
 
 
 def _part(method: MethodDict, names: set[str]) -> dict[str, object]:

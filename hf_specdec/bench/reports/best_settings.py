@@ -51,13 +51,13 @@ def methods_of(result: Result, strategy: str) -> list[MethodDict]:
 
 
 def without_loss(result: Result) -> list[MethodDict]:
-    """BiLD's rows whose intervals exclude a loss of more than one point over all examples."""
+    """BiLD's rows at which a loss of more than one point over all examples is excluded."""
     rows = methods_of(result, "bild")
     return [row for row in rows if tradeoff.verdict(result, None, row["name"], row["name"]).as_good]
 
 
 def won_subtasks(result: Result, method: MethodDict) -> int | None:
-    """The number of subtasks on which a row of BiLD beats the fastest speculative row without loss of quality."""
+    """The number of subtasks on which a row of BiLD beats the fastest speculative row with quality kept."""
     speculative = speed.fastest_of(result, methods_of(result, "speculative"))
     return None if speculative is None else tradeoff.won(result, method["name"], speculative["name"])
 
@@ -128,7 +128,8 @@ def _chosen(result: Result) -> str:
     where = "these examples" if split is None else f"the split {split}"
     won = f"{won_subtasks(result, method)} of {len(tradeoff.labels(result))}"
     text = (
-        f"Faster than speculative decoding at no loss on most subtasks: {method['title']}, on {won}, chosen on {where}"
+        f"Faster than speculative decoding with quality kept on most subtasks: {method['title']}, on {won}, "
+        f"chosen on {where}"
     )
     reference = speed.fastest_of(result, methods_of(result, "speculative")) or method
     if (reference["draft"], reference["lookahead"]) != (method["draft"], method["lookahead"]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.bootstrap import Interval, Ratio
 from hf_specdec.bench.figures.loss import worst_difference
+from hf_specdec.bench.figures.quality import Difference, questions_needed
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.inputs.prompts import Prompt, question_prompt
 from hf_specdec.bench.models.known_pairs import known_drafts
@@ -220,7 +221,7 @@ class Contest:
             "choice": chosen,
             "near": near,
             "losses": {name: None if found is None else _ends(found) for name, found in losses.items()},
-            "notes": self.notes,
+            "notes": [*self.notes, *self._too_few(race, losses)],
             "races": [
                 [
                     {
@@ -246,10 +247,21 @@ class Contest:
     def _lossy(self, name: str) -> bool:
         return self.contenders[name].method.kind in _LOSSY
 
-    def _allowed(self, found: Interval | None) -> bool:
-        """Whether the interval excludes a greater loss than is allowed."""
+    def _allowed(self, found: Difference | None) -> bool:
+        """Whether a greater loss than is allowed is excluded."""
         most = self.settings.max_quality_loss
-        return most is not None and found is not None and found.low is not None and found.low >= -most
+        return most is not None and found is not None and found.excludes(most)
+
+    def _too_few(self, race: Race, losses: Mapping[str, Difference | None]) -> list[str]:
+        """A note if lossy candidates were refused on questions too few for a loss to be excluded."""
+        most = self.settings.max_quality_loss
+        refused = {name for name, found in losses.items() if found is not None and not self._allowed(found)}
+        judged = len({index for call in race.calls if call.method in refused for index in call.prompts})
+        if most is None or not refused or judged >= (needed := questions_needed(most)):
+            return []
+        takes = f"that takes {needed} questions where no answer changes" if most else "no number of questions can"
+        words = f"A loss of more than {most:g} points could not be excluded for lossy candidates: {takes}"
+        return [f"{words}; {judged} were answered (raise --limit and --minutes, or --max_quality_loss)."]
 
 
 def _pairs(settings: Settings) -> list[LoadedPair]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hf_specdec.bench.figures import rejections, rounds, speed, tradeoff
-from hf_specdec.bench.figures.bootstrap import Interval, Ratio
+from hf_specdec.bench.figures.bootstrap import Ratio
+from hf_specdec.bench.figures.quality import Difference
 from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.figures.tradeoff import labels
 from hf_specdec.bench.models.known_pairs import short_name
@@ -23,18 +24,18 @@ BY_SUBTASK = (
     "flatters all rows a little."
 )
 BOUNDS = (
-    "At no loss: the speed over lossless speculation of each strategy's fastest setting whose interval excludes a loss "
-    "of more than one point; – if it has none. A rejection of lossless speculation is harmless if the answer keeps "
-    "its share of the reference's facts, or gains, when the draft's token is kept there and the target goes on from "
-    "it. The oracle rejects only what is not harmless; no relaxation of the acceptance rule can do better at no loss. "
-    "With a perfect fallback its drafts also end right before each token that it rejects, which bounds BiLD as a "
-    "whole. Both are estimates over lossless speculation at its fastest lookahead: rounds are counted on the target's "
-    "answers and timed by bare passes, and kept tokens would change what follows. An answer without a right fact has "
-    "none to lose."
+    "Facts kept: the speed over lossless speculation of each strategy's fastest setting with which no answer has fewer "
+    "facts, or a loss of more than one point is excluded; – if it has none. A rejection of lossless speculation is "
+    "harmless if the answer keeps its share of the reference's facts, or gains, when the draft's token is kept there "
+    "and the target goes on from it. The oracle rejects only what is not harmless; no relaxation of the acceptance "
+    "rule can do better at no loss. With a perfect fallback its drafts also end right before each token that it "
+    "rejects, which bounds BiLD as a whole. Both are estimates over lossless speculation at its fastest lookahead: "
+    "rounds are counted on the target's answers and timed by bare passes, and kept tokens would change what follows. "
+    "An answer without a right fact has none to lose."
 )
 
 # Of a method on a subtask: speed over lossless speculation, and the difference in points.
-Point = tuple["Ratio | None", "Interval | None"]
+Point = tuple["Ratio | None", "Difference | None"]
 
 
 def parts(result: Result) -> list[str]:
@@ -58,7 +59,7 @@ def parts(result: Result) -> list[str]:
     rows = bound_rows(result, best, points)
     if rows:
         kinds = [STRATEGY_TITLES[kind] for kind in dict.fromkeys(method["kind"] for method in best)]
-        header = ["Draft", "Subtask", *(f"{capital(kind)} at no loss" for kind in kinds), "Answers"]
+        header = ["Draft", "Subtask", *(f"{capital(kind)}, facts kept" for kind in kinds), "Answers"]
         header += ["Harmless share of the rejections", "Oracle", "Oracle with a perfect fallback"]
         found.append(f"## What bounds them\n\n{BOUNDS}\n\n{table(header, rows)}")
     return found
@@ -81,7 +82,7 @@ def lossy_table(result: Result) -> str:
 def bound_rows(
     result: Result, methods: Sequence[MethodDict], points: dict[tuple[str, str | None], Point]
 ) -> list[list[str]]:
-    """One row per draft and subtask: what strategies reach at no loss, harmless rejections, and the oracles."""
+    """One row per draft and subtask: what strategies reach with facts kept, harmless rejections, and the oracles."""
     rows = []
     for draft in dict.fromkeys(method["draft"] for method in methods):
         for label in [*labels(result), None]:
@@ -91,7 +92,7 @@ def bound_rows(
             reached = []
             for kind in dict.fromkeys(method["kind"] for method in methods):
                 mine = [points[m["name"], label] for m in methods if (m["kind"], m["draft"]) == (kind, draft)]
-                kept = [gain for gain, change in mine if gain is not None and tradeoff.no_loss(change)]
+                kept = [gain for gain, change in mine if gain is not None and tradeoff.kept(change)]
                 reached.append(ratio(max(kept, key=lambda gain: gain.value, default=None)))
             bound = [str(found.answers), *map(ratio, (found.harmless, found.oracle, found.perfect))]
             rows.append([_draft(draft), label or "all", *reached, *bound])

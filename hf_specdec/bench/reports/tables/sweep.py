@@ -11,6 +11,7 @@ from hf_specdec.bench.reports.equal_outputs import equal_outputs
 from hf_specdec.bench.reports.heading import heading, remarks
 from hf_specdec.bench.reports.markdown import number, ratio, table
 from hf_specdec.bench.reports.tables import lossy, methods
+from hf_specdec.bench.reports.tables.subtasks import NO_LOSS
 from hf_specdec.bench.running.methods import STRATEGY_TITLES
 
 # Keywords that have a column of their own.
@@ -20,9 +21,9 @@ _QUALITY = ("bleu", "rougeL", "exact_match")
 LEGEND = (
     "c: one draft step / one target step, bare passes on the same engine. The predicted speedup takes acceptance "
     "as independent from token to token, so it is an estimate. Quality is measured against the references, 0 to 100. "
-    "Won: on how many subtasks a row of BiLD is faster than the fastest speculative row (the interval lies above 1) at "
-    "no loss (the intervals of all measures exclude a loss of more than one point). The fastest row is chosen on the "
-    "calls that it is measured on, which flatters it a little."
+    "Won: on how many subtasks a row of BiLD is faster than the fastest speculative row (the interval lies above 1) "
+    "with quality kept: no answer is worse by any measure, or a loss of more than one point is excluded. The fastest "
+    f"row is chosen on the calls that it is measured on, which flatters it a little. {NO_LOSS}"
 )
 
 
@@ -97,12 +98,11 @@ def thresholds(method: MethodDict) -> tuple[float | None, float | None]:
 
 
 def speed_ratio(result: Result, method: MethodDict) -> float | None:
-    """c, the mean over prompt lengths; None where bare passes were not timed."""
+    """c, over the passes that belong to the method's calls; None where bare passes were not timed."""
     if not isinstance(method["lookahead"], int) or method["same_engine"] is None or method["draft"] is None:
         return None
-    found = passes.costs(result, method["engine"], 1, method["draft"]).values()
-    ratios = [costs.ratios(method["lookahead"])[0] for costs in found]
-    return sum(ratios) / len(ratios) if ratios else None
+    found = passes.costs_of(result, method, speed.calls_of(result, method["name"], batch=1))
+    return None if found is None else found.ratios(method["lookahead"])[0]
 
 
 def parameters(count: int) -> str:

@@ -20,7 +20,8 @@ LEGEND = (
     "Speedups are over plain generate() on the same prompts, end to end: the prompt's pass counts, compiling and other "
     "preparation does not. In brackets: 95% interval, by a paired bootstrap over examples and repeats. Stage: the last "
     "one that a candidate was measured in, of successive halving; figures of different stages rest on different "
-    "examples. The fastest candidate is chosen on the calls that it is measured on, which flatters it a little."
+    "examples. The fastest candidate is chosen on the calls that it is measured on, which flatters it a little. A "
+    "lossy one is chosen only if a loss greater than allowed is excluded, even if one further question lost all 100."
 )
 _ENGINES = "## Other engines\n\n"
 
