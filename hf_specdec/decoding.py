@@ -139,6 +139,7 @@ class Decoder:
         del logits
         if self.processors:
             scores = self.processors(ids, transcript.lengths, counts, scores)
+            self.processors.end_round()
         if transcript.records:
             recorded["scores"] = scores
         if self.relaxation is not None and lookahead:

@@ -30,10 +30,7 @@ _TASKS = {
     "align": (128, 3),
     "report": (1, 1),
 }
-_JOURNALED = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines", "rollback", "align")
-_ALWAYS_ASSISTED = ("subtasks", "sweep", "ablation", "engines", "growth", "rollback", "tune", "align")
 _PROMPT_LENGTHS = {"engines": [256], "growth": [40, 90, 150], "rollback": [64]}
-_CONTINUE = "; what was measured is kept, and the same command continues it"
 _ENGINES = ("eager", "static", "compiled")
 _LLAMA_CPP = ("llama.cpp-f32", "llama.cpp-bf16", "llama.cpp-q8_0")
 # What `hf_specdec[bench]` installs.
@@ -43,16 +40,37 @@ _GRID = (
     "num_assistant_tokens", "fallback_threshold", "rollback_threshold", "lenience", "posterior_threshold",
     "assistant_ensemble_weight", "drafter", "verification", "entropy_threshold", "compile", "cache_implementation",
 )  # fmt: skip
+
+
+def _all_but(*tasks: str) -> tuple[str, ...]:
+    """The tasks that measure, without some."""
+    return tuple(task for task in _TASKS if task not in (*tasks, "report"))
+
+
 _DATA = ("subtasks", "sweep", "ablation", "tune", "align")
-# Arguments that only some tasks use.
+_STRATEGIC = ("benchmark", "decode", "sweep", "ablation")
+# The strategies that settings belong to.
+_STRATEGIES = {
+    "fallback_threshold": "bild", "rollback_threshold": "bild", "lenience": "lenient",
+    "posterior_threshold": "typical", "assistant_ensemble_weight": "ensemble",
+}  # fmt: skip
+# The tasks on which an argument has an effect; all that measure, if it isn't listed.
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
+    "task": tuple(_TASKS), "output_dir": tuple(_TASKS),
     "prompts": ("decode",), "calls": ("growth",), "minutes": ("tune",), "max_quality_loss": ("tune",),
     "draft_models": ("sweep", "tune"), "engines": ("engines", "growth", "tune"), "peak_memory": ("engines",),
-    "limit": ("benchmark", "engines", "rollback", *_DATA),
-    "dataset": _DATA, "dataset_path": _DATA, "split": _DATA,
-    "prompt_column": _DATA, "reference_column": _DATA, "prompt_template": _DATA,
+    "draft_vocabulary": ("benchmark",), "better_transformer": _all_but("ablation"),
+    "prompt_lengths": ("benchmark", "engines", "growth", "rollback"), "batch_sizes": _all_but("growth"),
+    "repeats": _all_but("growth", "tune"), "limit": ("benchmark", "engines", "rollback", *_DATA),
+    **dict.fromkeys(("dataset", "dataset_path", "split", "prompt_column", "prompt_template"), _DATA),
+    "reference_column": ("subtasks", "sweep", "tune"),
+    **dict.fromkeys(_GRID, _all_but("engines", "growth", "rollback", "tune")), "num_assistant_tokens": _all_but("tune"),
+    **dict.fromkeys(("generation_strategy", *_STRATEGIES), _STRATEGIC),
+    **dict.fromkeys(("fallback_threshold", "rollback_threshold"), (*_STRATEGIC, "subtasks")),
     **dict.fromkeys(("loss", "steps", "learning_rate", "top_k_targets", "lora_rank", "on_policy"), ("align",)),
 }  # fmt: skip
+# What has no effect without a draft.
+_OF_DRAFTS = ("assistant_model", "draft_device", "draft_dtype", "draft_precision", "generation_strategy", *_GRID)
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -67,65 +85,54 @@ def build_parser() -> argparse.ArgumentParser:
     """All arguments, with their aliases, defaults and ranges."""
     parser = _OneLineParser(
         prog="assisted_generation.py",
-        description="Measures speculative decoding and BiLD in generate(), or decodes prompts with them.",
+        description="Measures speculative decoding and BiLD in generate(). The task report takes --output_dir alone.",
         allow_abbrev=False,
     )
     parser.add_argument("--task", choices=tuple(_TASKS), default="benchmark", help="what to do (%(default)s)")
     _add_model_arguments(parser.add_argument_group("models"))
     _add_precision_arguments(parser.add_argument_group("precision and place"))
     _add_speculation_arguments(parser.add_argument_group("speculation"))
-    _add_sampling_arguments(parser.add_argument_group("sampling"))
-    _add_data_arguments(parser.add_argument_group("data of subtasks, sweep, ablation, tune and align"))
-    _add_align_arguments(parser.add_argument_group("training of align"))
+    _add_sampling_arguments(parser.add_argument_group("sampling, with --do_sample"))
+    _add_data_arguments(parser.add_argument_group("data sets"))
+    _add_align_arguments(parser.add_argument_group("training"))
     _add_work_arguments(parser.add_argument_group("work and output"))
+    for action in parser._actions:
+        tasks = _ONLY_FOR.get(action.dest, _all_but())
+        others = _all_but(*tasks)
+        if len(tasks) <= len(others):
+            action.help = f"{', '.join(tasks)}: {action.help}"
+        elif others:
+            action.help = f"{action.help}; not for {', '.join(others)}"
     return parser
+
+
+def _defaults(place: int, name: str) -> str:
+    """The tasks' values of an argument, for its help."""
+    return "default: " + ", ".join(f"{task} {_TASKS[task][place]}" for task in _ONLY_FOR.get(name, _all_but()))
 
 
 def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    tokens = "most new tokens per answer; default: " + ", ".join(
-        f"{task} {most}" for task, (most, _) in _TASKS.items() if task != "report"
-    )
+    tokens = f"most new tokens per answer; {_defaults(0, 'max_new_tokens')}"
     add("--max_new_tokens", "--max_tokens", type=_at_least(1), metavar="N", help=tokens)
-    add(
-        "--prompt_lengths",
-        type=_at_least(1),
-        nargs="+",
-        metavar="N",
-        help="prompt lengths in tokens; default: benchmark 256 512, engines 256, growth 40 90 150, rollback 64",
-    )
+    lengths = "prompt lengths in tokens; default: benchmark 256 512, engines 256, growth 40 90 150, rollback 64"
+    add("--prompt_lengths", type=_at_least(1), nargs="+", metavar="N", help=lengths)
     sizes = "texts decoded at once (1); align: in a training step too (8); engines (1 4 8) and tune take several"
     add("--batch_size", "--batch_sizes", dest="batch_sizes", nargs="+", type=_at_least(1), metavar="N", help=sizes)
-    engines = (
-        f"engines: which of {', '.join(_ENGINES + _LLAMA_CPP)} to compare (eager compiled); growth: which to call; "
-        "tune: which to try (eager static compiled)"
-    )
+    engines = f"some of {', '.join(_ENGINES + _LLAMA_CPP)}; default: eager compiled, tune eager static compiled"
     add("--engines", nargs="+", choices=_ENGINES + _LLAMA_CPP, metavar="NAME", help=engines)
-    peak = "engines: also measure each method's peak memory, in a process of its own that loads the models again"
+    peak = "also measure each method's peak memory, in a process of its own that loads the models again"
     add("--peak_memory", action="store_true", help=peak)
-    add("--calls", type=_at_least(2), default=2000, metavar="N", help="growth: number of calls (%(default)s)")
-    add("--minutes", type=_above(0), default=10.0, metavar="M", help="tune: how long it may take (%(default)g)")
-    loss = "tune: also try BiLD, with at most this loss of quality; default: lossless methods only"
+    add("--calls", type=_at_least(2), default=2000, metavar="N", help="number of calls (%(default)s)")
+    add("--minutes", type=_above(0), default=10.0, metavar="M", help="how long it may take (%(default)g)")
+    loss = "also try BiLD, with at most this loss of quality; default: lossless methods only"
     add("--max_quality_loss", type=_between(0, 100), metavar="POINTS", help=loss)
-    add(
-        "--prompt",
-        dest="prompts",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="decode: the prompt; give it several times for several prompts",
-    )
-    times = "how often each measurement is repeated; default: " + ", ".join(
-        f"{task} {most}" for task, (_, most) in _TASKS.items() if task != "report"
-    )
+    asked = "the prompt; give it several times for several prompts"
+    add("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help=asked)
+    times = f"how often each measurement is repeated; {_defaults(1, 'repeats')}"
     add("--repeats", type=_at_least(1), metavar="N", help=times)
-    add(
-        "--output_dir",
-        type=Path,
-        default=Path("results"),
-        metavar="DIR",
-        help="where JSON, markdown and pictures go (%(default)s); report: the folder to render",
-    )
+    folder = "where JSON, markdown and pictures go (%(default)s); report: the folder to render"
+    add("--output_dir", type=Path, default=Path("results"), metavar="DIR", help=folder)
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
@@ -137,41 +144,30 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         "draft's cost (0.8, 0.05)"
     )
     add("--model_name", "--target_model_name", default="target", metavar="NAME", help=model_help)
-    add(
-        "--assistant_model",
-        "--approx_model_name",
-        metavar="NAME",
-        help="draft model; default: the one known for the target",
-    )
+    draft = "draft model; default: the one known for the target"
+    add("--assistant_model", "--approx_model_name", metavar="NAME", help=draft)
     pickled = "also read weights from pytorch_model.bin, where a model has no safetensors"
     add("--allow_pickle", action="store_true", help=pickled)
-    several = "sweep and tune: drafts to compare; default: --assistant_model, or all that are known"
+    several = "drafts to compare; default: --assistant_model, or all that are known"
     add("--draft_models", nargs="+", default=[], metavar="NAME", help=several)
-    better = "use SDPA attention (hf_specdec.to_better_transformer); ablation always measures with and without"
+    better = "use SDPA attention (hf_specdec.to_better_transformer); ablation always measures both"
     add("--better_transformer", action="store_true", help=better)
 
 
 def _add_precision_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add(
-        "--device", metavar="DEVICE", help="device of the target, such as cpu or cuda:0; default: a GPU if there is one"
-    )
+    add("--device", metavar="DEVICE", help="device of the target, as cpu or cuda:0; default: a GPU if there is one")
     add("--draft_device", metavar="DEVICE", help="device of the draft; default: the target's")
-    add(
-        "--dtype",
-        choices=_DTYPES,
-        default="auto",
-        help="dtype of the target; auto: that of its configuration (%(default)s)",
-    )
+    dtype = "dtype of the target; auto: that of its configuration (%(default)s)"
+    add("--dtype", choices=_DTYPES, default="auto", help=dtype)
     add("--draft_dtype", choices=_DTYPES, default="auto", help="dtype of the draft; auto: as --dtype (%(default)s)")
     add("--precision", choices=("int8", "int4"), help="quantize the target's weights with optimum-quanto")
     add("--draft_precision", choices=("int8", "int4"), help="quantize the draft's weights")
-    trimmed = "benchmark: compare with a draft that proposes only the N most frequent tokens"
+    trimmed = "with --assisted_generation, compare with a draft that proposes only the N most frequent tokens"
     add("--draft_vocabulary", type=_at_least(1), metavar="N", help=trimmed)
     add("--device_map", metavar="MAP", help="auto: spread the target over all devices with accelerate")
-    add(
-        "--offload_folder", type=Path, metavar="DIR", help="with --device_map: folder for weights that fit on no device"
-    )
+    offloaded = "with --device_map: folder for weights that fit on no device"
+    add("--offload_folder", type=Path, metavar="DIR", help=offloaded)
 
 
 def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
@@ -190,24 +186,17 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     add("--prompt_template", type=_template, default="{prompt}", metavar="TEXT", help=template)
     examples = (
         "examples per subtask (all; embedded: subtasks 50, sweep 5, with lossy strategies 50, ablation 3, align 125); "
-        "benchmark and engines: prompts of each length (5 and 8), at least a batch"
+        "benchmark, engines and rollback: prompts of each length (5, 8 and 1), at least a batch"
     )
     add("--limit", type=_at_least(1), metavar="N", help=examples)
 
 
 def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add(
-        "--assisted_generation",
-        action="store_true",
-        help="decode with a draft; benchmark compares it with plain decoding",
-    )
-    add(
-        "--generation_strategy",
-        choices=("speculative", "bild", "lenient", "typical", "ensemble"),
-        default="speculative",
-        help="how to use the draft (%(default)s)",
-    )
+    assisted = "decode with a draft; benchmark and decode compare it with plain decoding, the other tasks always do"
+    add("--assisted_generation", action="store_true", help=assisted)
+    strategies = ("speculative", *dict.fromkeys(_STRATEGIES.values()))
+    add("--generation_strategy", choices=strategies, default="speculative", help="how to use the draft (%(default)s)")
     lookahead = "tokens drafted per round, or auto (4, T5 7); sweep and engines (adds auto) take several"
     add("--num_assistant_tokens", "--gamma", "--n_lookahead", nargs="+", type=_lookahead, metavar="N", help=lookahead)
     fallback = "BiLD: a draft ends where its best token has a probability below P (0.6); sweep takes several"
@@ -223,10 +212,7 @@ def _add_speculation_arguments(group: argparse._ArgumentGroup) -> None:
     choices = {
         "drafter": (("model", "lookup", "hybrid", "none"), "who drafts (model); sweep takes several"),
         "verification": (("token", "block"), "how sampling judges drafted tokens (token); sweep takes several"),
-        "cache_implementation": (
-            ("dynamic", "static"),
-            "cache of our methods, as in generate() (dynamic); sweep takes several",
-        ),
+        "cache_implementation": (("dynamic", "static"), "cache of our methods (dynamic); sweep takes several"),
     }
     for name, (values, text) in choices.items():
         add(f"--{name}", nargs="+", choices=values, help=text)
@@ -253,21 +239,12 @@ def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--do_sample", action="store_true", help="sample tokens instead of taking the most likely one")
     add("--temperature", type=_between(0, None), default=1.0, metavar="T", help="0 is greedy decoding (%(default)s)")
-    add(
-        "--top_k",
-        type=_at_least(0),
-        default=50,
-        metavar="K",
-        help="sample from the K most likely tokens; 0: from all (%(default)s, as in transformers)",
-    )
-    add(
-        "--top_p",
-        type=_between(0, 1),
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens whose probabilities add up to P (%(default)s)",
-    )
-    add("--seed", type=_at_least(0), default=0, metavar="N", help="seed of the samples (%(default)s)")
+    top_k = "sample from the K most likely tokens; 0: from all (%(default)s, as in transformers)"
+    add("--top_k", type=_at_least(0), default=50, metavar="K", help=top_k)
+    top_p = "sample from the most likely tokens whose probabilities add up to P (%(default)s)"
+    add("--top_p", type=_between(0, 1), default=1.0, metavar="P", help=top_p)
+    seed = "seed of the samples, of synthetic weights and of align's training (%(default)s)"
+    add("--seed", type=_at_least(0), default=0, metavar="N", help=seed)
 
 
 def _lookahead(text: str) -> int | str:
@@ -319,18 +296,35 @@ def _between(least: float, most: float | None) -> Callable[[str], float]:
     return parse
 
 
-def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Settings`: fills in the task's defaults, warns of unused options, unpacks single values."""
-    task = options["task"]
-    given = {name for name, value in options.items() if value != parser.get_default(name)}
-    for name in ("assistant_model", "generation_strategy"):
-        if name in given and not options["assisted_generation"] and task in ("benchmark", "decode"):
-            print(f"{parser.prog}: --{name} is not used without --assisted_generation", file=sys.stderr)
-    for name, tasks in _ONLY_FOR.items():
-        if name in given and task not in tasks:
-            parser.error(f"argument --{name.replace('prompts', 'prompt')}: is for --task {', '.join(tasks)}")
-    if options["draft_vocabulary"] and not (task == "benchmark" and options["assisted_generation"]):
+def _refuse_unused(parser: argparse.ArgumentParser, options: dict[str, Any], given: dict[str, str]) -> None:
+    """Ends with an error at the first of the given arguments, names with flags, that has no effect."""
+    task, greedy = options["task"], not options["do_sample"]
+    for name, flag in given.items():
+        if task not in (tasks := _ONLY_FOR.get(name, _all_but())):
+            parser.error(f"argument {flag}: is for --task {', '.join(tasks)}")
+        # A temperature of 0 asks for greedy decoding.
+        if greedy and (name in ("top_k", "top_p") or (name == "temperature" and options[name])):
+            parser.error(f"argument {flag}: is for --do_sample")
+    if "seed" in given and greedy and task != "align" and not options["model_name"].startswith("synthetic:"):
+        parser.error("argument --seed: is for --do_sample, --task align and synthetic pairs")
+    if {"draft_models", "assistant_model"} <= given.keys():
+        parser.error("argument --assistant_model: is not used with --draft_models; give one of them")
+    if task in ("growth", "rollback") and options["num_assistant_tokens"] == ["auto"]:
+        parser.error(f"argument --num_assistant_tokens: auto is not for --task {task}; give a number")
+    if "draft_vocabulary" in given and not options["assisted_generation"]:
         parser.error("argument --draft_vocabulary: is for --task benchmark --assisted_generation")
+    for name, strategy in _STRATEGIES.items():
+        # Sweep and subtasks measure several strategies.
+        if name in given and task not in ("sweep", "subtasks") and strategy != options["generation_strategy"]:
+            parser.error(f"argument {given[name]}: is for --generation_strategy {strategy}")
+
+
+def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `Settings`: refuses unused ones, fills in the task's defaults, unpacks single values."""
+    task = options["task"]
+    actions = {action.dest: action for action in parser._actions if action.dest in options}
+    given = {name: a.option_strings[0] for name, a in actions.items() if options[name] != a.default}
+    _refuse_unused(parser, options, given)
     options["engines"] = options["engines"] or [*(_ENGINES if task == "tune" else ("eager", "compiled"))]
     if task in ("growth", "tune") and (beyond := sorted(set(options["engines"]) & set(_LLAMA_CPP))):
         parser.error(f"argument --engines: {beyond[0]} is for --task engines")
@@ -338,10 +332,9 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
     options["max_new_tokens"] = options["max_new_tokens"] or most_tokens
     options["repeats"] = options["repeats"] or repeats
     options["prompt_lengths"] = options["prompt_lengths"] or _PROMPT_LENGTHS.get(task, [256, 512])
-    options["assisted_generation"] |= task in _ALWAYS_ASSISTED
+    options["assisted_generation"] |= task not in ("benchmark", "decode", "report")
     options["batch_sizes"] = options["batch_sizes"] or {"engines": [1, 4, 8], "align": [8]}.get(task, [1])
-    if len(options["batch_sizes"]) > 1 and task not in ("engines", "tune"):
-        count = len(options["batch_sizes"])
+    if (count := len(options["batch_sizes"])) > 1 and task not in ("engines", "tune"):
         parser.error(f"argument --batch_size: {count} values are for --task engines or tune; give one")
     options["grid"] = {}
     if options["compile"] is not None:
@@ -356,6 +349,10 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
             options["grid"][name] = tuple(values)
         elif values:
             options[name] = values[0]
+    # No error, so that the same command without that flag measures the target alone.
+    for name in given if task != "report" and not options["assisted_generation"] else ():
+        if name in _OF_DRAFTS:
+            print(f"{parser.prog}: {given[name]} is not used without --assisted_generation", file=sys.stderr)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
@@ -389,7 +386,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        goes_on = _CONTINUE if options["task"] in _JOURNALED else ""
+        journaled = options["task"] not in ("growth", "tune", "report")
+        goes_on = "; what was measured is kept, and the same command continues it" if journaled else ""
         print(f"{parser.prog}: stopped before the end{goes_on}", file=sys.stderr)
         return 130
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ class HostProcessors:
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in processors)
         suppresses = any(isinstance(processor, host.SuppressTokensLogitsProcessor) for processor in processors)
         self.can_exclude_all = suppresses or not self.scores_only
+        self._answers: dict[tuple[int, int, tuple[int, ...]], Any] = {}  # by constraint, row and text
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
@@ -110,9 +112,25 @@ class HostProcessors:
         constraints = [p for p in self.processors if isinstance(p, host.PrefixConstrainedLogitsProcessor)]
         for position, token in enumerate(tokens if constraints else ()):
             prefix = torch.cat([text, text.new_tensor(tokens[:position])])
-            if any(token not in p._prefix_allowed_tokens_fn(row, prefix) for p in constraints):
+            if any(token not in self._answer(p, row, prefix) for p in constraints):
                 return position
         return len(tokens)
+
+    def end_round(self) -> None:
+        """Forgets what constraints answered."""
+        self._answers.clear()
+
+    def _answer(self, constraint: host.PrefixConstrainedLogitsProcessor, row: int, prefix: Tensor) -> Any:
+        """The tokens that a constraint allows after a row's `prefix` `[n]`; asked once a round.
+
+        Drafting and verifying ask about the same texts, and constraints such as grammars are slow.
+        """
+        key = (id(constraint), row, tuple(prefix.tolist()))
+        if key not in self._answers:
+            found = constraint._prefix_allowed_tokens_fn(row, prefix)
+            # A copy, since the function may fill the same list again.
+            self._answers[key] = found.clone() if isinstance(found, Tensor) else list(found)
+        return self._answers[key]
 
     def _by_prefix(
         self, processor: LogitsProcessor, ids: Tensor, starts: Sequence[int], counts: Sequence[int], scores: Tensor
@@ -125,10 +143,25 @@ class HostProcessors:
             at_length = scores[torch.arange(len(starts), device=scores.device), positions]
             prefixes = self._prefixes(ids, spans, length, rows)
             if isinstance(processor, host.PrefixConstrainedLogitsProcessor):
-                processed = _constrain(processor, prefixes, at_length, rows)
+                processed = self._constrain(processor, prefixes, at_length, rows)
             else:
                 processed = processor(prefixes, at_length)
             scores[rows, [positions[row] for row in rows]] = processed[rows]
+
+    def _constrain(
+        self, processor: host.PrefixConstrainedLogitsProcessor, prefixes: Tensor, scores: Tensor, rows: list[int]
+    ) -> Tensor:
+        """`PrefixConstrainedLogitsProcessor.__call__` for some `rows` of a batch, called with their batch indices."""
+        mask = torch.full_like(scores, -torch.inf)
+        for row in rows:
+            allowed = self._answer(processor, row, prefixes[row])
+            if len(allowed) == 0:
+                raise ValueError(
+                    f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {row}: the constraint is "
+                    "unsatisfiable. Return at least one token for every prefix that it allows."
+                )
+            mask[row, allowed] = 0
+        return scores + mask
 
     def _prefixes(self, ids: Tensor, spans: list[range], length: int, rows: list[int]) -> Tensor:
         """`[B, length]`: the rows' texts, cut or padded to `length`."""
@@ -139,22 +172,6 @@ class HostProcessors:
         for row, span in enumerate(spans):
             prefixes[row, max(span.stop - 1, span.start) :] = self.pad_token
         return prefixes
-
-
-def _constrain(
-    processor: host.PrefixConstrainedLogitsProcessor, prefixes: Tensor, scores: Tensor, rows: list[int]
-) -> Tensor:
-    """`PrefixConstrainedLogitsProcessor.__call__` for some `rows` of a batch, called with their batch indices."""
-    mask = torch.full_like(scores, -torch.inf)
-    for row in rows:
-        allowed = processor._prefix_allowed_tokens_fn(row, prefixes[row])
-        if len(allowed) == 0:
-            raise ValueError(
-                f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {row}: the constraint is "
-                "unsatisfiable. Return at least one token for every prefix that it allows."
-            )
-        mask[row, allowed] = 0
-    return scores + mask
 
 
 def check_stateless(processors: LogitsProcessorList, generation_config: GenerationConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_best_value_at_the_edge_of_the_grid_is_warned_about(results: dict[str,
 
 
 def test_thresholds_chosen_on_the_training_split_come_with_the_command_that_tests_them(
-    results: dict[str, Result],
+    results: dict[str, Result], script: ModuleType
 ) -> None:
     result = results["sweep"]
     row = best_settings.methods_of(result, "bild")[2]
@@ -93,6 +94,7 @@ def test_thresholds_chosen_on_the_training_split_come_with_the_command_that_test
     assert row["title"] in line and "chosen on the split train" in line
     words = shlex.split(line.split("`")[1])
     assert words[words.index("--task") + 1] == "subtasks" and "--split" not in words, "heldout by default"
+    script.complete(script.build_parser(), vars(script.build_parser().parse_args(words[1:])))  # refuses what is unused
     for name in ("fallback_threshold", "rollback_threshold"):
         assert float(words[words.index(f"--{name}") + 1]) == row["keywords"][name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def test_the_task_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (measured["bytes"]["steps"], measured["bytes"]["checkpoint"]) == (5 * STATE, 2 * STATE)
     assert 2 * STATE < measured["bytes"]["replay"] < 3 * STATE
     assert path.with_name(path.name.replace(".json.gz", ".md")).read_text().count("acceptance imposed)") > 1
+
+
+def test_as_many_prompts_are_decoded_as_are_asked_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "SETTLED", 10.0)
+    rollback.run_rollback(replace(settings(HYBRID, tmp_path), batch_sizes=(2,)))
+    (path,) = tmp_path.glob("*.json.gz")
+    assert {call.batch for call in load(path)["calls"]} == {2}
 
 
 def test_a_target_with_attention_only_is_refused(tmp_path: Path) -> None:

@@ -117,9 +117,11 @@ def test_a_run_writes_to_its_folder_only(saved_pair: tuple[Path, Path], tmp_path
     environment = os.environ | {name: str(place) for name, place in places.items() if name != "cwd"}
     for name in ("HF_HOME", "XDG_CACHE_HOME", "HF_METRICS_CACHE"):
         environment.pop(name, None)
-    for task in (["--task", "subtasks", "--limit", "1"], ["--task", "report"]):
+    out = tmp_path / "out"
+    subtasks = line(saved_pair, out, "--task", "subtasks", "--limit", "1")
+    for words in (subtasks, ["--task", "report", "--output_dir", str(out)]):
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), *line(saved_pair, tmp_path / "out", *task)],
+            [sys.executable, str(SCRIPT), *words],
             cwd=places["cwd"],
             env=environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.DEVNULL,
@@ -129,7 +131,7 @@ def test_a_run_writes_to_its_folder_only(saved_pair: tuple[Path, Path], tmp_path
             check=False,
         )
         assert done.returncode == 0, done.stderr
-    assert len(files(tmp_path / "out")) > 3
+    assert len(files(out)) > 3
     assert files(saved_pair[0].parent) == before
     # torch makes the folder of its compiler's cache when it is imported.
     left = {name: {file for file in files(place) if "torchinductor" not in file} for name, place in places.items()}

@@ -110,6 +110,34 @@ def test_constraints_are_asked_for_their_own_row_and_allowed_text_only(pair, str
     assert torch.equal(pair[0].generate(**call, prefix_allowed_tokens_fn=walk), expected)
 
 
+@pytest.mark.parametrize("drafter", ["model", "lookup", "hybrid"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_constraint_is_asked_once_for_each_text(pair, drafter: str, do_sample: bool, monkeypatch) -> None:
+    """And more often where answers are not kept. It may fill one list again and again."""
+    inputs, asked, filled = prompts(4), [], []
+    walk = Walk(inputs["input_ids"].shape[1])
+
+    def allowed(row: int, text: Tensor) -> list[int]:
+        asked.append((row, *text.tolist()))
+        filled[:] = walk(row, text)
+        return filled
+
+    def output() -> Tensor:
+        asked.clear()
+        torch.manual_seed(0)
+        call = {**inputs, "do_sample": do_sample, "max_new_tokens": 30, "prefix_allowed_tokens_fn": allowed}
+        return pair[0].generate(**call, assistant_model=pair[1], drafter=drafter, **STRATEGIES["speculative"])
+
+    kept = output()
+    assert len(set(asked)) == len(asked)
+    texts = set(asked)
+    monkeypatch.setattr(
+        HostProcessors, "_answer", lambda self, constraint, row, text: constraint._prefix_allowed_tokens_fn(row, text)
+    )
+    assert torch.equal(output(), kept) and set(asked) == texts
+    assert len(asked) > len(texts)
+
+
 def _padded(walk: Walk) -> Any:
     """The walk with an answer for ended rows, which plain `generate` goes on asking for."""
 

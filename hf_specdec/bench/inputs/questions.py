@@ -50,12 +50,12 @@ def dialogues(settings: Settings) -> list[list[Question]]:
             f"--dataset_path: {str(settings.dataset_path)!r} is only read by --dataset spec_bench; give that too, or "
             "name the file by --dataset itself"
         )
-    columns = {"--prompt_column": settings.prompt_column, "--reference_column": settings.reference_column}
-    for option, column in columns.items():
-        if column is not None and (is_embedded(name) or name == "spec_bench"):
+    for option in ("prompt_column", "reference_column", "prompt_template"):
+        value = getattr(settings, option)
+        if value not in (None, "{prompt}") and (is_embedded(name) or name == "spec_bench"):
             raise BenchError(
-                f"{option}: {column!r} can't be had from {name}, whose columns are known; leave it out, or name "
-                "another data set by --dataset"
+                f"--{option}: {value!r} can't be had from {name}, whose prompts are read in one way; leave it out, or "
+                "name another data set by --dataset"
             )
     split = split_of(settings)
     if settings.split is not None and split is None:

@@ -149,9 +149,9 @@ def with_trimmed_head(pair: LoadedPair, token_ids: Sequence[int]) -> LoadedPair:
 
 def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torch.device) -> LoadedPair:
     spec = synthetic.parse(settings.model_name)
-    for argument in ("assistant_model", "device_map"):
+    for argument in ("assistant_model", "device_map", "offload_folder"):
         if (value := getattr(settings, argument)) is not None:
-            raise BenchError(f"--{argument}: {value!r} can't be had with a synthetic target; leave it out")
+            raise BenchError(f"--{argument}: {str(value)!r} can't be had with a synthetic target; leave it out")
     dtypes = [
         synthetic.default_dtype(place) if name == "auto" else getattr(torch, name)
         for place, name in ((device, settings.dtype), (draft_device, _draft_dtype(settings)))

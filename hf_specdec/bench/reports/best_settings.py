@@ -76,6 +76,8 @@ def command(result: Result, method: MethodDict, task: str = "benchmark") -> str:
     words += ["--model_name", result["models"]["target"]["name"]]
     words += ["--assistant_model", method["draft"]] if method["draft"] else []
     for name, value in method["keywords"].items():
+        if (task, name) == ("subtasks", "generation_strategy"):
+            continue  # it always measures both strategies
         if value is True:
             words.append(f"--{name}")
         elif value not in (None, False):

@@ -61,8 +61,13 @@ def new(settings: Settings, pair: LoadedPair, methods: Sequence[Method], prompts
     }
 
 
-def check_writable(folder: Path) -> None:
-    """Makes the folder; raises `BenchError` if that or writing there fails."""
+def check_output(settings: Settings) -> None:
+    """Makes the output folder; raises `BenchError` if it can't be written to, or a finished result would be lost.
+
+    A result of the same name may be measured again with the same arguments only. Those that just one of the versions
+    has are not compared.
+    """
+    folder = settings.output_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -71,6 +76,15 @@ def check_writable(folder: Path) -> None:
         raise BenchError(
             f"--output_dir: {str(folder)!r} can't be written to ({error.strerror}); give a folder that can"
         ) from error
+    path = folder / f"{stem(settings)}{SUFFIX}"
+    before = load(path)["arguments"] if path.exists() else {}
+    # As they come back from disk: tuples as lists.
+    for name, value in json.loads(json.dumps(settings.to_dict())).items():
+        if name != "output_dir" and before.get(name, value) != value:
+            raise BenchError(
+                f"--output_dir: {str(path)!r} holds a finished run with {name}={before[name]!r}, which is now "
+                f"{value!r}; give another folder to keep both, or delete that file"
+            )
 
 
 def stem(settings: Settings) -> str:
@@ -154,8 +168,8 @@ def load(path: Path) -> dict[str, Any]:
         return from_bytes(data)
     except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
         raise BenchError(
-            f"--output_dir: {str(path)!r} is damaged or no result of this version ({error}); measure it again, or "
-            "move it away"
+            f"--output_dir: {str(path)!r} is damaged or no result of this version ({error}); move it away, or "
+            "delete it and measure again"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -47,11 +48,11 @@ class RunSession:
         settings, shared: of the run.
 
     Raises:
-        BenchError: the output folder can't be used, or holds an unfinished run with other arguments.
+        BenchError: the output folder can't be used, or holds a run of this name with other arguments.
     """
 
     def __init__(self, settings: Settings, shared: Processes) -> None:
-        results.check_writable(settings.output_dir)
+        results.check_output(settings)
         arguments = settings.to_dict()
         del arguments["output_dir"]
         self.journal = Journal(settings.output_dir, results.stem(settings), arguments)
@@ -132,3 +133,9 @@ def finish(result: dict[str, Any], settings: Settings) -> None:
     """Saves the result and its rendering, and deletes the journal."""
     results.save(result, settings)
     discard(settings.output_dir, results.stem(settings))
+
+
+def finish_briefly(result: dict[str, Any], settings: Settings, summary: Callable[[dict[str, Any]], str]) -> None:
+    """`finish`; prints a summary, and where the report is, which is too long for a terminal."""
+    finish(result, settings)
+    print(f"{summary(result)}Full report: {settings.output_dir / results.stem(settings)}.md")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +26,7 @@ def run_ablation(settings: Settings, shared: Processes) -> None:
 
     Raises `BenchError` for what the user can put right, a model without Better Transformer included.
     """
+    results.check_output(settings)
     dialogues = questions.dialogues(settings)
     pair = load_pair(settings)
     # Refuses before anything is measured; the rows switch it on and off themselves.
@@ -37,9 +37,7 @@ def run_ablation(settings: Settings, shared: Processes) -> None:
         return
     for model in result["models"].values():
         model["attention"] = "eager or Better Transformer"
-    run_session.finish(result, settings)
-    sys.stdout.write(ablation_tables.terminal(result))
-    print(f"Full report: {settings.output_dir / results.stem(settings)}.md")
+    run_session.finish_briefly(result, settings, ablation_tables.terminal)
 
 
 def rows(settings: Settings, pair: LoadedPair) -> list[Method]:

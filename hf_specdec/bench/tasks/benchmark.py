@@ -30,7 +30,7 @@ def run_benchmark(settings: Settings) -> None:
 
     Raises `BenchError` for what the user can put right, before heavy work where that can be known before.
     """
-    results.check_writable(settings.output_dir)
+    results.check_output(settings)
     pair = load_pair(settings)
     count = max(settings.limit or PROMPTS_PER_LENGTH, settings.batch_size)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens)

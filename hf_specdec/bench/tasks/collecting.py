@@ -233,7 +233,7 @@ def collect(
     What an earlier start with the same arguments left unfinished is continued.
 
     Raises:
-        BenchError: the output folder can't be used, or holds an unfinished run with other arguments.
+        BenchError: the output folder can't be used, or holds a run of this name with other arguments.
     """
     session = RunSession(settings, shared)
     collection = Collection(settings, contenders, session, shared)

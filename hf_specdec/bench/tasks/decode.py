@@ -27,7 +27,7 @@ def run_decode(settings: Settings) -> None:
     for number, text in enumerate(settings.prompts, start=1):
         if not text.strip():
             raise BenchError(f"--prompt: prompt {number} is empty ({text!r}); give some text to go on from")
-    results.check_writable(settings.output_dir)
+    results.check_output(settings)
     pair = load_pair(settings)
     prompts, notes = decode_prompts(pair, settings.prompts, settings.max_new_tokens)
     for note in notes:

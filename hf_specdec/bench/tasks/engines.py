@@ -28,7 +28,7 @@ def run_engines(settings: Settings) -> None:
 
     A run that was killed goes on where it stopped. Raises `BenchError` for what the user can put right.
     """
-    results.check_writable(settings.output_dir)
+    results.check_output(settings)
     check_llama_cpp(settings)
     check_peak_memory(settings)
     result = _measured(settings)

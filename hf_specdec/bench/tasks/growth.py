@@ -29,7 +29,7 @@ def run_growth(settings: Settings) -> None:
 
     Raises `BenchError` for what the user can put right.
     """
-    results.check_writable(settings.output_dir)
+    results.check_output(settings)
     pair = load_pair(settings)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, _PROMPTS_PER_LENGTH, settings.max_new_tokens)
     methods = of_growth(settings, pair)

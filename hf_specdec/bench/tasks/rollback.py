@@ -24,7 +24,7 @@ def run_rollback(settings: Settings) -> None:
 
     A run that was killed goes on where it stopped. Raises `BenchError` for what the user can put right.
     """
-    results.check_writable(settings.output_dir)
+    results.check_output(settings)
     pair = load_pair(settings)
     if not has_recurrent_layers(pair.target):
         raise BenchError(
@@ -34,7 +34,8 @@ def run_rollback(settings: Settings) -> None:
     methods = of_rollback(settings, pair)
     spare = max(method.longest for method in methods)
     rows = settings.limit or PROMPTS
-    prompts = benchmark_prompts(pair, settings.prompt_lengths, rows, settings.max_new_tokens, spare=spare)
+    count = max(rows, settings.batch_size)
+    prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens, spare=spare)
     result = measured(settings, pair, methods, prompts, batches_of(prompts, settings, rows))
     result["rollback"] = rounded(rollback_times(pair, prompts[0].token_ids, spare, REPEATS))
     finish(result, settings)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from hf_specdec.bench.figures.quality import scores
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import load_pair
@@ -22,6 +20,7 @@ def run_subtasks(settings: Settings, shared: Processes) -> None:
 
     Raises `BenchError` for what the user can put right.
     """
+    results.check_output(settings)
     dialogues = questions.dialogues(settings)
     pair = load_pair(settings)
     contenders = [Contender(method, pair) for method in of_subtasks(settings, pair)]
@@ -31,6 +30,4 @@ def run_subtasks(settings: Settings, shared: Processes) -> None:
     if refusal := assisted_refusal(settings, pair):
         result["notes"].append(refusal)
     result["quality"] = scores(result)
-    run_session.finish(result, settings)
-    sys.stdout.write(subtasks_tables.terminal(result))
-    print(f"Full report: {settings.output_dir / results.stem(settings)}.md")
+    run_session.finish_briefly(result, settings, subtasks_tables.terminal)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -38,6 +37,7 @@ def run_sweep(settings: Settings, shared: Processes) -> None:
 
     Raises `BenchError` for what the user can put right.
     """
+    results.check_output(settings)
     dialogues = questions.dialogues(settings)
     pairs = load_pairs(settings, drafts_of(settings))
     result = collecting.collect(settings, grid(settings, pairs), dialogues, shared)
@@ -45,9 +45,7 @@ def run_sweep(settings: Settings, shared: Processes) -> None:
         return
     result["notes"] += dict.fromkeys(filter(None, (assisted_refusal(settings, pair) for pair in pairs)))
     result["quality"] = scores(result)
-    run_session.finish(result, settings)
-    sys.stdout.write(sweep_tables.terminal(result))
-    print(f"Full report: {settings.output_dir / results.stem(settings)}.md")
+    run_session.finish_briefly(result, settings, sweep_tables.terminal)
 
 
 def drafts_of(settings: Settings) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def run_tune(settings: Settings) -> None:
     Raises `BenchError` for what the user can put right.
     """
     end = time.perf_counter() + 60 * settings.minutes
-    results.check_writable(settings.output_dir)
+    results.check_output(settings)
     dialogues = questions.dialogues(settings)
     pairs = _pairs(settings)
     prompts = _prompts(settings, pairs[0], [dialogue[0] for dialogue in dialogues])
