@@ -98,16 +98,22 @@ def per_example(result: Result, method: str, measure: str, prompts: Iterable[int
 
 
 def difference(
-    result: Result, method: str, base: str, measure: str, prompts: Iterable[int] | None = None
+    result: Result,
+    method: str,
+    base: str,
+    measure: str,
+    prompts: Iterable[int] | None = None,
+    *,
+    deciding: bool = False,
 ) -> Interval | None:
     """Mean over examples of a method's score minus another's, in points, with its 95% paired bootstrap interval.
 
-    None where they have no judged example in common.
+    `deciding`: see `interval`. None where they have no judged example in common.
     """
     listed = None if prompts is None else list(prompts)
     ours, theirs = (per_example(result, name, measure, listed) for name in (method, base))
     judged = {(index,): {0: (ours[index] - theirs[index], 1.0)} for index in sorted(ours.keys() & theirs.keys())}
-    return interval(by_question(result, judged), lambda total, count: total / count)
+    return interval(by_question(result, judged), lambda total, count: total / count, deciding=deciding)
 
 
 class _CharacterTokenizer:
