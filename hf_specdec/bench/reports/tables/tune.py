@@ -62,7 +62,7 @@ def _outcome(result: Result, tuned: Tuned) -> list[str]:
     if tuned["choice"] is None:
         best = next(iter(last_ratios(tuned).items()), None)
         if best is None:
-            return ["Plain generate(): nothing else could be measured in the time; raise --minutes."]
+            return ["There is no choice: nothing but plain generate() could be measured. Raise --minutes."]
         fastest = f"{speed.method_named(result, best[0])['title']}, {ratio(best[1])} times plain generate()"
         if best[1].low is None:
             return [f"{_too_few(result, tuned)} Fastest so far, on too few: {fastest}."]
