@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_specdec.bench.figures.bootstrap import Ratio, interval
+from hf_specdec.bench.figures.bootstrap import ENOUGH, Ratio, interval
+from hf_specdec.bench.tasks import halving
 from hf_specdec.bench.tasks.halving import Stage, overall_ranking, successive_halving
 
 SECONDS = 300.0
@@ -20,8 +21,14 @@ RACERS = [name for name in SPEEDS if name != "plain"]
 class Machine:
     """Examples of uneven length that all candidates share, noise on each measurement, and a clock that runs."""
 
-    def __init__(self, seed: int, noise: float = 0.15, speeds: dict[str, float] = SPEEDS) -> None:
-        self.now, self.noise, self.speeds = 0.0, noise, speeds
+    def __init__(
+        self,
+        seed: int,
+        noise: float = 0.15,
+        speeds: dict[str, float] = SPEEDS,
+        factor: Callable[[str, int], float] = lambda name, example: 1.0,
+    ) -> None:
+        self.now, self.noise, self.speeds, self.factor = 0.0, noise, speeds, factor
         self.draws = random.Random(seed)
         self.took: dict[str, dict[int, float]] = {name: {} for name in speeds}
         order = RACERS.copy()
@@ -31,13 +38,14 @@ class Machine:
     def measure(self, name: str, example: int) -> None:
         length = random.Random(1000 + example).uniform(0.1, 0.4)
         seconds = length / self.speeds[name] * self.draws.lognormvariate(0, self.noise)
+        seconds *= self.factor(name, example)
         self.took[name][example] = seconds
         self.now += seconds
 
     def ratio(self, ours: str, base: str) -> Ratio | None:
         both = sorted(self.took[ours].keys() & self.took[base].keys())
         cells = [[(self.took[base][example], self.took[ours][example])] for example in both]
-        found = interval(cells, lambda theirs, mine: theirs / mine)
+        found = interval(cells, lambda theirs, mine: theirs / mine, deciding=True)
         return None if found is None else Ratio(found.value, found.low, found.high)
 
     def race(self, seconds: float = SECONDS, group: Callable[[str], str] = lambda name: "") -> list[Stage]:
@@ -110,3 +118,45 @@ def test_without_candidates_nothing_is_measured() -> None:
     machine = Machine(7)
     machine.order = []
     assert machine.race() == [] and machine.now == 0
+
+
+@pytest.mark.parametrize("seconds", [1.0, 7.0, 20.0, 60.0, 300.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_nobody_drops_out_for_its_speed_before_enough_examples(seconds: float, seed: int) -> None:
+    machine = Machine(seed)
+    stages = machine.race(seconds)
+    if len(stages) == 1 and stages[0].examples < ENOUGH:
+        assert all(found.low is None for found in stages[0].ratios.values()), "nothing can be chosen"
+        assert stages[0].kept == tuple(sorted(stages[0].ratios, key=lambda name: -stages[0].ratios[name].value))
+        return
+    assert all(len(machine.took[name]) >= ENOUGH for name in stages[0].ratios)
+    assert list(stages[0].ratios) == machine.order[: len(stages[0].ratios)], "the others are the last, not the slowest"
+    assert stages[-1].ratios[stages[-1].kept[0]].low is not None
+
+
+def test_a_short_time_tries_fewer_on_as_many_examples() -> None:
+    tried = [len(Machine(2).race(seconds)[0].ratios) for seconds in (7.0, 20.0, 60.0, 300.0)]
+    assert tried == sorted(tried) and 1 < tried[0] < tried[1] < tried[2] <= tried[3] == len(RACERS)
+
+
+def slow_start(name: str, example: int) -> float:
+    return 8.0 if name == "c0" and example < 2 else 1.0
+
+
+def test_the_best_survives_two_bad_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = SPEEDS | {"c0": 6.0}
+    assert Machine(8, speeds=speeds, factor=slow_start).race()[-1].kept[0] == "c0"
+    monkeypatch.setattr(halving, "ENOUGH", 2)
+    hasty = Machine(8, speeds=speeds, factor=slow_start).race(60.0)
+    assert hasty[0].examples == 2 and "c0" not in hasty[0].kept, "the control"
+
+
+def test_examples_that_take_longer_than_the_first_leave_fewer_candidates() -> None:
+    def longer(name: str, example: int) -> float:
+        return 1.0 if example == 0 else 10.0
+
+    machine = Machine(9, factor=longer)
+    (stage,) = machine.race(100.0)[:1]
+    assert stage.examples >= ENOUGH and 1 <= len(stage.ratios) < len(RACERS)
+    assert sum(0 in took for took in machine.took.values()) > 1 + len(stage.ratios), "more had begun"
+    assert all(found.low is not None for found in stage.ratios.values())

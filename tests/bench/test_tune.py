@@ -7,6 +7,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from helpers.script import load_script
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_specdec
+from hf_specdec.bench.figures.bootstrap import ENOUGH
+from hf_specdec.bench.figures.races import deciding_race
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.reports import other_engines
+from hf_specdec.bench.reports.pictures import tune as tune_pictures
 from hf_specdec.bench.reports.tables import tune as tune_tables
 from hf_specdec.bench.running.timed_call import Call
 from hf_specdec.bench.running.warming import ColdStart
@@ -164,6 +168,74 @@ def test_what_the_time_does_not_pay_for_is_left_out_and_said(
     monkeypatch.setitem(tune._ASSUMED_SECONDS, "compiled", 1.0)
     chosen, _ = contest(settings, pairs)
     assert "compile" in chosen["choice"] and not any(note.startswith("Left out") for note in chosen["notes"])
+
+
+def test_a_time_too_short_for_a_choice_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
+    machine(lambda name: 1.0 if name == "plain" else 0.5)
+    eager = replace(settings, engines=("eager",))
+    for seconds, too_short in ((6.0, True), (60.0, False)):
+        chosen, result = contest(eager, pairs, seconds)
+        (stage,) = chosen["races"][0][:1]
+        assert stage["kept"] and (stage["examples"] < ENOUGH) == too_short
+        assert (chosen["choice"] is None) == too_short
+        text = tune_tables.render(result)
+        assert ("The time was too short for a choice" in text and "--minutes" in text) == too_short
+        assert ("Plain generate() is best" not in text) and ("2.00 times" in text) == too_short
+
+
+def test_too_few_prompts_for_a_choice_are_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
+    machine(lambda name: 1.0 if name == "plain" else 0.5)
+    for limit, size, words in (
+        (5, 1, "6 different prompts, and there are 5"),
+        (8, 2, "6 different batches of 2 prompts, and there are 4"),
+    ):
+        few = replace(settings, engines=("eager",), limit=limit, batch_sizes=(size,))
+        chosen, result = contest(few, pairs)
+        assert chosen["choice"] is None
+        assert chosen["races"][0][-1]["examples"] > 5 * ENOUGH, "repeats are no further prompts"
+        assert f"There are too few prompts for a choice: it takes {words}" in tune_tables.render(result)
+    chosen, _ = contest(replace(settings, engines=("eager",), limit=6), pairs)
+    assert chosen["choice"] is not None, "the control"
+
+
+def test_a_race_on_too_few_examples_does_not_count(
+    settings: Settings, pairs: list[LoadedPair], machine: Install
+) -> None:
+    for slow, decides in ((70.0, 0), (0.25, 1)):
+        machine(lambda name, slow=slow: slow if "static" in name else 1.0 if name == "plain" else 0.5)
+        chosen, result = contest(replace(settings, engines=("eager", "static")), pairs)
+        text = tune_tables.render(result)
+        assert chosen["races"][1][-1]["kept"] and deciding_race(chosen["races"]) == decides
+        assert ("static" in chosen["choice"]) == (decides == 1)
+        assert ("were compared on fewer than 6 different examples" in text) == (decides == 0)
+        name, stage, gain, _ = tune_tables.tried(chosen)[0]
+        assert (name, stage[0], gain.value) == (chosen["choice"], str(decides + 1), [2.0, 4.0][decides])
+
+
+def test_the_picture_shows_finalists_and_the_best_of_each_other_family(
+    settings: Settings, pairs: list[LoadedPair], machine: Install
+) -> None:
+    machine(lambda name: 1.0 if name == "plain" else 0.5 + 0.4 * ("static" in name) + 0.2 * ("lookup" in name))
+    chosen, result = contest(replace(settings, max_quality_loss=9.0), pairs)
+    finalists, others = tune_pictures.shown(result, chosen)
+    names, ranked = [one[0] for one in finalists], list(tune_tables.last_ratios(chosen))
+    assert names == ranked[: len(names)] and chosen["choice"] in names
+    listed = {method["name"]: tune_pictures._family(method) for method in result["methods"]}
+    families = [listed[name] for name, *_ in others]
+    measured = tune_tables.tried(chosen)
+    assert len(set(families)) == len(families) and not set(families) & {listed[name] for name in names}
+    assert {*families, *(listed[name] for name in names)} == {listed[name] for name, *_ in measured}
+    figure = tune_pictures.fastest_candidates(result, chosen)
+    hidden = len(measured) - len(finalists) - len(others)
+    assert hidden > 10
+    said = " ".join(figure.get_supxlabel().split())
+    assert f"Not shown: {hidden} more of the {len(measured)} candidates" in said
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    labels = [label for label in axes.get_yticklabels() if label.get_text()]
+    assert len(labels) == len(finalists) + len(others) and sum("★" in label.get_text() for label in labels) == 1
+    boxes = [[text.get_window_extent() for text in texts] for texts in (labels, axes.texts)]
+    assert not any(one.overlaps(other) for of_one in boxes for one, other in combinations(of_one, 2))
 
 
 def test_what_a_model_refuses_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:

@@ -137,6 +137,7 @@ def speedup(
     prompts: Iterable[int] | None = None,
     batch: int | None = None,
     by: str = "micro",
+    deciding: bool = False,
 ) -> Ratio | None:
     """The ratio of two methods' rates over the examples and repeats that both have, with its 95% interval.
 
@@ -144,6 +145,7 @@ def speedup(
         by: "micro", all tokens / all seconds after the first delivery (`decode_rate`); "end to end", prompt passes
             included (`end_to_end_rate`); "macro", as Spec-Bench's evaluation/speed.py: the mean over questions of
             (new tokens of all turns / wall time of all turns), a repeat counting as a further question.
+        deciding: see `interval`.
 
     Returns:
         None where they have no example in common.
@@ -151,7 +153,7 @@ def speedup(
     quantities, figure = _RATIOS[by]
     wanted = None if prompts is None else set(prompts)
     sides = [quantities(result, calls_of(result, name, prompts=wanted, batch=batch)) for name in (ours, base)]
-    found = interval(by_question(result, _paired(*sides)), figure)
+    found = interval(by_question(result, _paired(*sides)), figure, deciding=deciding)
     return None if found is None else Ratio(found.value, found.low, found.high)
 
 

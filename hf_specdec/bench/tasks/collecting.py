@@ -21,7 +21,7 @@ from hf_specdec.bench.running.methods import Method
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.replaced_tokens import replaced
 from hf_specdec.bench.running.timed_call import Call
-from hf_specdec.bench.running.turns import turn
+from hf_specdec.bench.running.turns import turn, turn_number
 from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import results
@@ -63,21 +63,22 @@ class Collection:
         mine = [batch for group in self.processes.share(groups) for batch in group]
         self._batch_of = {question.index: _indexes(batch) for batch in mine for question in batch}
         self._sampled = self._middling(groups)
-        work = [(repeat, batch) for repeat in range(self.settings.repeats) for batch in mine]
-        if not all(self._complete(repeat, batch) for repeat, batch in work):
+        work = [(repeat, place, batch) for repeat in range(self.settings.repeats) for place, batch in enumerate(mine)]
+        if not all(self._complete(repeat, batch) for repeat, _, batch in work):
             self._warm_up(mine[0])
         bar = tqdm(
             total=len(work) * len(self.contenders),
-            initial=sum(self._finished(repeat, batch) for repeat, batch in work),
+            initial=sum(self._finished(repeat, batch) for repeat, _, batch in work),
             desc=self.settings.task,
             unit="run",
             file=sys.stderr,
             disable=not self.processes.main,
         )
         with bar:
-            for place, (repeat, batch) in enumerate(work):
+            for done, (repeat, place, batch) in enumerate(work):
                 if not self._complete(repeat, batch):
-                    self._all_contenders(repeat, batch, place * len(self.contenders), bar)
+                    order = turn(self.contenders, turn_number(repeat, place, len(mine), len(self.contenders)))
+                    self._all_contenders(repeat, batch, order, done * len(order), bar)
 
     def gathered(self) -> list[Record]:
         """The records of all processes, in each of them, one of each."""
@@ -106,10 +107,10 @@ class Collection:
         for one in self.contenders:
             self.session.keep_cold(warm_up(one.pair, one.method, prompts, self.settings))
 
-    def _all_contenders(self, repeat: int, batch: Batch, position: int, bar: Any) -> None:
+    def _all_contenders(self, repeat: int, batch: Batch, order: Sequence[Contender], position: int, bar: Any) -> None:
         made = [self._prompt(question, self._earlier(question, row)) for row, question in enumerate(batch)]
         prompts = [prompt for prompt, _ in made]
-        for number, one in enumerate(turn(self.contenders, repeat + batch[0].index)):
+        for number, one in enumerate(order):
             if self.session.has_call(one.method.name, _indexes(batch), repeat):
                 continue
             place = {"repeat": repeat, "position": position + number}

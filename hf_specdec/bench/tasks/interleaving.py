@@ -15,7 +15,7 @@ from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, wi
 from hf_specdec.bench.running.methods import Method
 from hf_specdec.bench.running.methods_by_task import engines_of
 from hf_specdec.bench.running.processes import Processes
-from hf_specdec.bench.running.turns import turn
+from hf_specdec.bench.running.turns import turn, turn_number
 from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import results
@@ -123,9 +123,13 @@ def in_turn(
 
     So drift of the machine hits all alike, and so does what the method before leaves in the processor's caches. All
     repeats of one length and batch size come before the next: only they are compared, and what an engine has compiled
-    for them need not be kept for long.
+    for them need not be kept for long. Turns go on from one length to the next: figures pool the lengths.
     """
+    begun: dict[int, int] = {}  # turns by batch size
     for group, same in enumerate(groups):
-        for repeat, (number, batch) in product(range(repeats), enumerate(same)):
-            here = [method for method in methods if method.takes(len(batch))]
-            yield group, repeat, batch, turn(here, repeat * len(same) + number)
+        size = len(same[0])
+        here = [method for method in methods if method.takes(size)]
+        before = begun.get(size, 0)
+        for repeat, (place, batch) in product(range(repeats), enumerate(same)):
+            yield group, repeat, batch, turn(here, before + turn_number(repeat, place, len(same), len(here)))
+        begun[size] = before + repeats * len(same)

@@ -11,9 +11,10 @@ from itertools import zip_longest
 from typing import Any
 
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.figures.bootstrap import Interval, Ratio
+from hf_specdec.bench.figures.bootstrap import ENOUGH, Interval, Ratio
 from hf_specdec.bench.figures.loss import worst_difference
 from hf_specdec.bench.figures.quality import Difference, questions_needed
+from hf_specdec.bench.figures.races import deciding_race
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.inputs.prompts import Prompt, question_prompt
 from hf_specdec.bench.models.known_pairs import known_drafts
@@ -106,9 +107,9 @@ class Race:
         self.calls.append(replace(call, texts=texts))
 
     def ratio(self, ours: str, base: str) -> Ratio | None:
-        """Of their rates end to end."""
+        """Of their rates end to end, with an interval to decide by."""
         prompts = [{"index": prompt.index} for batch in self.batches for prompt in batch]
-        return speed.speedup({"calls": self.calls, "prompts": prompts}, ours, base, by="end to end")
+        return speed.speedup({"calls": self.calls, "prompts": prompts}, ours, base, by="end to end", deciding=True)
 
     def run(self, names: Sequence[str], seconds: float) -> list[Stage]:
         """The stages of the race; the fastest lossless and the fastest lossy candidate stay to the end."""
@@ -166,7 +167,10 @@ class Contest:
         untried = [name for name in names if not any(name in stage.ratios for stage in stages)]
         self.notes += [f"{self._title(name)}: refused. {why}" for name, why in race.refused.items()]
         if late := [self._title(name) for name in untried if name not in race.refused]:
-            self.notes.append(f"Not tried, since the time was too short (raise --minutes): {_some(late)}")
+            self.notes.append(
+                f"Not tried, or on fewer than {ENOUGH} examples, since the time was too short (raise --minutes): "
+                f"{_some(late)}"
+            )
 
     def _prepare(self, engines: Sequence[str], ranking: Sequence[str], batch: Batch, seconds: float) -> list[str]:
         """Records, captures or compiles candidates on other engines while the time allows; returns the ready ones."""
@@ -207,8 +211,9 @@ class Contest:
 
     def choose(self, references: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """What reports need: the stages, losses, the choice (None for plain decoding), and what was as fast."""
-        # The last one for which there was time.
-        race, stages = next((both for both in reversed(self.races) if both[1] and both[1][-1].kept), self.races[-1])
+        races = [[_stored(stage) for stage in stages] for _, stages in self.races]
+        number = deciding_race(races)
+        race, stages = self.races[-1 if number is None else number]
         view = {"calls": race.calls, "prompts": references, "sampling": self.settings.sampling}
         ranking = list(stages[-1].kept) if stages else []
         losses = {name: worst_difference(view, name, "plain") for name in ranking if self._lossy(name)}
@@ -222,18 +227,7 @@ class Contest:
             "near": near,
             "losses": {name: None if found is None else _ends(found) for name, found in losses.items()},
             "notes": [*self.notes, *self._too_few(race, losses)],
-            "races": [
-                [
-                    {
-                        "entered": list(stage.entered),
-                        "kept": list(stage.kept),
-                        "examples": stage.examples,
-                        "ratios": {name: _ends(found) for name, found in stage.ratios.items()},
-                    }
-                    for stage in stages
-                ]
-                for _, stages in self.races
-            ],
+            "races": races,
         }
 
     def calls(self) -> list[Call]:
@@ -324,6 +318,15 @@ def _result(
     result["encoder_decoder"] = pairs[0].encoder_decoder
     result["tuned"] = rounded([contest.choose(described) for contest in contests])
     return result
+
+
+def _stored(stage: Stage) -> dict[str, Any]:
+    return {
+        "entered": list(stage.entered),
+        "kept": list(stage.kept),
+        "examples": stage.examples,
+        "ratios": {name: _ends(found) for name, found in stage.ratios.items()},
+    }
 
 
 def _some(titles: Sequence[str]) -> str:

@@ -96,7 +96,7 @@ def _growth(result: Result) -> dict[str, Figure]:
 
 def _tune(result: Result) -> dict[str, Figure]:
     drawn = [tuned for tuned in result["tuned"] if tried(tuned)]
-    return {f"candidates-batch-{tuned['batch']}": tune.candidates_by_stage(result, tuned) for tuned in drawn}
+    return {f"candidates-batch-{tuned['batch']}": tune.fastest_candidates(result, tuned) for tuned in drawn}
 
 
 def _align(result: Result) -> dict[str, Figure]:

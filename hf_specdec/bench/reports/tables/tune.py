@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.figures.bootstrap import ENOUGH, Interval
+from hf_specdec.bench.figures.races import deciding_race
 from hf_specdec.bench.figures.result import Result
 from hf_specdec.bench.reports import other_engines
 from hf_specdec.bench.reports.best_settings import at_the_edge, command, keywords
@@ -18,7 +19,8 @@ Tuned = Mapping[str, Any]
 
 LEGEND = (
     "Speedups are over plain generate() on the same prompts, end to end: the prompt's pass counts, compiling and other "
-    "preparation does not. In brackets: 95% interval, by a paired bootstrap over examples and repeats. Stage: the last "
+    "preparation does not. In brackets: 95% interval, by a paired bootstrap over examples and repeats, widened for few "
+    f"examples (expanded percentiles, Hesterberg 2015); there is none below {ENOUGH} examples. Stage: the last "
     "one that a candidate was measured in, of successive halving; figures of different stages rest on different "
     "examples. The fastest candidate is chosen on the calls that it is measured on, which flatters it a little. A "
     "lossy one is chosen only if a loss greater than allowed is excluded, even if one further question lost all 100."
@@ -52,14 +54,19 @@ def terminal(result: Result, stem: Path) -> str:
 
 
 def choice(result: Result, tuned: Tuned) -> list[str]:
-    """The choice, its settings, its cost of preparation, and what was as fast; or that plain decoding is best."""
+    """The choice, its settings, its cost of preparation, and what was as fast; or why there is none."""
+    return [*_outcome(result, tuned), *_uncounted(tuned)]
+
+
+def _outcome(result: Result, tuned: Tuned) -> list[str]:
+    """By the race that decides."""
     if tuned["choice"] is None:
         best = next(iter(last_ratios(tuned).items()), None)
         if best is None:
-            return ["Plain generate(): nothing else could be measured in the time; raise --minutes."]
+            return ["There is no choice: nothing but plain generate() could be measured. Raise --minutes."]
         fastest = f"{speed.method_named(result, best[0])['title']}, {ratio(best[1])} times plain generate()"
         if best[1].low is None:
-            return [f"Too few examples were measured to choose; raise --minutes. Fastest so far: {fastest}."]
+            return [f"{_too_few(result, tuned)} Fastest so far, on too few: {fastest}."]
         words = "Plain generate() is best: nothing else is surely faster at an allowed loss"
         return [f"{words}. Fastest of the others: {fastest}."]
     method = speed.method_named(result, tuned["choice"])
@@ -82,17 +89,48 @@ def choice(result: Result, tuned: Tuned) -> list[str]:
     return lines
 
 
+def _too_few(result: Result, tuned: Tuned) -> str:
+    """Why there is no choice, and what helps."""
+    batches = max(1, len(result["prompts"]) // tuned["batch"])
+    if batches < ENOUGH:
+        what = "prompts" if tuned["batch"] == 1 else f"batches of {tuned['batch']} prompts"
+        return (
+            f"There are too few prompts for a choice: it takes {ENOUGH} different {what}, and there are {batches}. "
+            "Give more (--dataset, --limit)."
+        )
+    return (
+        f"The time was too short for a choice: no candidate was measured on {ENOUGH} different examples. "
+        "Raise --minutes."
+    )
+
+
+def _uncounted(tuned: Tuned) -> list[str]:
+    """That a later race does not count, if so."""
+    number = deciding_race(tuned["races"])
+    if number is None or not any(race and race[-1]["kept"] for race in tuned["races"][number + 1 :]):
+        return []
+    return [
+        f"The engines that need preparation were compared on fewer than {ENOUGH} different examples, too few to count. "
+        "Raise --minutes or give more prompts."
+    ]
+
+
 def last_ratios(tuned: Tuned) -> dict[str, Interval]:
-    """The ratios of the last stage of the last race for which there was time, the fastest first."""
-    stages = (race[-1] for race in reversed(tuned["races"]) if race and race[-1]["kept"])
-    stage = next(stages, {"kept": ()})
+    """The ratios of the last stage of the race that decides, in the order of its ranking."""
+    number = deciding_race(tuned["races"])
+    stage = {"kept": ()} if number is None else tuned["races"][number][-1]
     return {name: Interval(*stage["ratios"][name]) for name in stage["kept"]}
 
 
 def tried(tuned: Tuned) -> list[tuple[str, str, Interval, int]]:
-    """(candidate, last stage as race.stage, its ratio there, examples); those that got furthest come first."""
+    """(candidate, last stage as race.stage, its ratio there, examples); those that got furthest come first.
+
+    Of the race that decides, before those of the others.
+    """
     found: dict[str, tuple[str, str, Interval, int]] = {}
-    for number_of_race, race in reversed(list(enumerate(tuned["races"], start=1))):
+    decides = deciding_race(tuned["races"])
+    races = sorted(enumerate(tuned["races"], start=1), key=lambda item: (item[0] - 1 != decides, -item[0]))
+    for number_of_race, race in races:
         for number_of_stage, stage in reversed(list(enumerate(race, start=1))):
             for name, ends in sorted(stage["ratios"].items(), key=lambda item: -item[1][0]):
                 place = f"{number_of_race}.{number_of_stage}"
