@@ -228,7 +228,9 @@ def test_engines_say_what_one_call_cannot_tell(results: dict[str, Result]) -> No
     at_once = [replace(call, tokens=[row[:1] for row in call.tokens], rounds=None) for call in result["calls"]]
     said = "\n".join(engines.conclusions({**result, "calls": at_once}))
     assert "Plain generate()" in said and "at batch size 1: no tokens after the first delivery" in said
-    assert "no tokens after the first delivery" not in "\n".join(engines.conclusions(result))
+    # Of plain decoding, which delivers token by token: "auto" may deliver such short texts at once.
+    lacking = [line for line in engines.conclusions(result) if "no tokens after the first delivery" in line]
+    assert not any("Plain generate()" in line for line in lacking)
 
 
 BYTES_READ = 2**30
