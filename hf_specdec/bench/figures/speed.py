@@ -6,7 +6,6 @@ otherwise. Decode rates count what came after it only; a call in which nothing d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import add
 from statistics import median
@@ -192,17 +191,12 @@ def fastest_of(
     rated = []
     for one in methods:
         calls = calls_of(result, one["name"], prompts=wanted, batch=batch)
-        if parts := {(c.prompts, c.repeat): part for c in calls if (part := decode_part(c)) is not None}:
-            rated.append((one, parts))
-    shared = set.intersection(*(set(parts) for _, parts in rated)) if rated else set()
-    if not shared:
-        return None
-
-    def rate(item: tuple[MethodDict, Mapping[Any, tuple[float, int]]]) -> float:
-        seconds, tokens = zip(*(item[1][key] for key in shared), strict=True)
-        return sum(tokens) / math.fsum(seconds)
-
-    return max(rated, key=rate)[0]
+        if with_rate := [call for call in calls if decode_part(call) is not None]:
+            rated.append((one, with_rate))
+    shared = set.intersection(*({(c.prompts, c.repeat) for c in calls} for _, calls in rated)) if rated else set()
+    rates = [(decode_rate(c for c in calls if (c.prompts, c.repeat) in shared), one) for one, calls in rated]
+    known = [(rate, one) for rate, one in rates if rate is not None]
+    return max(known, key=lambda item: item[0])[1] if known else None
 
 
 def cold_seconds(result: Result, method: str, batch: int) -> float | None:

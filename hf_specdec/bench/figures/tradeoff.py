@@ -97,17 +97,16 @@ def verdict(result: Result, label: str | None, bild: str, speculative: str) -> V
     return Verdict(label, ratio, differences or None)
 
 
-def unknown(result: Result, bild: str, speculative: str) -> int:
-    """The number of subtasks without a verdict."""
-    return sum(not verdict(result, label, bild, speculative).known for label in labels(result))
+def verdicts(result: Result, bild: str, speculative: str) -> list[Verdict]:
+    """The verdict for each subtask."""
+    return [verdict(result, label, bild, speculative) for label in labels(result)]
 
 
-def won(result: Result, bild: str, speculative: str) -> int | None:
+def won(found: Sequence[Verdict]) -> int | None:
     """The number of subtasks on which BiLD is faster with quality kept; None if quality is unknown."""
-    verdicts = [verdict(result, label, bild, speculative) for label in labels(result)]
-    if all(item.differences is None for item in verdicts):
+    if all(one.differences is None for one in found):
         return None
-    return sum(item.faster and item.kept for item in verdicts)
+    return sum(one.faster and one.kept for one in found)
 
 
 def lossy_methods(result: Result) -> list[MethodDict]:

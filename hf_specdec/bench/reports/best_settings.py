@@ -59,7 +59,9 @@ def without_loss(result: Result) -> list[MethodDict]:
 def won_subtasks(result: Result, method: MethodDict) -> int | None:
     """The number of subtasks on which a row of BiLD beats the fastest speculative row with quality kept."""
     speculative = speed.fastest_of(result, methods_of(result, "speculative"))
-    return None if speculative is None else tradeoff.won(result, method["name"], speculative["name"])
+    if speculative is None:
+        return None
+    return tradeoff.won(tradeoff.verdicts(result, method["name"], speculative["name"]))
 
 
 def chosen_row(result: Result) -> MethodDict:

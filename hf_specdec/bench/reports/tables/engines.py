@@ -66,9 +66,11 @@ def allowed_table(result: Result) -> str:
     rows = []
     for batch in batch_sizes(result):
         for method in methods.shown_methods(result, batch=batch):
+            if method.get("role") != "fixed":
+                continue
             calls = speed.calls_of(result, method["name"], batch=batch)
             costs = passes.costs_of(result, method, calls, batch)
-            if method.get("role") != "fixed" or costs is None:
+            if costs is None:
                 continue
             rows.append(
                 [

@@ -201,16 +201,16 @@ def bild_table(result: Result) -> str:
 
 def count_line(result: Result) -> str:
     """A sentence: the number of subtasks on which BiLD is faster with quality kept, and at no loss."""
-    count = tradeoff.won(result, "bild", "speculative")
+    found = tradeoff.verdicts(result, "bild", "speculative")
+    count = tradeoff.won(found)
     if count is None:
         return "Whether BiLD loses quality is not known: the data have no references."
     bild = next(method["title"] for method in result["methods"] if method["name"] == "bild")
-    found = [tradeoff.verdict(result, label, "bild", "speculative") for label in labels(result)]
     excluded = sum(one.faster and one.as_good for one in found)
-    without = tradeoff.unknown(result, "bild", "speculative")
+    without = sum(not one.known for one in found)
     rest = f"; {without} can't be judged, for want of references or rates" if without else ""
     return (
-        f"{bild} is faster than speculative decoding on {count} of {len(labels(result))} subtasks with no answer "
+        f"{bild} is faster than speculative decoding on {count} of {len(found)} subtasks with no answer "
         f"worse, or a loss of more than one point excluded (excluded on {excluded}){rest}."
     )
 
