@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from statistics import median_low
 
@@ -23,7 +22,8 @@ DECAY, MIN_WEIGHT = 0.95, 3.0
 # Earlier calls count as much as this many rounds of a new one, whose text may be much harder to draft. With a larger
 # weight, drafting would go on for too long where it no longer pays.
 EARLIER_WEIGHT = 0.7
-# A width's weight halves after this many rounds without it, since later passes may be recorded and run faster.
+# The weight of a width's or a draft's times halves after this many rounds without it. Later ones may be faster: these
+# may have been recorded since, or the earlier ones stalled, and slow ones are not chosen again.
 HALF_LIFE = 16
 # Times are medians of this many passes of a width, so that one stall doesn't count.
 TIMES_KEPT = 5
@@ -85,12 +85,11 @@ class PassTimes:
 
     Args:
         copies: drafts are copied and take no draft steps.
-        prepared: passes are compiled or captured. Their times don't change over a call, and the first draft pass of a
-            round, which reads two tokens, takes longer than a step.
+        prepared: passes are compiled or captured. The first draft pass of a round, which reads two tokens, takes longer
+            than a step.
     """
 
     def __init__(self, *, copies: bool = False, prepared: bool = False) -> None:
-        self._half_life = math.inf if prepared else HALF_LIFE
         self._prepared = prepared
         self._by_width: dict[int, deque[float]] = {}
         self._changed: set[int] = set()  # widths timed since the last fit
@@ -100,6 +99,7 @@ class PassTimes:
         self._line = (0.0, 0.0, 0.0, 0.0)
         self._drafts: dict[int, deque[float]] = {}  # steps of a draft, or 1 for a share of one -> seconds
         self._step: tuple[float, float] | None = None  # seconds of a step; beginning of a draft, in steps
+        self._idle = 0  # rounds since the last draft
         self._catch_ups: deque[float] = deque(maxlen=TIMES_KEPT)
         self._ratio = 0.0 if copies else PRIOR_RATIO
         self._reading: float | None = None
@@ -130,6 +130,7 @@ class PassTimes:
         self._rounds += 1
         self._seen[width] = self._rounds
         self._changed.add(width)
+        self._idle = 0 if finished.draft_steps else self._idle + 1
         if finished.draft_steps:
             drafting, caught_up = finished.draft_seconds, finished.catch_up_seconds
             if caught_up:
@@ -176,7 +177,7 @@ class PassTimes:
             # Plain rounds are timed again regularly, so their times keep full weight.
             age = 0 if width == 1 else self._rounds - self._seen[width]
             middle = median_low(times) if width in self._changed else self._medians[width][1]
-            self._medians[width] = (len(times) * 0.5 ** (age / self._half_life), middle)
+            self._medians[width] = (len(times) * 0.5 ** (age / HALF_LIFE), middle)
         self._changed.clear()
         known = [(w > 1, w - 1, n, t) for w, (n, t) in self._medians.items()]
         total = sum(n for _, _, n, _ in known)
@@ -198,8 +199,12 @@ class PassTimes:
         self._line = level, level - jump * share - slope * middle, jump, slope
 
     def step(self) -> float:
-        """Seconds of a draft step."""
-        return self._step[0] if self._step else self._ratio * self.target(1)
+        """Seconds of a draft step; after rounds without drafts nearer to the assumed time, if that is less."""
+        assumed = self._ratio * self.target(1)
+        if self._step is None:
+            return assumed
+        measured = self._step[0]
+        return min(assumed, measured) + max(measured - assumed, 0.0) * self._weight_of_drafts()
 
     def drafting(self, steps: float) -> float:
         """Seconds of a draft of `steps` steps."""
@@ -212,4 +217,9 @@ class PassTimes:
 
     def catch_up(self, unread: float) -> float:
         """Seconds that the draft takes to read `unread` tokens, in a separate pass if it has used one before."""
-        return max(self.reading(unread), median_low(self._catch_ups) if self._catch_ups else 0.0)
+        measured = median_low(self._catch_ups) * self._weight_of_drafts() if self._catch_ups else 0.0
+        return max(self.reading(unread), measured)
+
+    def _weight_of_drafts(self) -> float:
+        """The weight of the drafts' times, from 1 after a draft to 0."""
+        return 0.5 ** (self._idle / HALF_LIFE)

@@ -126,6 +126,23 @@ def test_many_short_calls_notice_that_plain_decoding_is_faster_than_it_was_timed
     assert sum(drafted[-20:]) < 0.5 * sum(drafted[:20])
 
 
+@pytest.mark.parametrize("make", [AutoLength, Preparing])
+@pytest.mark.parametrize(("step", "wider", "rows", "gain"), [(0.1, 0.03, 1, 1.4), (0.11, 0.2, 8, 1.15)])
+def test_a_call_in_which_drafting_stalled_does_not_keep_later_calls_from_it(
+    step: float, wider: float, rows: int, gain: float, make: type[AutoLength]
+) -> None:
+    """Rounds with drafts took five times as long; short calls have no budget for probes that seem so dear."""
+    usual = Machine(step, flat(0.8), wider=wider, jump=0.1, rows=rows)
+    stalled = Machine(5 * step, flat(0.8), wider=5 * wider, jump=4.5, rows=rows)
+    plain, later = mean_time(usual, lambda: StopRule(0), 48), []
+    for seed in range(15):
+        known = LengthHistory()
+        assert stalled.decode(make(known), 48, seed)[0] > plain, "drafting did not pay"
+        times = [usual.decode(make(known), 48, 100 * seed + call)[0] for call in range(12)]
+        later.append(plain / (sum(times[6:]) / 6))
+    assert sum(later) / len(later) > gain
+
+
 def test_most_plain_rounds_in_a_row_are_only_timed() -> None:
     """Choosing after each would take a twentieth of a short round."""
     rule, chosen = AutoLength(), []
