@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
-from hf_specdec.models.narrow_linears import narrow_linears
+from hf_specdec.models.onednn_linears import onednn_linears
 from hf_specdec.models.traits import media_of, on_device, pass_mode
 
 # What later passes of a text model may need besides masks, positions and tokens.
@@ -66,7 +66,7 @@ class DynamicRunner:
         self._width = read + hidden
         self._history = input_ids[:, :0]
         self._keeps_logits = "logits_to_keep" in parameters
-        self._mode, self._narrow_linears = pass_mode(model), narrow_linears(model)
+        self._mode, self._onednn_linears = pass_mode(model), onednn_linears(model)
         prefix = "decoder_" if model.config.is_encoder_decoder else ""
         self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
         self._ids_key = f"{prefix}input_ids"
@@ -117,7 +117,7 @@ class DynamicRunner:
         inputs = self._inputs(tokens, self._slot_kwargs(lags, first_slot, last_slot))
         if self._keeps_logits:
             inputs["logits_to_keep"] = count
-        with self._mode(), self._narrow_linears():
+        with self._mode(), self._onednn_linears():
             outputs = self.model(**inputs, return_dict=True)
         self.passes += 1
         self._width = last_slot

@@ -25,7 +25,7 @@ from hf_specdec.models.masks import (
     attention_windows,
     takes_4d_masks,
 )
-from hf_specdec.models.narrow_linears import narrow_linears
+from hf_specdec.models.onednn_linears import onednn_linears
 from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
 from hf_specdec.models.static_cache import CacheSize, RowsCache
 from hf_specdec.models.traits import on_device, pass_mode
@@ -112,7 +112,7 @@ class StaticRunner:
         self._all_slots = torch.arange(capacity, device=input_ids.device).unsqueeze(0)
         self._one_row = batch_size == 1 and mask is None
         self._tables: dict[str, CausalMasks | SlotMasks] = {}
-        self._mode, self._narrow_linears = pass_mode(model), narrow_linears(model)
+        self._mode, self._onednn_linears = pass_mode(model), onednn_linears(model)
         self._recorded = recorded_passes(model)
         self.records = self._recorded is not None
         self._weights = [*model.parameters(), *model.buffers()] if self.records else []
@@ -126,7 +126,7 @@ class StaticRunner:
         width, read = tokens.shape[1], [self.read[row] for row in self._fed]
         span = max(read) + width
         slots = self._slots(read, width)
-        with self._mode(), self._narrow_linears():
+        with self._mode(), self._onednn_linears():
             self.cache.reserve(span)
             if self._recorded is not None and self.passes and any(read) and width <= MAX_MASKED_TOKENS:
                 logits = self._recorded_pass(self._recorded, tokens, slots, span)

@@ -1,4 +1,4 @@
-"""Linear layers over few tokens in oneDNN: the same products, used only where they are faster, and the same text."""
+"""Linear layers in oneDNN: the same products, used only where they are faster, and the same text."""
 
 from __future__ import annotations
 
@@ -9,50 +9,48 @@ from torch import Tensor
 from torch.nn import functional
 
 import hf_specdec
-from hf_specdec.models import narrow_linears, processor, recorded_passes
-from hf_specdec.models.narrow_linears import ELSEWHERE, OVER_MKL_ON_INTEL, NarrowLinears, Range
+from hf_specdec.models import onednn_linears, processor, recorded_passes
+from hf_specdec.models.onednn_linears import MKL_ELSEWHERE, MKL_ON_INTEL, OTHERS, OneDnnLinears, Range
 
-FASTER_RANGE = narrow_linears.faster_range.__wrapped__
-MAX_ROWS = ELSEWHERE.most_rows
-WEIGHT = (1024, 256)  # the smallest that is served
+FASTER_RANGE = onednn_linears.faster_range.__wrapped__
+WEIGHT = (1024, 256)  # the smallest that is served for single tokens
 
 
 @pytest.fixture(autouse=True)
 def faster_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wide range, on whatever processor the tests run."""
-    monkeypatch.setattr(narrow_linears, "faster_range", lambda: ELSEWHERE)
+    """The widest range, on whatever processor the tests run."""
+    monkeypatch.setattr(onednn_linears, "faster_range", lambda: MKL_ELSEWHERE)
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the inputs that oneDNN got."""
     seen: list[tuple[int, ...]] = []
-    linear = narrow_linears._linear
+    linear = onednn_linears._linear
 
     def noted(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         seen.append(tuple(tokens.shape))
         return linear(tokens, weight, bias)
 
-    monkeypatch.setattr(narrow_linears, "_linear", noted)
+    monkeypatch.setattr(onednn_linears, "_linear", noted)
     return seen
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 256), (1, 5, 256), (4, 16, 256), (7, 256)])
+@pytest.mark.parametrize("shape", [(1, 1, 256), (1, 5, 256), (4, 16, 256), (7, 256), (2, 300, 256)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_products_are_those_of_torch(shape: tuple[int, ...], biased: bool, served: list[tuple[int, ...]]) -> None:
     torch.manual_seed(0)
     tokens, weight, bias = torch.randn(shape), torch.randn(WEIGHT), torch.randn(WEIGHT[0]) if biased else None
-    with torch.inference_mode(), NarrowLinears():
+    with torch.inference_mode(), OneDnnLinears():
         found = functional.linear(tokens, weight, bias)
     assert served == [shape]
     exact = functional.linear(tokens.double(), weight.double(), None if bias is None else bias.double())
     assert (found - exact).abs().max() < 1e-4 < (functional.linear(tokens, weight.roll(1, 0)) - exact).abs().max()
 
 
-def test_only_few_rows_of_large_float32_weights_are_served(served: list[tuple[int, ...]]) -> None:
-    tokens, weight = torch.randn(1, MAX_ROWS, 256), torch.nn.Parameter(torch.randn(WEIGHT))
-    with torch.inference_mode(), NarrowLinears():
-        functional.linear(torch.randn(1, MAX_ROWS + 1, 256), weight)
+def test_only_large_products_of_float32_are_served(served: list[tuple[int, ...]]) -> None:
+    tokens, weight = torch.randn(1, 2, 256), torch.nn.Parameter(torch.randn(WEIGHT))
+    with torch.inference_mode(), OneDnnLinears():
         functional.linear(tokens, weight[:-1])
         functional.linear(tokens.double(), weight.double())
         functional.linear(tokens.bfloat16(), weight.bfloat16())
@@ -64,15 +62,33 @@ def test_only_few_rows_of_large_float32_weights_are_served(served: list[tuple[in
             torch.backends.mkldnn.enabled = before
         assert served == []
         functional.linear(tokens, weight)
-    assert served == [(1, MAX_ROWS, 256)]
+    assert served == [(1, 2, 256)]
+
+
+def test_a_smaller_layer_is_served_for_many_rows(served: list[tuple[int, ...]]) -> None:
+    weight = torch.randn(128, 128)
+    with torch.inference_mode(), OneDnnLinears():
+        for rows in (1, 255, 256, 2000):
+            functional.linear(torch.randn(rows, 128), weight)
+    assert served == [(256, 128), (2000, 128)]
+
+
+def test_without_mkl_many_rows_stay_with_the_other_library(
+    served: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn_linears, "faster_range", lambda: OTHERS)
+    with torch.inference_mode(), OneDnnLinears():
+        for rows in (1, 64, 65):
+            functional.linear(torch.randn(rows, 256), torch.randn(WEIGHT))
+    assert served == [(1, 256), (64, 256)]
 
 
 def test_on_intel_s_processors_single_tokens_and_small_layers_stay_with_mkl(
     served: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(narrow_linears, "faster_range", lambda: OVER_MKL_ON_INTEL)
+    monkeypatch.setattr(onednn_linears, "faster_range", lambda: MKL_ON_INTEL)
     large = torch.randn(2048, 1024)
-    with torch.inference_mode(), NarrowLinears():
+    with torch.inference_mode(), OneDnnLinears():
         for rows in (1, 3, 4, 15, 16):
             functional.linear(torch.randn(rows, 1024), large)
             functional.linear(torch.randn(rows, 1024), large[1:])
@@ -82,9 +98,10 @@ def test_on_intel_s_processors_single_tokens_and_small_layers_stay_with_mkl(
 @pytest.mark.parametrize(
     ("entry", "mkl", "expected"),
     [
-        ("vendor_id : GenuineIntel", True, OVER_MKL_ON_INTEL),
-        ("vendor_id : GenuineIntel", False, ELSEWHERE),
-        ("vendor_id : AuthenticAMD", True, ELSEWHERE),
+        ("vendor_id : GenuineIntel", True, MKL_ON_INTEL),
+        ("vendor_id : GenuineIntel", False, OTHERS),
+        ("vendor_id : AuthenticAMD", True, MKL_ELSEWHERE),
+        ("vendor_id : AuthenticAMD", False, OTHERS),
     ],
 )
 @pytest.mark.parametrize("listed", [True, False])
@@ -106,9 +123,9 @@ def test_the_range_is_the_processor_s(
 
 def test_models_whose_weights_are_not_served_get_no_mode() -> None:
     large = llama(vocab_size=8192)
-    assert narrow_linears.narrow_linears(large.float()) is NarrowLinears
-    assert narrow_linears.narrow_linears(large.double()) is not NarrowLinears
-    assert narrow_linears.narrow_linears(llama().float()) is not NarrowLinears
+    assert onednn_linears.onednn_linears(large.float()) is OneDnnLinears
+    assert onednn_linears.onednn_linears(large.double()) is not OneDnnLinears
+    assert onednn_linears.onednn_linears(llama().float()) is not OneDnnLinears
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -129,7 +146,7 @@ def test_text_is_plain_generate_s_with_and_without_it(
         assert recorded_passes.recordings_of(target) > 0
         served.clear()
         assert torch.equal(target.generate(**given, **asked), plain)
-    monkeypatch.setattr(narrow_linears, "_is_available", lambda: False)
+    monkeypatch.setattr(onednn_linears, "_is_available", lambda: False)
     other = llama(vocab_size=8192).float()
     served.clear()
     with hf_specdec.enable(other):

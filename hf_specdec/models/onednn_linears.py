@@ -1,0 +1,100 @@
+"""Linear layers through oneDNN where it is faster than the library that torch hands float32 products to.
+
+On x86 that library is MKL, which is made for Intel's processors. On AMD's it uses no AVX-512 and takes up to twice as
+long as oneDNN. On both it takes twice as long for five tokens as for one, and oneDNN hardly longer. Other dtypes go to
+oneDNN anyway, or are not known to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from hf_specdec.models.processor import reported
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where oneDNN is faster than the other library.
+
+    Args:
+        least_rows: with fewer, the other library is faster.
+        most_rows: with more, too.
+        least_weights: smaller layers stay in the processor's caches, where calling oneDNN costs more than it saves,
+            except for products of so many rows that these are at least `least_products` multiplications.
+    """
+
+    least_rows: int
+    most_rows: float
+    least_weights: int
+    least_products: float
+
+
+MKL_ON_INTEL = Range(4, 15, 2**21, math.inf)
+MKL_ELSEWHERE = Range(1, math.inf, 2**18, 2**22)
+OTHERS = Range(1, 64, 2**18, math.inf)
+
+
+@cache
+def faster_range() -> Range:
+    """The range for this processor and this build of torch."""
+    if not torch.backends.mkl.is_available():
+        return OTHERS
+    return MKL_ON_INTEL if "GenuineIntel" in reported("vendor_id") else MKL_ELSEWHERE
+
+
+class OneDnnLinears(TorchFunctionMode):
+    """While active in a thread, `torch.nn.functional.linear` runs in oneDNN where that is faster."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and not kwargs and _is_served(*args[:2]):
+            bias = args[2] if len(args) > 2 else None
+            return _linear(args[0], args[1], bias)
+        return func(*args, **(kwargs or {}))
+
+
+def onednn_linears(model: PreTrainedModel) -> Callable[[], AbstractContextManager[Any]]:
+    """The context manager for a model's passes without gradients: `OneDnnLinears` where it serves some weight."""
+    served = _is_available() and any(
+        _is_known(weight) and weight.numel() >= faster_range().least_weights for weight in model.parameters()
+    )
+    return OneDnnLinears if served else nullcontext
+
+
+def _linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    operation = torch.ops.mkldnn._linear_pointwise
+    if torch.jit.is_tracing():
+        # A trace can't hold the other variant's arguments. The sum of zeros takes a twentieth more time.
+        zeros = tokens.new_zeros(*tokens.shape[:-1], weight.shape[0])
+        result: Tensor = operation.binary(tokens, zeros, weight, bias, "add")
+    else:
+        result = operation.default(tokens, weight, bias, "none", [], "")
+    return result
+
+
+def _is_available() -> bool:
+    """Whether this build of torch has the operation, which inductor uses and no documentation promises."""
+    operation = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return torch.backends.mkldnn.is_available() and all(hasattr(operation, one) for one in ("default", "binary"))
+
+
+def _is_served(tokens: Tensor, weight: Tensor) -> bool:
+    where, width = faster_range(), tokens.shape[-1]
+    few = where.least_rows * width <= tokens.numel() <= where.most_rows * width
+    if not (few and tokens.dtype is torch.float32 and torch.backends.mkldnn.enabled and _is_known(weight)):
+        return False
+    return weight.numel() >= where.least_weights or tokens.numel() * weight.shape[0] >= where.least_products
+
+
+def _is_known(weight: Tensor) -> bool:
+    plain = type(weight) in (torch.nn.Parameter, Tensor) and weight.dim() == 2
+    return plain and weight.dtype is torch.float32 and weight.device.type == "cpu"
