@@ -126,6 +126,9 @@ class PassTimes:
             # The first pass of a width may be a stall, so wider passes bound it.
             bound = 1.5 * self.target(width)
             target = min(target, bound, *(seconds for wider, (_, seconds) in self._medians.items() if wider > width))
+        if width == 1 and not unread and 1 in self._by_width:
+            # A plain pass right after drafts takes up to a tenth longer than those that follow it.
+            target = min(target, self.target(1))
         self._by_width.setdefault(width, deque(maxlen=TIMES_KEPT)).append(target)
         self._rounds += 1
         self._seen[width] = self._rounds

@@ -54,6 +54,26 @@ def test_the_times_of_what_no_longer_runs_age(prepared: bool) -> None:
     assert times.step() < 0.12 < 0.8 < slow_step
 
 
+def test_a_plain_pass_right_after_drafts_is_an_upper_bound_of_those_that_follow() -> None:
+    """It takes longer; if it is all that is known, it counts as it is."""
+
+    def plain(seconds: float) -> Round:
+        return Round((0,), (0,), (1,), (0.0,), 0, 1, 0.0, seconds, seconds)
+
+    times = PassTimes()
+    times.add(plain(1.2), 0.0)
+    assert times.target(1) == pytest.approx(1.2)
+    for unread in range(1, 6):
+        times.add(plain(1.0), float(unread))
+    usual = times.target(1)
+    for _ in range(10):
+        times.add(plain(1.1), 0.0)
+    assert times.target(1) == pytest.approx(usual, rel=0.01)
+    for _ in range(5):
+        times.add(plain(0.8), 0.0)
+    assert times.target(1) < 0.85
+
+
 def test_the_time_of_a_cheap_draft_step_does_not_age() -> None:
     times = PassTimes()
     times.first_round(Round((1,), (0,), (1,), (0.0,), 1, 101, 1.0, 2.0, 3.0))
