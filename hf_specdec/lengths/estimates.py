@@ -22,8 +22,8 @@ DECAY, MIN_WEIGHT = 0.95, 3.0
 # Earlier calls count as much as this many rounds of a new one, whose text may be much harder to draft. With a larger
 # weight, drafting would go on for too long where it no longer pays.
 EARLIER_WEIGHT = 0.7
-# The weight of a width's or a draft's times halves after this many rounds without it. Later ones may be faster: these
-# may have been recorded since, or the earlier ones stalled, and slow ones are not chosen again.
+# The weight of a width's or a draft's times halves after this many rounds without it. By now it may be recorded, or no
+# longer stalled, but what seems slow is hardly ever chosen again.
 HALF_LIFE = 16
 # Times are medians of this many passes of a width, so that one stall doesn't count.
 TIMES_KEPT = 5
@@ -99,7 +99,7 @@ class PassTimes:
         self._line = (0.0, 0.0, 0.0, 0.0)
         self._drafts: dict[int, deque[float]] = {}  # steps of a draft, or 1 for a share of one -> seconds
         self._step: tuple[float, float] | None = None  # seconds of a step; beginning of a draft, in steps
-        self._idle = 0  # rounds since the last draft
+        self._drafted = 0  # the last round with draft steps
         self._catch_ups: deque[float] = deque(maxlen=TIMES_KEPT)
         self._ratio = 0.0 if copies else PRIOR_RATIO
         self._reading: float | None = None
@@ -118,7 +118,7 @@ class PassTimes:
                 self._reading = max(finished.draft_seconds - further_steps, 0.0) / finished.width
 
     def add(self, finished: Round, unread: float) -> None:
-        """Learn from a round in which the draft also read `unread` skipped tokens. Ignores rounds without times."""
+        """Learn from a round before which the draft had skipped `unread` tokens. Ignores rounds without times."""
         if finished.seconds <= 0:
             return
         width, target = finished.width, finished.seconds - finished.draft_seconds
@@ -133,8 +133,8 @@ class PassTimes:
         self._rounds += 1
         self._seen[width] = self._rounds
         self._changed.add(width)
-        self._idle = 0 if finished.draft_steps else self._idle + 1
         if finished.draft_steps:
+            self._drafted = self._rounds
             drafting, caught_up = finished.draft_seconds, finished.catch_up_seconds
             if caught_up:
                 self._catch_ups.append(caught_up)
@@ -178,9 +178,9 @@ class PassTimes:
         """
         for width, times in self._by_width.items():
             # Plain rounds are timed again regularly, so their times keep full weight.
-            age = 0 if width == 1 else self._rounds - self._seen[width]
+            weight = 1.0 if width == 1 else self._weight_of(self._seen[width])
             middle = median_low(times) if width in self._changed else self._medians[width][1]
-            self._medians[width] = (len(times) * 0.5 ** (age / HALF_LIFE), middle)
+            self._medians[width] = (len(times) * weight, middle)
         self._changed.clear()
         known = [(w > 1, w - 1, n, t) for w, (n, t) in self._medians.items()]
         total = sum(n for _, _, n, _ in known)
@@ -207,7 +207,7 @@ class PassTimes:
         if self._step is None:
             return assumed
         measured = self._step[0]
-        return min(assumed, measured) + max(measured - assumed, 0.0) * self._weight_of_drafts()
+        return min(assumed, measured) + max(measured - assumed, 0.0) * self._weight_of(self._drafted)
 
     def drafting(self, steps: float) -> float:
         """Seconds of a draft of `steps` steps."""
@@ -220,9 +220,9 @@ class PassTimes:
 
     def catch_up(self, unread: float) -> float:
         """Seconds that the draft takes to read `unread` tokens, in a separate pass if it has used one before."""
-        measured = median_low(self._catch_ups) * self._weight_of_drafts() if self._catch_ups else 0.0
+        measured = median_low(self._catch_ups) * self._weight_of(self._drafted) if self._catch_ups else 0.0
         return max(self.reading(unread), measured)
 
-    def _weight_of_drafts(self) -> float:
-        """The weight of the drafts' times, from 1 after a draft to 0."""
-        return 0.5 ** (self._idle / HALF_LIFE)
+    def _weight_of(self, last: int) -> float:
+        """The weight of a time that was last measured in round `last`, of 1 if that was the latest."""
+        return 0.5 ** ((self._rounds - last) / HALF_LIFE)

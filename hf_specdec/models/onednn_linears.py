@@ -73,7 +73,7 @@ def onednn_linears(model: PreTrainedModel) -> Callable[[], AbstractContextManage
 def _linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     operation = torch.ops.mkldnn._linear_pointwise
     if torch.jit.is_tracing():
-        # A trace can't hold the other variant's arguments. The sum of zeros takes a twentieth more time.
+        # A trace can't hold the other variant's arguments. The sum with zeros takes up to a tenth more time.
         zeros = tokens.new_zeros(*tokens.shape[:-1], weight.shape[0])
         result: Tensor = operation.binary(tokens, zeros, weight, bias, "add")
     else:

@@ -24,7 +24,6 @@ class Machine:
         jump: what a pass over several tokens takes longer than one over a single token, besides `wider`.
         narrow: behind so many tokens each adds five times as much.
         beginning: what a draft's first pass takes longer, in draft steps.
-        cold: what a plain pass right after drafts takes longer.
         rows: batch size.
         noise: spread of all times; one in fifty passes stalls for three times as long.
     """
@@ -35,7 +34,6 @@ class Machine:
     jump: float = 0.0
     narrow: int = 10**6
     beginning: float = 0.0
-    cold: float = 0.0
     rows: int = 1
     noise: float = 0.05
 
@@ -52,7 +50,6 @@ class Machine:
             drafting = self.step * steps * self._jitter(chance) if limit else 0.0
             beyond = 0 if first else max(width - self.narrow, 0)
             verifying = 1 + self.jump * (width > 1) + self.wider * (width - 1 + 4 * beyond)
-            verifying += self.cold * (not limit and not first and unread == 1)
             verifying *= self._jitter(chance)
             unread = 1 if limit else unread + 1
             finished = Round(
