@@ -89,8 +89,8 @@ def _is_available() -> bool:
 
 def _is_served(tokens: Tensor, weight: Tensor) -> bool:
     where, width = faster_range(), tokens.shape[-1]
-    few = where.least_rows * width <= tokens.numel() <= where.most_rows * width
-    if not (few and tokens.dtype is torch.float32 and torch.backends.mkldnn.enabled and _is_known(weight)):
+    in_range = where.least_rows * width <= tokens.numel() <= where.most_rows * width
+    if not (in_range and tokens.dtype is torch.float32 and torch.backends.mkldnn.enabled and _is_known(weight)):
         return False
     return weight.numel() >= where.least_weights or tokens.numel() * weight.shape[0] >= where.least_products
 
