@@ -29,8 +29,8 @@ PROBE_ALLOWANCE, PROBE_SHARE = 1.25, 0.01
 # unless the expected speedup is below the last figure: then more is lost by being wrong than by a plain round.
 FIRST_REFRESH, LAST_REFRESH, NARROW_SPEEDUP = 16, 256, 1.2
 # After a while without drafts, so many plain rounds are only timed before the length is chosen again: choosing takes a
-# twentieth of a short round.
-PLAIN_ROUNDS = 8
+# tenth of a short round.
+PLAIN_ROUNDS = 16
 
 
 class LengthHistory:
@@ -201,23 +201,25 @@ class AutoLength(StopRule):
         self.limit = best
 
     def _best(self, rates: Sequence[float]) -> int:
-        """The length with the highest of the `rates`, which are indexed by length; 0 if it gains too little.
-
-        At most one step longer than the longest ready length.
-        """
-        # Times of much longer rounds than those that ran can't be extrapolated.
-        longest = max((at for at, n in enumerate(self.lengths) if n in self.ready), default=0)
-        known = self.lengths[: longest + 2]
-        best = max(known, key=lambda n: rates[n] if n in self.ready else rates[n] / UNPREPARED_PENALTY)
+        """The length with the highest of the `rates`, which are indexed by length; 0 if it gains too little."""
+        best = max(self._choice(), key=lambda n: rates[n] if n in self.ready else rates[n] / UNPREPARED_PENALTY)
         return best if rates[best] >= MIN_SPEEDUP * rates[0] else 0
 
+    def _choice(self) -> Sequence[int]:
+        """The lengths to choose from now: at most one step longer than the longest ready one.
+
+        Times of much longer rounds than those that ran can't be extrapolated.
+        """
+        longest = max((at for at, n in enumerate(self.lengths) if n in self.ready), default=0)
+        return self.lengths[: longest + 2]
+
     def _rates(self) -> list[float]:
-        """Expected tokens per second of a row, indexed by draft length from 0 to `MAX_ASSISTANT_TOKENS`."""
+        """Expected tokens per second of a row, indexed by draft length from 0 to the longest that may be chosen."""
         tokens, drafts, steps = 1.0, 0.0, 0.0
         known = self.known
         rates = [1.0 / known.times.target(1)]
-        for accepted, drafted, stepped in zip(
-            known.accepted.reach(), known.drafted.reach(), known.steps.reach(), strict=True
+        for _, accepted, drafted, stepped in zip(
+            range(self._choice()[-1]), known.accepted.reach(), known.drafted.reach(), known.steps.reach(), strict=False
         ):
             tokens, drafts, steps = tokens + accepted, drafts + drafted, steps + stepped
             rates.append(tokens / (known.times.drafting(steps) + known.times.target(1 + drafts)))

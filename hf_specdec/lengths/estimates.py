@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from statistics import median_low
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
@@ -67,14 +68,14 @@ class PositionRates:
             self._tried[position] += weight
             self._succeeded[position] += weight * (position < succeeded)
 
-    def reach(self) -> list[float]:
+    def reach(self) -> Iterator[float]:
         """`MAX_ASSISTANT_TOKENS` probabilities of success at all positions up to 1, 2, …."""
-        share = self._succeeded[0] / self._tried[0]
-        reached = [share]
+        reached = share = self._succeeded[0] / self._tried[0]
+        yield reached
         for tried, succeeded in zip(self._tried[1:], self._succeeded[1:], strict=True):
             share = (succeeded + PRIOR_WEIGHT * share) / (tried + PRIOR_WEIGHT)
-            reached.append(reached[-1] * share)
-        return reached
+            reached *= share
+            yield reached
 
 
 class PassTimes:

@@ -7,6 +7,7 @@ cache, or compiles it.
 
 from __future__ import annotations
 
+import ctypes
 import getpass
 import hashlib
 import os
@@ -29,6 +30,7 @@ from hf_specdec.prepared.cpp_compiler import OPTIONS
 Code = Callable[[list[Any]], Sequence[Any]]  # as inductor's; empties the list that it is given
 
 _ENTRY = "inductor_entry_cpp"  # inductor's name for the function of a library
+_FUNCTION = "_Z19inductor_entry_implPP16AtenTensorOpaqueS1_"  # what that calls, as C++ names it
 _POINTERS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where a library looks up a function of torch when it is loaded
 
 
@@ -62,15 +64,28 @@ def any_kept() -> bool:
     return _folder().is_dir()
 
 
-def _code_in(library: Path) -> Code | None:
-    """None where torch lacks what it takes to load and call it."""
+def conversions() -> tuple[Callable[[list[Tensor]], list[Any]], Callable[[Any], Sequence[Tensor]]] | None:
+    """Torch's functions from tensors to handles of its C interface, in capsules, and back; None where it lacks them."""
     interface = getattr(torch._C, "_aoti", None)
     handles_of = getattr(interface, "unsafe_alloc_void_ptrs_from_tensors", None)
     tensors_of = getattr(interface, "alloc_tensors_by_stealing_from_void_ptrs", None)
+    return None if handles_of is None or tensors_of is None else (handles_of, tensors_of)
+
+
+def function_in(library: Path) -> int | None:
+    """The address of the function in a library of inductor's C++ that takes and returns handles; None without one."""
+    function = getattr(ctypes.PyDLL(str(library)), _FUNCTION, None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+
+
+def _code_in(library: Path) -> Code | None:
+    """None where torch lacks what it takes to load and call it."""
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     pointers = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
-    if handles_of is None or tensors_of is None or pointers is None:
+    between = conversions()
+    if between is None or pointers is None:
         return None
+    handles_of, tensors_of = between
     os.environ[_POINTERS] = str(pointers)
     loader = ExtensionFileLoader(f"{__name__}.{library.stem}.{_ENTRY}", str(library))
     spec = spec_from_loader(loader.name, loader)
@@ -82,8 +97,7 @@ def _code_in(library: Path) -> Code | None:
     def code(tensors: list[Tensor]) -> Sequence[Tensor]:
         handles = handles_of(tensors)
         tensors.clear()
-        results: Sequence[Tensor] = tensors_of(run(handles))
-        return results
+        return tensors_of(run(handles))
 
     return code
 

@@ -25,8 +25,9 @@ from torch.utils import _pytree as pytree
 from hf_specdec.prepared import code_on_disk, cpp_compiler
 from hf_specdec.prepared.code_on_disk import Code
 from hf_specdec.prepared.compile_progress import progress_bar
-from hf_specdec.prepared.few_token_products import FewTokenProducts, supported
+from hf_specdec.prepared.few_token_products import FewTokenProducts, called_directly, supported
 from hf_specdec.prepared.joined_layers import join_linears, share_heads
+from hf_specdec.prepared.program import Call, Program
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of
 from hf_specdec.prepared.step_trace import trace, value_of
 
@@ -108,28 +109,29 @@ def _form(args: tuple[Any, ...]) -> Hashable:
 
 def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str) -> Step:
     graph, structure = _traced(step, args, device)
-    given = [node for node in graph.nodes if node.op == "placeholder"]
-    place = {node: at for at, node in enumerate(given)}
-    program: list[tuple[Code, list[Any], list[tuple[int, int]]]] = []
     segments = segments_of(graph)
     codes = _codes_of(segments, device, name)
+    # Uses of a constant are nodes of their own.
+    constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
+    numbers: dict[Any, int] = {target: at for at, target in enumerate(constants)}
+    numbers |= {
+        node: len(numbers) + at for at, node in enumerate(node for node in graph.nodes if node.op == "placeholder")
+    }
+    calls = []
     for segment in segments:
-        inputs = [value_of(node) if node.op == "get_attr" else None for node in segment.inputs]
-        fills = [(at, place[node]) for at, node in enumerate(segment.inputs) if node.op != "get_attr"]
-        program.append((codes[segment.key], inputs, fills))
-        place |= {node: len(place) + at for at, node in enumerate(segment.outputs)}
-    results = [place[node] for node in cast(list[Node], graph.output_node().args[0])]
+        sources = tuple(numbers[node.target if node.op == "get_attr" else node] for node in segment.inputs)
+        calls.append(Call((segment.key, _place(device)), codes[segment.key], sources, len(segment.outputs)))
+        numbers |= {node: len(numbers) + at for at, node in enumerate(segment.outputs)}
+    program = Program(calls, list(constants.values()), [numbers[node] for node in _results(graph)])
 
     def run(*args: Any) -> Any:
-        values = pytree.tree_leaves(args)
-        for code, constants, fills in program:
-            inputs = constants.copy()
-            for at, source in fills:
-                inputs[at] = values[source]
-            values += code(inputs)
-        return pytree.tree_unflatten([values[at] for at in results], structure)
+        return pytree.tree_unflatten(list(program(pytree.tree_leaves(args))), structure)
 
     return run
+
+
+def _results(graph: Graph) -> list[Node]:
+    return cast(list[Node], graph.output_node().args[0])
 
 
 def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Graph, Any]:
@@ -261,7 +263,7 @@ def _code(
         if not codes[0].constants:
             keep(library)
 
-    options = cpp_compiler.OPTIONS if device.type == "cpu" else {}
+    options = {**cpp_compiler.OPTIONS, **cpp_compiler.calling(called_directly)} if device.type == "cpu" else {}
     # AOTAutograd's cache would give back code that has not passed `inner`. Inductor's own is used.
     with functorch_config.patch(enable_autograd_cache=False), torch.no_grad(), cpp_compiler.in_background(finished):
         compile_fx(GraphModule({}, graph), _fake(inputs), inner, config_patches=options)

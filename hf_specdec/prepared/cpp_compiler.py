@@ -18,6 +18,15 @@ INSTRUCTIONS: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast
 OPTIONS: dict[str, Any] = {**INSTRUCTIONS, "cpp_wrapper": True, "size_asserts": False}
 
 
+def calling(functions: dict[Any, list[str]]) -> dict[str, Any]:
+    """The settings by which inductor's code calls operations by C functions, where inductor can."""
+    # Importing it takes seconds.
+    from torch._inductor import config
+
+    known = hasattr(config.aot_inductor, "custom_ops_to_c_shims")
+    return {"aot_inductor.custom_ops_to_c_shims": dict(functions)} if known else {}
+
+
 def find_instructions() -> None:
     """Let inductor look up the processor's instructions, which it must not do in two threads at once."""
     # Importing these takes seconds.

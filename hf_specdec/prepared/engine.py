@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -260,9 +260,13 @@ def prepared_capacity(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-@contextmanager
-def ordinary_tensors() -> Iterator[None]:
+def ordinary_tensors() -> AbstractContextManager[None]:
     """Record no gradients, but make tensors that later calls can write to outside the caller's `inference_mode`."""
+    return _outside_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 

@@ -7,9 +7,9 @@ Weights are read where they are: no copy takes memory or goes stale.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,18 +17,21 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hf_specdec.prepared import code_on_disk, cpp_compiler
-from hf_specdec.prepared.compile_progress import progress_bar
+from hf_specdec.prepared.own_code import KERNELS, library_of
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
 
 # The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
 LIBRARIES = {
-    "wide": ("vectors", "tile", "linear", "attention"),
-    "quantized": ("vectors", "tile", "whole_digits", "whole_words", "quantized"),
+    "wide": ("tensors", "vectors", "tile", "linear", "attention"),
+    "quantized": ("tensors", "vectors", "tile", "whole_digits", "whole_words", "quantized"),
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
+MOST_DIMS = 8  # of an input
 MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for
+
+# Of each kernel that is loaded, its C function as inductor is to declare it.
+called_directly: dict[Any, list[str]] = {}
 
 
 def supported() -> bool:
@@ -36,16 +39,20 @@ def supported() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-def namespace(dtype: torch.dtype) -> str:
-    """Where in `torch.ops` the kernels for numbers of a type are."""
-    return f"hf_specdec_{NUMBERS[dtype].lower()}"
+def operation(name: str, dtype: torch.dtype) -> str:
+    """The name in `torch.ops.hf_specdec` of a kernel for numbers of a type."""
+    return f"{name}_{suffix(dtype)}"
+
+
+def suffix(dtype: torch.dtype) -> str:
+    """What the names of kernels for numbers of a type end with."""
+    return NUMBERS[dtype].lower()
 
 
 def source(library: str, dtype: torch.dtype) -> str:
     """The C++ of one of `LIBRARIES` for numbers of a type."""
-    folder = Path(__file__).parent / "kernels"
-    chosen = f"#define NUMBER {NUMBERS[dtype]}\n#define NAMESPACE {namespace(dtype)}\n"
-    return chosen + "\n".join((folder / f"{part}.cpp").read_text() for part in LIBRARIES[library])
+    chosen = f"#define NUMBER {NUMBERS[dtype]}\n#define SUFFIX {suffix(dtype)}\n"
+    return chosen + "\n".join((KERNELS / f"{part}.cpp").read_text() for part in LIBRARIES[library])
 
 
 @cache
@@ -55,30 +62,28 @@ def load(library: str, dtype: torch.dtype) -> None:
     Raises:
         Exception: whatever inductor raises where there is no compiler or it fails.
     """
-    text = source(library, dtype)
-    if (kept := code_on_disk.library_for(text)) is not None:
-        torch.ops.load_library(kept)
-    else:
-        _compile(text)
+    file = str(library_of(source(library, dtype)))
+    torch.ops.load_library(file)
+    ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)  # inductor's code calls what it finds by name
     for name, shapes in SHAPES[library].items():
-        torch.library.register_fake(f"{namespace(dtype)}::{name}", shapes)
+        torch.library.register_fake(f"hf_specdec::{operation(name, dtype)}", shapes)
+        kernel: Any = getattr(torch.ops.hf_specdec, operation(name, dtype)).default
+        called_directly[kernel] = [_declaration(kernel)]
 
 
-def _compile(text: str) -> None:
-    # Importing it takes seconds.
-    from torch._inductor import config
-    from torch._inductor.codecache import CppCodeCache
-
-    with config.patch(cpp_compiler.INSTRUCTIONS), progress_bar("kernels", 1) as bar:
-        loaded = cpp_compiler.load_library(lambda: CppCodeCache.load(text))
-        bar.update()
-    code_on_disk.keep(text, Path(loaded._name))
+def _declaration(kernel: Any) -> str:
+    """The C function of a kernel, which inductor's code calls; through torch, a call takes microseconds longer."""
+    schema = kernel._schema
+    kinds = {"Tensor": "AtenTensorHandle", "Optional[Tensor]": "AtenTensorHandle*", "float": "double"}
+    given = [kinds[str(argument.type)] for argument in schema.arguments]
+    name = schema.name.removeprefix("hf_specdec::")
+    return f"AOTITorchError aoti_torch_cpu_{name}({', '.join(given + ['AtenTensorHandle*'] * len(schema.returns))})"
 
 
-def kernels(library: str, dtype: torch.dtype) -> Any:
-    """The operations of one of `LIBRARIES` for numbers of a type, loaded at the first use."""
-    load(library, dtype)
-    return getattr(torch.ops, namespace(dtype))
+def kernel(name: str, dtype: torch.dtype) -> Any:
+    """One of the operations of `SHAPES` for numbers of a type, loaded at the first use."""
+    load(next(library for library, names in SHAPES.items() if name in names), dtype)
+    return getattr(torch.ops.hf_specdec, operation(name, dtype))
 
 
 def _linear_shapes(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[Tensor, ...]:
@@ -134,12 +139,12 @@ class FewTokenProducts(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    product = kernels("wide", input.dtype).linear
+    product = kernel("linear", input.dtype)
     return _in_parts(lambda some: product(some, weight, bias), input, len(weight))
 
 
 def _quantized(parts: QuantizedParts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    product = kernels("quantized", input.dtype).quantized_linear
+    product = kernel("quantized_linear", input.dtype)
     return _in_parts(lambda some: product(some, parts.values, parts.scale, parts.shift, bias), input, len(weight))
 
 
@@ -159,7 +164,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *, scale: float | None = None, **other: Any
 ) -> Tensor:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    mixed: Tensor = kernels("wide", query.dtype).attention(query, key, value, attn_mask, scale)
+    mixed: Tensor = kernel("attention", query.dtype)(query, key, value, attn_mask, scale)
     return mixed.transpose(1, 2)
 
 
@@ -197,6 +202,7 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         input.numel() > 0
         and _is_ours(input)
+        and input.dim() <= MOST_DIMS
         and input.dtype == weight.dtype
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
     )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
+from hf_specdec.prepared.few_token_products import NUMBERS, suffix
 from hf_specdec.prepared.step_trace import value_of
 
-NAMESPACES = "hf_specdec_"  # what those of our kernels begin with in `torch.ops`
+# A kernel of ours: its namespace in `torch.ops`, its name, and the numbers that it is for.
+KERNEL = re.compile(rf"(hf_specdec\w*)\.(\w+?)((?:_(?:{'|'.join(map(suffix, NUMBERS))}))?)\.default")
 LINEAR = ("linear", "quantized_linear")  # kernels that have a `linear_2` and a `linear_3`, for layers of one input
 
 
@@ -31,8 +34,16 @@ def join_linears(trace: Graph) -> None:
 
 def _kernel(node: Node) -> str | None:
     """The name of the kernel of ours that a node calls, for whichever numbers."""
-    namespace, _, name = str(node.target).removesuffix(".default").partition(".")
-    return name if namespace.startswith(NAMESPACES) else None
+    found = KERNEL.fullmatch(str(node.target))
+    return found[2] if found else None
+
+
+def _for_several(node: Node, count: int) -> Any:
+    """The kernel that does for several layers what a node's does for one."""
+    found = KERNEL.fullmatch(str(node.target))
+    assert found is not None
+    namespace, name, numbers = found.groups()
+    return getattr(getattr(torch.ops, namespace), f"{name}_{count}{numbers}").default
 
 
 def _stands_ready(node: Node) -> bool:
@@ -54,10 +65,8 @@ def _join(trace: Graph, nodes: Sequence[Node]) -> None:
             _move_before(nodes[0], given)
     # By what they are: all weights, then what else layers have, biases last.
     parts = [part for kind in zip(*(node.args[1:] for node in nodes), strict=True) for part in kind]
-    namespace = getattr(torch.ops, str(nodes[0].target).partition(".")[0])
-    together = getattr(namespace, f"{_kernel(nodes[0])}_{len(nodes)}")
     with trace.inserting_before(nodes[0]):
-        joined = trace.call_function(together.default, (nodes[0].args[0], *parts))
+        joined = trace.call_function(_for_several(nodes[0], len(nodes)), (nodes[0].args[0], *parts))
         joined.meta["val"] = None
         for at, node in enumerate(nodes):
             part = trace.call_function(operator.getitem, (joined, at))

@@ -47,7 +47,7 @@ def test_what_a_text_s_end_cuts_off_is_not_held_against_the_draft(kind: str, end
             target.generate(**settings | text | {"max_new_tokens": 40} | ends)
     (known,) = auto_length._histories.all_of(target).values()
     known = known.prepared or known
-    assert min(known.accepted.reach()[:4]) > 0.85
+    assert min(list(known.accepted.reach())[:4]) > 0.85
 
 
 def test_prepared_rounds_have_an_experience_of_their_own(monkeypatch) -> None:

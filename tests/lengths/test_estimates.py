@@ -87,7 +87,7 @@ def test_a_position_borrows_from_the_one_before_until_it_is_seen() -> None:
     positions = PositionRates(0.5)
     for _ in range(50):
         positions.add(2, 4, 1.0)
-    reach = positions.reach()
+    reach = list(positions.reach())
     assert reach[0] > 0.95 and reach[1] > 0.9 and reach[2] < 0.1
     assert len(reach) == MAX_ASSISTANT_TOKENS and all(a >= b for a, b in pairwise(reach))
 

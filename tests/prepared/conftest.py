@@ -10,12 +10,17 @@ import torch
 
 from hf_specdec.prepared import few_token_products
 from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
-from hf_specdec.prepared.few_token_products import namespace, source
+from hf_specdec.prepared.few_token_products import SHAPES, operation, source, suffix
+
+
+def _avx2_kernel(name: str, dtype: torch.dtype) -> Any:
+    _load_for_avx2(next(library for library, names in SHAPES.items() if name in names), dtype)
+    return getattr(torch.ops.hf_specdec, operation(name, dtype).replace(suffix(dtype), f"avx2_{suffix(dtype)}"))
 
 
 @cache
-def _avx2_kernels(library: str, dtype: torch.dtype) -> Any:
-    """The kernels as they are where there is no AVX-512, under a name of their own.
+def _load_for_avx2(library: str, dtype: torch.dtype) -> None:
+    """The kernels as they are where there is no AVX-512, under names of their own.
 
     Built with little optimization, which takes a few seconds; what they compute is the same.
     """
@@ -23,15 +28,13 @@ def _avx2_kernels(library: str, dtype: torch.dtype) -> Any:
     from torch._inductor.codecache import CppCodeCache
 
     refusal = "#ifdef __AVX512F__\n#error the form for AVX-512\n#endif\n"
-    name = f"avx2_{namespace(dtype)}"
-    text = source(library, dtype).replace(f"NAMESPACE {namespace(dtype)}", f"NAMESPACE {name}")
+    text = source(library, dtype).replace(f"SUFFIX {suffix(dtype)}", f"SUFFIX avx2_{suffix(dtype)}")
     with config.patch({**INSTRUCTIONS, "cpp.simdlen": 256}):
         CppCodeCache.load(refusal + text, extra_flags=("-mno-avx512f", "-O1"))
-    return getattr(torch.ops, name)
 
 
 @pytest.fixture(params=["this processor", "AVX2"])
 def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels as built for this processor, then those for AVX2 in their place."""
     if request.param == "AVX2":
-        monkeypatch.setattr(few_token_products, "kernels", _avx2_kernels)
+        monkeypatch.setattr(few_token_products, "kernel", _avx2_kernel)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.fx import GraphModule
 from torch.nn.functional import linear, scaled_dot_product_attention
-from transformers.utils import logging
 
 from hf_specdec.prepared import few_token_products, joined_layers
 from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
@@ -16,15 +15,6 @@ pytestmark = pytest.mark.compiles
 
 # The error of a sum of a few hundred products, and that of rounding the result once.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
-
-
-def test_kernels_that_are_compiled_show_progress(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(few_token_products.code_on_disk, "keep", lambda what, library: None)
-    logging.enable_progress_bar()
-    few_token_products._compile("")
-    assert "Compiling kernels: 100%" in capsys.readouterr().err
 
 
 def _draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -131,7 +121,7 @@ def test_shared_heads_are_read_where_they_are(heads: int) -> None:
     with FewTokenProducts():
         graph = trace(step, query)
     joined_layers.share_heads(graph)
-    (node,) = (node for node in graph.nodes if node.target is torch.ops.hf_specdec_double.attention.default)
+    (node,) = (node for node in graph.nodes if node.target is torch.ops.hf_specdec.attention_double.default)
     assert value_of(node.args[1]).shape[1] == heads
     constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
     torch.testing.assert_close(GraphModule(constants, graph)(query), step(query), rtol=0, atol=1e-12)

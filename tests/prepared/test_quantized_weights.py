@@ -82,9 +82,7 @@ def test_products(shape: tuple[int, ...], rows: int, bits: int, shifts: str, dty
         parts = QuantizedParts(values, scale, shift)
         states, bias = _draw(*shape, dtype=dtype), _draw(rows, dtype=dtype)
         for given in (None, bias):
-            found = few_token_products.kernels("quantized", dtype).quantized_linear(
-                states, values, scale, parts.shift, given
-            )
+            found = few_token_products.kernel("quantized_linear", dtype)(states, values, scale, parts.shift, given)
             asked = linear(states.double(), _stands_for(parts), None if given is None else given.double())
             size = asked.abs().amax().clamp(min=1)
             assert found.dtype == dtype and found.shape == asked.shape
@@ -99,7 +97,7 @@ def test_a_large_number_leaves_the_others_precise(tokens: int) -> None:
     values[:, 3] = 0
     states, scale = _draw(tokens, 200, dtype=torch.float32), torch.full((8, 1), 0.01)
     states[:, 3] = 1e4
-    found = few_token_products.kernels("quantized", torch.float32).quantized_linear(states, values, scale, None, None)
+    found = few_token_products.kernel("quantized_linear", torch.float32)(states, values, scale, None, None)
     asked = linear(states.double(), 0.01 * values.double())
     torch.testing.assert_close(found.double() / asked.abs().amax(), asked / asked.abs().amax(), rtol=0, atol=5e-3)
 
@@ -110,7 +108,7 @@ def test_numbers_are_known_to_a_two_thousandth(power: int) -> None:
     """Of the mean size of the 64 around it, or as precisely as a float beside the token's largest one."""
     states = _draw(40, 200, dtype=torch.float32) ** power
     values, scale = torch.eye(200).to(torch.int8), torch.ones(200, 1)
-    found = few_token_products.kernels("quantized", torch.float32).quantized_linear(states, values, scale, None, None)
+    found = few_token_products.kernel("quantized_linear", torch.float32)(states, values, scale, None, None)
     for line, read in zip(states.split(64, 1), found.split(64, 1), strict=True):
         size = line.abs().mean(1, keepdim=True) / 2000 + states.abs().amax(1, keepdim=True) / 2**23
         assert ((read - line).abs() <= size).all()
@@ -121,7 +119,7 @@ def test_int8_products_do_not_depend_on_other_tokens() -> None:
     """So that a verification reads what a plain step would."""
     values = torch.randint(-128, 128, (9, 200), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     states, scale = _draw(40, 200, dtype=torch.float32) ** 5, torch.full((9, 1), 0.01)
-    product = few_token_products.kernels("quantized", torch.float32).quantized_linear
+    product = few_token_products.kernel("quantized_linear", torch.float32)
     for tokens in (1, 5, 40):
         together = torch.cat([product(some, values, scale, None, None) for some in states.split(tokens)])
         alone = torch.cat([product(some, values, scale, None, None) for some in states.split(1)])
@@ -133,7 +131,7 @@ def test_int8_products_do_not_depend_on_other_tokens() -> None:
 def test_a_number_that_is_not_finite_stays_in_its_token(bad: float) -> None:
     values = torch.randint(1, 128, (8, 200), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     states, scale = _draw(5, 200, dtype=torch.float32), torch.full((8, 1), 0.01)
-    product = few_token_products.kernels("quantized", torch.float32).quantized_linear
+    product = few_token_products.kernel("quantized_linear", torch.float32)
     asked = product(states, values, scale, None, None)
     for column in (0, 150, 199):
         spoilt = states.clone()

@@ -201,7 +201,7 @@ void join(const Result<A>& of, int64_t parts, int64_t rows, int64_t width, A* sh
 
 // A tensor `[B, H, S, D]`, or the same for all rows, heads or slots.
 template <class T> struct Heads {
-  explicit Heads(const Tensor& of) : data(static_cast<const T*>(of.data_ptr())) {
+  explicit Heads(Given of) : data(pointer<const T>(of)) {
     for (int dim = 0; dim < 3; ++dim) strides[dim] = of.size(dim) > 1 ? of.stride(dim) : 0;
   }
   const T* at(int64_t row, int64_t head, int64_t slot) const {
@@ -211,9 +211,10 @@ template <class T> struct Heads {
   int64_t strides[3];
 };
 
+// `[B, H, Q, D]` over `[B, H_kv, S, D]`, with a mask `[B or 1, H or 1, Q or 1, S]` to be added: `[B, Q, H, D]`. The last
+// dimension of all is contiguous, and the last two of keys and values are.
 template <class T>
-void attention_of(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale,
-                  Tensor& output) {
+void attention(Given query, Given key, Given value, Given mask, double scale, Handle* output) {
   using A = typename SumOf<T>::type;
   const Heads<T> q(query), k(key), v(value), m(mask);
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), width = query.size(3);
@@ -221,7 +222,9 @@ void attention_of(const Tensor& query, const Tensor& key, const Tensor& value, c
   const Shape shape{heads / shared, queries, width, m.strides[1], m.strides[2]};
   const int64_t rows = shape.rows(), masks = m.strides[1] ? rows : m.strides[2] ? queries : 1;
   const int64_t units = batch * shared * parts;
-  T* out = static_cast<T*>(output.data_ptr());
+  const int64_t sizes[] = {batch, queries, heads, width};
+  *output = empty(query, 4, sizes).handle;
+  T* out = pointer<T>(Given(*output));
   const Aligned<A> highest(units * rows), totals(units * rows), mixed(units * rows * width);
   const auto result = [&](int64_t unit, int64_t row) {
     const int64_t at = unit * rows + row;
@@ -241,7 +244,7 @@ void attention_of(const Tensor& query, const Tensor& key, const Tensor& value, c
       look<T, A>(m.at(row, first, 0) + from, shape, masks, count, room);
       attend<T, A>(k.at(row, head, from), v.at(row, head, from), shape, masks, count, room, result(unit, 0));
     }
-#pragma omp for
+#pragma omp for nowait
     for (int64_t at = 0; at < batch * heads * queries; ++at) {
       const int64_t row = at / queries / heads, head = at / queries % heads, token = at % queries;
       const int64_t unit = (row * shared + head / shape.group) * parts;
@@ -251,20 +254,22 @@ void attention_of(const Tensor& query, const Tensor& key, const Tensor& value, c
   }
 }
 
-// `[B, H, Q, D]` over `[B, H_kv, S, D]`, with a mask `[B or 1, H or 1, Q or 1, S]` to be added, to `[B, Q, H, D]`. The
-// last dimension of all is contiguous, and the last two of keys and values are.
-Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double scale) {
-  Tensor output = empty(query, {query.size(0), query.size(2), query.size(1), query.size(3)});
-  attention_of<NUMBER>(query, key, value, mask, scale, output);
-  return output;
+}  // namespace
+
+NAMED(attention)(Handle query, Handle key, Handle value, Handle mask, double scale, Handle* output) {
+  return reported([=] { attention<NUMBER>(query, key, value, mask, scale, output); });
 }
+
+namespace {
+
+using Attention = Operation<FUNCTION(attention), 1, Tensor, Tensor, Tensor, Tensor, double>;
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(NAMESPACE, library) {
-  library.def("attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
+STABLE_TORCH_LIBRARY_FRAGMENT(hf_specdec, library) {
+  library.def(OPERATION("attention") "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CPU, library) {
-  library.impl("attention", TORCH_BOX(&attention));
+STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
+  library.impl(OPERATION("attention"), TORCH_BOX(&Attention::run));
 }

@@ -74,19 +74,19 @@ void some_rows(const Layer<T>& layer, int64_t begin, int64_t end, const X* x, in
   if (const int rest = int(end - begin - 4 * tiles)) some(rest, end - rest, 1);
 }
 
-// Several linear layers of one input `[tokens, k]`.
-template <class T>
-void linear_of(const Tensor& input, int count, const Tensor* weights, const std::optional<Tensor>* biases,
-               Tensor* outputs) {
+// Linear layers of one input, `[..., K]`, by `[N, K]` and `[N]` or nothing: `[..., N]` of each. All are contiguous.
+template <class T, size_t Count>
+void linears(Given input, const Given (&weights)[Count], const Given (&biases)[Count], Handle* const (&outputs)[Count]) {
   using A = typename SumOf<T>::type;
   const int64_t k = weights[0].size(1), tokens = input.numel() / k;
-  std::vector<Layer<T>> layers;
+  std::array<Layer<T>, Count> layers;
   int64_t tiles = 0;
-  for (int i = 0; i < count; ++i) {
-    const T* bias = biases[i] ? static_cast<const T*>(biases[i]->data_ptr()) : nullptr;
-    layers.push_back({static_cast<const T*>(weights[i].data_ptr()), bias, static_cast<T*>(outputs[i].data_ptr()),
-                      weights[i].size(0)});
-    tiles += (layers[i].rows + 3) / 4;
+  for (size_t i = 0; i < Count; ++i) {
+    const int64_t rows = weights[i].size(0);
+    const Given output = empty_rows(input, rows);
+    *outputs[i] = output.handle;
+    layers[i] = {pointer<const T>(weights[i]), pointer<const T>(biases[i]), pointer<T>(output), rows};
+    tiles += (rows + 3) / 4;
   }
   const Widened<T, TokenOf<T>> x(input);
   Parts parts(tiles);
@@ -104,50 +104,42 @@ void linear_of(const Tensor& input, int count, const Tensor* weights, const std:
   }
 }
 
-// `[..., K]`, `[N, K]` and `[N]` to `[..., N]`, for several layers of one input; all contiguous.
-template <int Count>
-std::array<Tensor, Count> linears(const Tensor& input, const std::array<Tensor, Count>& weights,
-                                  const std::array<std::optional<Tensor>, Count>& biases) {
-  std::array<Tensor, Count> outputs;
-  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
-  for (int i = 0; i < Count; ++i) {
-    sizes.back() = weights[i].size(0);
-    outputs[i] = empty(input, sizes);
-  }
-  linear_of<NUMBER>(input, Count, weights.data(), biases.data(), outputs.data());
-  return outputs;
+}  // namespace
+
+NAMED(linear)(Handle input, Handle weight, Handle* bias, Handle* output) {
+  return reported([=] { linears<NUMBER, 1>(input, {weight}, {bias}, {output}); });
 }
 
-Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> bias) {
-  return linears<1>(input, {weight}, {bias})[0];
+NAMED(linear_2)(Handle input, Handle weight_0, Handle weight_1, Handle* bias_0, Handle* bias_1, Handle* output_0,
+                Handle* output_1) {
+  return reported([=] { linears<NUMBER, 2>(input, {weight_0, weight_1}, {bias_0, bias_1}, {output_0, output_1}); });
 }
 
-std::tuple<Tensor, Tensor> linear_2(Tensor input, Tensor weight_0, Tensor weight_1, std::optional<Tensor> bias_0,
-                                    std::optional<Tensor> bias_1) {
-  const auto [first, second] = linears<2>(input, {weight_0, weight_1}, {bias_0, bias_1});
-  return {first, second};
+NAMED(linear_3)(Handle input, Handle weight_0, Handle weight_1, Handle weight_2, Handle* bias_0, Handle* bias_1,
+                Handle* bias_2, Handle* output_0, Handle* output_1, Handle* output_2) {
+  return reported([=] {
+    linears<NUMBER, 3>(input, {weight_0, weight_1, weight_2}, {bias_0, bias_1, bias_2},
+                       {output_0, output_1, output_2});
+  });
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_3(Tensor input, Tensor weight_0, Tensor weight_1, Tensor weight_2,
-                                            std::optional<Tensor> bias_0, std::optional<Tensor> bias_1,
-                                            std::optional<Tensor> bias_2) {
-  const auto [first, second, third] =
-      linears<3>(input, {weight_0, weight_1, weight_2}, {bias_0, bias_1, bias_2});
-  return {first, second, third};
-}
+namespace {
+
+using Linear = Operation<FUNCTION(linear), 1, Tensor, Tensor, Optional>;
+using Linear2 = Operation<FUNCTION(linear_2), 2, Tensor, Tensor, Tensor, Optional, Optional>;
+using Linear3 = Operation<FUNCTION(linear_3), 3, Tensor, Tensor, Tensor, Tensor, Optional, Optional, Optional>;
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(NAMESPACE, library) {
-  library.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
-  library.def("linear_2(Tensor input, Tensor w0, Tensor w1, Tensor? b0, Tensor? b1) -> (Tensor, Tensor)");
-  library.def(
-      "linear_3(Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor? b0, Tensor? b1, Tensor? b2)"
-      " -> (Tensor, Tensor, Tensor)");
+STABLE_TORCH_LIBRARY_FRAGMENT(hf_specdec, library) {
+  library.def(OPERATION("linear") "(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
+  library.def(OPERATION("linear_2") "(Tensor input, Tensor w0, Tensor w1, Tensor? b0, Tensor? b1) -> (Tensor, Tensor)");
+  library.def(OPERATION("linear_3") "(Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor? b0, Tensor? b1, Tensor? b2)"
+              " -> (Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CPU, library) {
-  library.impl("linear", TORCH_BOX(&linear));
-  library.impl("linear_2", TORCH_BOX(&linear_2));
-  library.impl("linear_3", TORCH_BOX(&linear_3));
+STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
+  library.impl(OPERATION("linear"), TORCH_BOX(&Linear::run));
+  library.impl(OPERATION("linear_2"), TORCH_BOX(&Linear2::run));
+  library.impl(OPERATION("linear_3"), TORCH_BOX(&Linear3::run));
 }

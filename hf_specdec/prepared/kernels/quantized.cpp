@@ -194,9 +194,7 @@ void quantized_products(const Rows<float>& rows, const Whole& x, Four<float>* su
 // What a layer is given. Of several layers of one input, weights are of one type, with as many groups, and all or none
 // have shifts.
 struct QuantizedLayer {
-  Tensor weight, scale;
-  std::optional<Tensor> shift, bias;
-  Tensor output;
+  Given weight, scale, shift, bias, output;
 };
 
 template <int bits, bool grouped, class T> class QuantizedRows {
@@ -204,16 +202,15 @@ template <int bits, bool grouped, class T> class QuantizedRows {
   using A = typename SumOf<T>::type;
 
   explicit QuantizedRows(const QuantizedLayer& layer)
-      : bias(layer.bias ? static_cast<const T*>(layer.bias->data_ptr()) : nullptr),
-        output(static_cast<T*>(layer.output.data_ptr())), n(layer.scale.size(0)), k(layer.weight.size(1)),
-        groups(layer.scale.size(1)), bytes(static_cast<const int8_t*>(layer.weight.data_ptr())),
+      : bias(pointer<const T>(layer.bias)), output(pointer<T>(layer.output)), n(layer.scale.size(0)),
+        k(layer.weight.size(1)), groups(layer.scale.size(1)), bytes(pointer<const int8_t>(layer.weight)),
         stored(layer.weight.size(0)), scales(layer.scale), parts((stored + kStep - 1) / kStep) {
     if (!grouped) return;
-    if (layer.shift && layer.shift->scalar_type() != ScalarType::Char) {
-      shifts = numbers.emplace(*layer.shift).data;
+    if (layer.shift && layer.shift.type() != aoti_torch_dtype_int8()) {
+      shifts = numbers.emplace(layer.shift).data;
       return;
     }
-    const int8_t* whole = layer.shift ? static_cast<const int8_t*>(layer.shift->data_ptr()) : nullptr;
+    const int8_t* whole = pointer<const int8_t>(layer.shift);
     shifts = multiplied.emplace(n * groups).data;
     for (int64_t i = 0; i < n * groups; ++i) multiplied->data[i] = whole ? scales.data[i] * whole[i] : A(0);
   }
@@ -263,8 +260,8 @@ template <int bits, bool grouped, class T> class QuantizedRows {
   Parts parts;
 };
 
-template <int bits, bool grouped, class T>
-void quantized_rows(const Tensor& input, const std::vector<QuantizedLayer>& given) {
+template <int bits, bool grouped, class T, size_t Count>
+void quantized_rows(Given input, const QuantizedLayer (&given)[Count]) {
   using A = typename SumOf<T>::type;
   const int64_t k = given[0].weight.size(1), tokens = input.numel() / k;
   const Widened<T, A> numbers(input);
@@ -279,64 +276,68 @@ void quantized_rows(const Tensor& input, const std::vector<QuantizedLayer>& give
   }
 }
 
-template <class T> void quantized_of(const Tensor& input, const std::vector<QuantizedLayer>& layers) {
-  const bool bytes = layers[0].weight.scalar_type() == ScalarType::Char;
-  const bool grouped = layers[0].shift || layers[0].scale.size(1) > 1;
-  auto rows = bytes ? grouped ? quantized_rows<8, true, T> : quantized_rows<8, false, T> : quantized_rows<4, true, T>;
-  rows(input, layers);
-}
-
 // `[..., K]`, `[N, K]` int8 or `[N / 2, K]` of two rows of 4 bits, and scales and shifts `[N, G]`, to `[..., N]`, for
 // several layers of one input. See `Rows`; shifts of int8 are in units of the scale. All are contiguous.
-std::vector<Tensor> quantized_linears(const Tensor& input, std::vector<QuantizedLayer> layers) {
-  std::vector<Tensor> outputs;
-  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
-  for (QuantizedLayer& layer : layers) {
-    sizes.back() = layer.scale.size(0);
-    outputs.push_back(layer.output = empty(input, sizes));
-  }
-  quantized_of<NUMBER>(input, layers);
-  return outputs;
-}
-
-using Given = std::optional<Tensor>;
-
-Tensor quantized_linear(Tensor input, Tensor weight, Tensor scale, Given shift, Given bias) {
-  return quantized_linears(input, {{weight, scale, shift, bias, input}})[0];
-}
-
-std::tuple<Tensor, Tensor> quantized_linear_2(Tensor input, Tensor weight_0, Tensor weight_1, Tensor scale_0,
-                                              Tensor scale_1, Given shift_0, Given shift_1, Given bias_0,
-                                              Given bias_1) {
-  const auto outputs = quantized_linears(
-      input, {{weight_0, scale_0, shift_0, bias_0, input}, {weight_1, scale_1, shift_1, bias_1, input}});
-  return {outputs[0], outputs[1]};
-}
-
-std::tuple<Tensor, Tensor, Tensor> quantized_linear_3(Tensor input, Tensor weight_0, Tensor weight_1, Tensor weight_2,
-                                                      Tensor scale_0, Tensor scale_1, Tensor scale_2, Given shift_0,
-                                                      Given shift_1, Given shift_2, Given bias_0, Given bias_1,
-                                                      Given bias_2) {
-  const auto outputs = quantized_linears(input, {{weight_0, scale_0, shift_0, bias_0, input},
-                                                 {weight_1, scale_1, shift_1, bias_1, input},
-                                                 {weight_2, scale_2, shift_2, bias_2, input}});
-  return {outputs[0], outputs[1], outputs[2]};
+template <class T, size_t Count>
+void quantized_linears(Given input, QuantizedLayer (&&layers)[Count], Handle* const (&outputs)[Count]) {
+  for (size_t i = 0; i < Count; ++i) *outputs[i] = (layers[i].output = empty_rows(input, layers[i].scale.size(0))).handle;
+  const bool grouped = layers[0].shift || layers[0].scale.size(1) > 1;
+  if (layers[0].weight.type() != aoti_torch_dtype_int8()) quantized_rows<4, true, T>(input, layers);
+  else if (grouped) quantized_rows<8, true, T>(input, layers);
+  else quantized_rows<8, false, T>(input, layers);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(NAMESPACE, library) {
-  library.def("quantized_linear(Tensor input, Tensor weight, Tensor scale, Tensor? shift, Tensor? bias) -> Tensor");
-  library.def(
-      "quantized_linear_2(Tensor input, Tensor w0, Tensor w1, Tensor s0, Tensor s1, Tensor? z0, Tensor? z1, Tensor? b0,"
-      " Tensor? b1) -> (Tensor, Tensor)");
-  library.def(
-      "quantized_linear_3(Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor s0, Tensor s1, Tensor s2, Tensor? z0,"
-      " Tensor? z1, Tensor? z2, Tensor? b0, Tensor? b1, Tensor? b2) -> (Tensor, Tensor, Tensor)");
+NAMED(quantized_linear)(Handle input, Handle weight, Handle scale, Handle* shift, Handle* bias, Handle* output) {
+  return reported([=] { quantized_linears<NUMBER, 1>(input, {{weight, scale, shift, bias, input}}, {output}); });
 }
 
-STABLE_TORCH_LIBRARY_IMPL(NAMESPACE, CPU, library) {
-  library.impl("quantized_linear", TORCH_BOX(&quantized_linear));
-  library.impl("quantized_linear_2", TORCH_BOX(&quantized_linear_2));
-  library.impl("quantized_linear_3", TORCH_BOX(&quantized_linear_3));
+NAMED(quantized_linear_2)(Handle input, Handle weight_0, Handle weight_1, Handle scale_0, Handle scale_1,
+                          Handle* shift_0, Handle* shift_1, Handle* bias_0, Handle* bias_1, Handle* output_0,
+                          Handle* output_1) {
+  return reported([=] {
+    quantized_linears<NUMBER, 2>(
+        input, {{weight_0, scale_0, shift_0, bias_0, input}, {weight_1, scale_1, shift_1, bias_1, input}},
+        {output_0, output_1});
+  });
+}
+
+NAMED(quantized_linear_3)(Handle input, Handle weight_0, Handle weight_1, Handle weight_2, Handle scale_0,
+                          Handle scale_1, Handle scale_2, Handle* shift_0, Handle* shift_1, Handle* shift_2,
+                          Handle* bias_0, Handle* bias_1, Handle* bias_2, Handle* output_0, Handle* output_1,
+                          Handle* output_2) {
+  return reported([=] {
+    quantized_linears<NUMBER, 3>(input,
+                                 {{weight_0, scale_0, shift_0, bias_0, input},
+                                  {weight_1, scale_1, shift_1, bias_1, input},
+                                  {weight_2, scale_2, shift_2, bias_2, input}},
+                                 {output_0, output_1, output_2});
+  });
+}
+
+namespace {
+
+using Quantized = Operation<FUNCTION(quantized_linear), 1, Tensor, Tensor, Tensor, Optional, Optional>;
+using Quantized2 = Operation<FUNCTION(quantized_linear_2), 2, Tensor, Tensor, Tensor, Tensor, Tensor, Optional, Optional,
+                             Optional, Optional>;
+using Quantized3 = Operation<FUNCTION(quantized_linear_3), 3, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+                             Optional, Optional, Optional, Optional, Optional, Optional>;
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(hf_specdec, library) {
+  library.def(OPERATION("quantized_linear") "(Tensor input, Tensor weight, Tensor scale, Tensor? shift, Tensor? bias)"
+              " -> Tensor");
+  library.def(OPERATION("quantized_linear_2") "(Tensor input, Tensor w0, Tensor w1, Tensor s0, Tensor s1, Tensor? z0,"
+              " Tensor? z1, Tensor? b0, Tensor? b1) -> (Tensor, Tensor)");
+  library.def(OPERATION("quantized_linear_3") "(Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor s0, Tensor s1,"
+              " Tensor s2, Tensor? z0, Tensor? z1, Tensor? z2, Tensor? b0, Tensor? b1, Tensor? b2)"
+              " -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
+  library.impl(OPERATION("quantized_linear"), TORCH_BOX(&Quantized::run));
+  library.impl(OPERATION("quantized_linear_2"), TORCH_BOX(&Quantized2::run));
+  library.impl(OPERATION("quantized_linear_3"), TORCH_BOX(&Quantized3::run));
 }

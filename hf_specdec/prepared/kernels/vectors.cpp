@@ -3,33 +3,8 @@
 // Matrix libraries are tuned for many rows. Here every weight is read from memory once per pass and multiplied with all
 // tokens while it is in a register, so that a pass over five tokens takes little more than a pass over one.
 // Numbers narrower than float are widened as they are read, sums are kept in float (in double for double), and results
-// are rounded to the type of the input. `NUMBER`, that type, and `NAMESPACE` are defined where the files are joined.
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include <immintrin.h>
-#include <omp.h>
-
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <limits>
-#include <new>
-#include <optional>
-#include <tuple>
-#include <type_traits>
-#include <vector>
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+// are rounded to the type of the input. `NUMBER`, that type, and `SUFFIX`, what names of operations on it end with, are
+// defined where the files are joined.
 
 namespace {
 
@@ -147,21 +122,22 @@ class Parts {
   std::atomic<int64_t> taken{0};
 };
 
-// Memory that vectors are read from without crossing a line of the cache.
+// Memory that vectors are read from without crossing a line of the cache. `malloc` is faster than what aligns.
 template <class A> struct Aligned {
-  explicit Aligned(int64_t count) : data(static_cast<A*>(::operator new(count * sizeof(A), kAlignment))) {}
-  ~Aligned() { ::operator delete(data, kAlignment); }
-  Aligned(const Aligned&) = delete;
-  static constexpr std::align_val_t kAlignment{64};
+  explicit Aligned(int64_t count)
+      : all(new char[count * sizeof(A) + kLine]),
+        data(reinterpret_cast<A*>((reinterpret_cast<uintptr_t>(all.get()) + kLine - 1) / kLine * kLine)) {}
+  static constexpr uintptr_t kLine = 64;
+  const std::unique_ptr<char[]> all;
   A* const data;
 };
 
 // Numbers as the sums have them, converted where they are others.
 template <class T, class A> struct Widened {
-  explicit Widened(const Tensor& from) : copy(std::is_same_v<T, A> ? 0 : from.numel()), data(copy.data) {
-    const T* given = static_cast<const T*>(from.data_ptr());
+  explicit Widened(Given from) : copy(std::is_same_v<T, A> ? 0 : from.numel()), data(copy.data) {
+    const T* given = pointer<const T>(from);
     if constexpr (std::is_same_v<T, A>) data = given;
-    else for (int64_t i = 0; i < from.numel(); ++i) copy.data[i] = widen(given[i]);
+    else for (int64_t i = 0, n = from.numel(); i < n; ++i) copy.data[i] = widen(given[i]);
   }
   const Aligned<A> copy;
   const A* data;
@@ -212,18 +188,6 @@ template <class A> inline Vector<A> exponential(Vector<A> x) {
     for (int i = 0; i < kLanes<A>; ++i) x[i] = std::exp(x[i]);
     return x;
   }
-}
-
-// A contiguous tensor of the type of another; `torch::stable::new_empty` takes several times as long.
-Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes[i];
-  int32_t type;
-  AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      int64_t(sizes.size()), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &made));
-  return Tensor(made);
 }
 
 }  // namespace

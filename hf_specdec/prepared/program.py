@@ -1,0 +1,138 @@
+"""`Program`: a compiled step as its segments' code, called one after another.
+
+Python takes as long to call a layer's code as a small layer takes to compute. Where all the code lies on disk and torch
+has what it takes, C++ calls it instead, with the same tensors. The first call is Python's, and waits for the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hf_specdec.prepared import code_on_disk, own_code
+from hf_specdec.prepared.code_on_disk import Code
+
+Run = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A segment's code with what it reads.
+
+    Args:
+        what: what the code was compiled for, see `code_on_disk`.
+        code: calls it.
+        sources: of each input the number of its value; see `Program`.
+        outputs: how many values it returns.
+    """
+
+    what: Hashable
+    code: Code
+    sources: tuple[int, ...]
+    outputs: int
+
+
+class Program:
+    """The calls of a step in order. Values are numbered: constants, then what a call is given, then all outputs.
+
+    Args:
+        calls: the segments' code.
+        constants: tensors of the step itself, such as weights.
+        results: the numbers of the values to return.
+    """
+
+    def __init__(self, calls: Sequence[Call], constants: Sequence[Tensor], results: Sequence[int]) -> None:
+        self._calls, self._constants, self._results = tuple(calls), tuple(constants), tuple(results)
+        self._run: Run | None = None
+
+    def __call__(self, given: list[Tensor]) -> Sequence[Tensor]:
+        """The results for so many tensors as the step takes."""
+        if self._run is not None:
+            return self._run(given)
+        results = self._by_python(given)
+        libraries = [code_on_disk.library_for(call.what) for call in self._calls]
+        found = [library for library in libraries if library is not None]
+        runner = _by_cpp(self._calls, self._constants, self._results, found) if len(found) == len(libraries) else None
+        self._run = runner or self._by_python
+        return results
+
+    def _by_python(self, given: list[Tensor]) -> list[Tensor]:
+        values = [*self._constants, *given]
+        for call in self._calls:
+            values += call.code([values[source] for source in call.sources])
+        return [values[at] for at in self._results]
+
+
+class _Segment(ctypes.Structure):
+    """As program.cpp has it."""
+
+    _fields_ = (
+        ("run", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("sources", ctypes.POINTER(ctypes.c_int64)),
+    )
+
+
+class _Program(ctypes.Structure):
+    """As program.cpp has it."""
+
+    _fields_ = (
+        ("segments", ctypes.POINTER(_Segment)),
+        ("count", ctypes.c_int64),
+        ("constants", ctypes.POINTER(ctypes.c_void_p)),
+        ("constant_count", ctypes.c_int64),
+        ("results", ctypes.POINTER(ctypes.c_int64)),
+        ("result_count", ctypes.c_int64),
+    )
+
+
+def _by_cpp(
+    calls: Sequence[Call], constants: Sequence[Tensor], results: Sequence[int], libraries: Sequence[Path]
+) -> Run | None:
+    """The calls by C++; None where torch or the libraries lack what it takes."""
+    conversions = code_on_disk.conversions()
+    functions = [code_on_disk.function_in(library) for library in libraries]
+    if conversions is None or None in functions:
+        return None
+    handles_of, tensors_of = conversions
+    runner = _runner()
+    segments = (_Segment * len(calls))()
+    for segment, call, function in zip(segments, calls, functions, strict=True):
+        segment.run, segment.inputs, segment.outputs = function, len(call.sources), call.outputs
+        segment.sources = (ctypes.c_int64 * len(call.sources))(*call.sources)
+    held = (ctypes.c_void_p * len(constants))(*map(_address, handles_of(list(constants))))
+    numbers = (ctypes.c_int64 * len(results))(*results)
+    program = _Program(segments, len(calls), held, len(constants), numbers, len(results))
+
+    def run(given: list[Tensor]) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = tensors_of(runner.hf_specdec_run(ctypes.byref(program), handles_of(given)))
+        return found
+
+    weakref.finalize(run, runner.hf_specdec_release, held, len(constants))
+    return run
+
+
+def _address(capsule: object) -> int:
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    address: int = pointer_of(capsule, None)
+    return address
+
+
+@cache
+def _runner() -> Any:
+    """program.cpp, which calls code that expects Python's lock to be held."""
+    library = ctypes.PyDLL(str(own_code.library_of((own_code.KERNELS / "program.cpp").read_text())))
+    library.hf_specdec_run.restype = ctypes.py_object
+    library.hf_specdec_run.argtypes = (ctypes.c_void_p, ctypes.py_object)
+    library.hf_specdec_release.restype = None
+    library.hf_specdec_release.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    return library
