@@ -263,7 +263,8 @@ def _code(
         if not codes[0].constants:
             keep(library)
 
-    options = {**cpp_compiler.OPTIONS, **cpp_compiler.calling(called_directly)} if device.type == "cpu" else {}
+    kernels = {node.target: called_directly[node.target] for node in graph.nodes if node.target in called_directly}
+    options = {**cpp_compiler.OPTIONS, **cpp_compiler.calling(kernels)} if device.type == "cpu" else {}
     # AOTAutograd's cache would give back code that has not passed `inner`. Inductor's own is used.
     with functorch_config.patch(enable_autograd_cache=False), torch.no_grad(), cpp_compiler.in_background(finished):
         compile_fx(GraphModule({}, graph), _fake(inputs), inner, config_patches=options)

@@ -18,13 +18,24 @@ INSTRUCTIONS: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast
 OPTIONS: dict[str, Any] = {**INSTRUCTIONS, "cpp_wrapper": True, "size_asserts": False}
 
 
+class _Declarations(dict[Any, list[str]]):
+    """C functions by operation; inductor's cache takes the text, since operations can't be pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (sorted(text for texts in self.values() for text in texts),)
+
+
 def calling(functions: dict[Any, list[str]]) -> dict[str, Any]:
-    """The settings by which inductor's code calls operations by C functions, where inductor can."""
+    """The settings by which inductor's code calls operations by C functions, where inductor can.
+
+    Args:
+        functions: the C declarations for each operation.
+    """
     # Importing it takes seconds.
     from torch._inductor import config
 
     known = hasattr(config.aot_inductor, "custom_ops_to_c_shims")
-    return {"aot_inductor.custom_ops_to_c_shims": dict(functions)} if known else {}
+    return {"aot_inductor.custom_ops_to_c_shims": _Declarations(functions)} if known else {}
 
 
 def find_instructions() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from hf_specdec.prepared import code_on_disk, compiled_step, program
 from hf_specdec.prepared.compiled_step import CompiledStep
@@ -79,6 +80,24 @@ def test_without_what_it_takes_python_goes_on(
     x, written = torch.randn(2, 4, dtype=torch.float64), torch.zeros(8, 4, dtype=torch.float64)
     first, second = _runs(CompiledStep(_step(weights, written), CPU, "step"), x, x)
     assert all(map(torch.equal, first, second))
+
+
+def test_code_calls_kernels_without_the_dispatcher(
+    weights: list[Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And through it, to the same result, where inductor can't call C functions."""
+    x, results = torch.randn(2, 4, dtype=torch.float64), []
+    for directly in (True, False):
+        if not directly:
+            monkeypatch.setattr(compiled_step.cpp_compiler, "calling", lambda functions: {})
+            monkeypatch.setattr(code_on_disk, "_folder", lambda: tmp_path / "other")
+            compiled_step._codes.clear()
+        compiled = CompiledStep(lambda x: linear(x, weights[0]) + 1, CPU, "step")
+        compiled(x)
+        with torch.profiler.profile() as seen:
+            results.append(compiled(x))
+        assert directly != ("hf_specdec::linear_double" in {event.name for event in seen.events()})
+    assert torch.equal(*results)
 
 
 def test_errors_in_code_are_raised(weights: list[Tensor]) -> None:
