@@ -27,7 +27,7 @@ LIBRARIES = {
     "quantized": ("tensors", "vectors", "tile", "whole_digits", "whole_words", "quantized"),
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
-MOST_DIMS = 8  # of an input
+MOST_DIMS = 8  # of an input, as tensors.cpp has it
 MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for
 
 # Of each kernel that is loaded, its C function as inductor is to declare it.
@@ -80,9 +80,14 @@ def _declaration(kernel: Any) -> str:
     return f"AOTITorchError aoti_torch_cpu_{name}({', '.join(given + ['AtenTensorHandle*'] * len(schema.returns))})"
 
 
+def library_with(name: str) -> str:
+    """Which of `LIBRARIES` a kernel is in."""
+    return next(library for library, names in SHAPES.items() if name in names)
+
+
 def kernel(name: str, dtype: torch.dtype) -> Any:
     """One of the operations of `SHAPES` for numbers of a type, loaded at the first use."""
-    load(next(library for library, names in SHAPES.items() if name in names), dtype)
+    load(library_with(name), dtype)
     return getattr(torch.ops.hf_specdec, operation(name, dtype))
 
 

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +19,10 @@ from hf_specdec.prepared import code_on_disk, own_code
 from hf_specdec.prepared.code_on_disk import Code
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
+
+_pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,7 @@ class Program:
         if self._run is not None:
             return self._run(given)
         results = self._by_python(given)
-        libraries = [code_on_disk.library_for(call.what) for call in self._calls]
-        found = [library for library in libraries if library is not None]
-        runner = _by_cpp(self._calls, self._constants, self._results, found) if len(found) == len(libraries) else None
-        self._run = runner or self._by_python
+        self._run = _by_cpp(self._calls, self._constants, self._results) or self._by_python
         return results
 
     def _by_python(self, given: list[Tensor]) -> list[Tensor]:
@@ -94,21 +94,19 @@ class _Program(ctypes.Structure):
     )
 
 
-def _by_cpp(
-    calls: Sequence[Call], constants: Sequence[Tensor], results: Sequence[int], libraries: Sequence[Path]
-) -> Run | None:
+def _by_cpp(calls: Sequence[Call], constants: Sequence[Tensor], results: Sequence[int]) -> Run | None:
     """The calls by C++; None where torch or the libraries lack what it takes."""
     conversions = code_on_disk.conversions()
-    functions = [code_on_disk.function_in(library) for library in libraries]
-    if conversions is None or None in functions:
+    functions = {what: _function_for(what) for what in {call.what for call in calls}}
+    if conversions is None or None in functions.values():
         return None
     handles_of, tensors_of = conversions
     runner = _runner()
     segments = (_Segment * len(calls))()
-    for segment, call, function in zip(segments, calls, functions, strict=True):
-        segment.run, segment.inputs, segment.outputs = function, len(call.sources), call.outputs
+    for segment, call in zip(segments, calls, strict=True):
+        segment.run, segment.inputs, segment.outputs = functions[call.what], len(call.sources), call.outputs
         segment.sources = (ctypes.c_int64 * len(call.sources))(*call.sources)
-    held = (ctypes.c_void_p * len(constants))(*map(_address, handles_of(list(constants))))
+    held = (ctypes.c_void_p * len(constants))(*(_pointer_in(handle, None) for handle in handles_of(list(constants))))
     numbers = (ctypes.c_int64 * len(results))(*results)
     program = _Program(segments, len(calls), held, len(constants), numbers, len(results))
 
@@ -120,11 +118,9 @@ def _by_cpp(
     return run
 
 
-def _address(capsule: object) -> int:
-    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    address: int = pointer_of(capsule, None)
-    return address
+def _function_for(what: Hashable) -> int | None:
+    library = code_on_disk.library_for(what)
+    return None if library is None else code_on_disk.function_in(library)
 
 
 @cache

@@ -10,11 +10,11 @@ import torch
 
 from hf_specdec.prepared import few_token_products
 from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
-from hf_specdec.prepared.few_token_products import SHAPES, operation, source, suffix
+from hf_specdec.prepared.few_token_products import library_with, operation, source, suffix
 
 
 def _avx2_kernel(name: str, dtype: torch.dtype) -> Any:
-    _load_for_avx2(next(library for library, names in SHAPES.items() if name in names), dtype)
+    _load_for_avx2(library_with(name), dtype)
     return getattr(torch.ops.hf_specdec, operation(name, dtype).replace(suffix(dtype), f"avx2_{suffix(dtype)}"))
 
 

@@ -50,11 +50,17 @@ def _runs(compiled: CompiledStep, *given: Tensor) -> Any:
 
 def test_cpp_returns_what_python_does(weights: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     x, written = torch.randn(2, 4, dtype=torch.float64), torch.zeros(8, 4, dtype=torch.float64)
-    by_cpp = []
-    make = program._by_cpp
-    monkeypatch.setattr(program, "_by_cpp", lambda *args: by_cpp.append(make(*args)) or by_cpp[-1])
+    by_cpp, segments, make = [], [], program._by_cpp
+
+    def noted(calls: Any, *others: Any) -> Any:
+        segments.append(calls)
+        by_cpp.append(make(calls, *others))
+        return by_cpp[-1]
+
+    monkeypatch.setattr(program, "_by_cpp", noted)
     first, second = _runs(CompiledStep(_step(weights, written), CPU, "step"), x, x)
     assert by_cpp[0] is not None, "called by C++"
+    assert len(segments[0]) >= len(weights), "of each layer"
     in_cpp = written.clone()
     expected = _step(weights, written)(x, x)
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-12)

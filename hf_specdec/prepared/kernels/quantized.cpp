@@ -290,16 +290,15 @@ void quantized_linears(Given input, QuantizedLayer (&&layers)[Count], Handle* co
 }  // namespace
 
 NAMED(quantized_linear)(Handle input, Handle weight, Handle scale, Handle* shift, Handle* bias, Handle* output) {
-  return reported([=] { quantized_linears<NUMBER, 1>(input, {{weight, scale, shift, bias, input}}, {output}); });
+  return reported([=] { quantized_linears<NUMBER, 1>(input, {{weight, scale, shift, bias}}, {output}); });
 }
 
 NAMED(quantized_linear_2)(Handle input, Handle weight_0, Handle weight_1, Handle scale_0, Handle scale_1,
                           Handle* shift_0, Handle* shift_1, Handle* bias_0, Handle* bias_1, Handle* output_0,
                           Handle* output_1) {
   return reported([=] {
-    quantized_linears<NUMBER, 2>(
-        input, {{weight_0, scale_0, shift_0, bias_0, input}, {weight_1, scale_1, shift_1, bias_1, input}},
-        {output_0, output_1});
+    quantized_linears<NUMBER, 2>(input, {{weight_0, scale_0, shift_0, bias_0}, {weight_1, scale_1, shift_1, bias_1}},
+                                 {output_0, output_1});
   });
 }
 
@@ -309,9 +308,9 @@ NAMED(quantized_linear_3)(Handle input, Handle weight_0, Handle weight_1, Handle
                           Handle* output_2) {
   return reported([=] {
     quantized_linears<NUMBER, 3>(input,
-                                 {{weight_0, scale_0, shift_0, bias_0, input},
-                                  {weight_1, scale_1, shift_1, bias_1, input},
-                                  {weight_2, scale_2, shift_2, bias_2, input}},
+                                 {{weight_0, scale_0, shift_0, bias_0},
+                                  {weight_1, scale_1, shift_1, bias_1},
+                                  {weight_2, scale_2, shift_2, bias_2}},
                                  {output_0, output_1, output_2});
   });
 }

@@ -31,9 +31,9 @@ using torch::stable::Tensor;
 #define JOIN(a, b) JOIN_NOW(a, b)
 #define TEXT_NOW(name) #name
 #define TEXT(name) TEXT_NOW(name)
-#define NAMED(name) extern "C" AOTITorchError JOIN(aoti_torch_cpu_##name##_, SUFFIX)
-#define OPERATION(name) name "_" TEXT(SUFFIX)
 #define FUNCTION(name) JOIN(aoti_torch_cpu_##name##_, SUFFIX)
+#define NAMED(name) extern "C" AOTITorchError FUNCTION(name)
+#define OPERATION(name) name "_" TEXT(SUFFIX)
 
 namespace {
 
@@ -41,6 +41,7 @@ using Handle = AtenTensorHandle;
 
 // A tensor that the caller holds, or none.
 struct Given {
+  Given() : handle(nullptr) {}
   Given(Handle handle) : handle(handle) {}
   Given(const Handle* handle) : handle(handle ? *handle : nullptr) {}
   explicit operator bool() const { return handle; }
