@@ -23,8 +23,8 @@ from hf_specdec.prepared.step_trace import PLAIN
 
 # The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
 LIBRARIES = {
-    "wide": ("tensors", "vectors", "tile", "linear", "attention"),
-    "quantized": ("tensors", "vectors", "tile", "whole_digits", "whole_words", "quantized"),
+    "wide": ("tensors", "vectors", "amx", "amx_bfloat16", "tile", "linear", "attention"),
+    "quantized": ("tensors", "vectors", "amx", "tile", "whole_digits", "amx_int8", "whole_words", "quantized"),
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 MOST_DIMS = 8  # of an input, as tensors.cpp has it

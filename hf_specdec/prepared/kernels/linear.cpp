@@ -3,8 +3,11 @@
 namespace {
 
 constexpr int64_t kAheadBytes = 4096;  // from what is read to what is fetched from memory
-constexpr int64_t kStripBytes = 512;   // of a row, read for all tokens before the next strip
-constexpr int64_t kManyTokens = 24;    // from here on, products take longer than memory, and strips are twice as wide
+constexpr int64_t kManyTokens = 24;    // from here on, products take longer than memory
+// Of a row, read for all tokens before the next strip: where memory takes longer, and where products do.
+constexpr int64_t kStripBytes = kAmd && !kFarRows ? 512 : 1024;
+constexpr int64_t kWideStripBytes = kAmd || kFarRows ? 1024 : 2304;
+constexpr int64_t kLeastGroups = kAmd && !kFarRows ? 3 : 1;
 
 // The products of some rows of `w` and one token, which waits for memory only: rows are read as they lie there.
 template <class T, class X, class A>
@@ -31,9 +34,9 @@ void rows_of(int rows, const T* w, const X* x, int64_t k, Four<A>* sums) {
 
 // The products of up to four rows of weights, `apart` numbers from one to the next, and all tokens; fewer than four are
 // neighbours. Tokens come in groups of about equal size, which read the same strip of the weights one after another, from
-// the first-level cache. Of neighbouring rows, three groups are faster than one that would do: each asks again for the
-// memory that comes next, and narrow strips keep these requests evenly spaced. Of rows far apart, the last group asks
-// for the next strip, while no other request is under way.
+// the first-level cache. Of neighbouring rows, each group asks for the memory that comes next. On AMD processors, three
+// groups are faster than one that would do, and narrow strips keep these requests evenly spaced. Of rows far apart, the
+// last group asks for the next strip, while no other request is under way.
 template <class T, class X, class A>
 void products(int rows, const T* w, int64_t apart, const X* x, int64_t tokens, int64_t k, Four<A>* sums) {
   if (kFarRows && tokens == 1 && rows == 4) return tile<T, X, A, 1>(w, apart, x, k, k, nullptr, sums);
@@ -41,10 +44,10 @@ void products(int rows, const T* w, int64_t apart, const X* x, int64_t tokens, i
     for (int64_t t = 0; t < tokens; ++t) rows_of<T, X, A>(rows, w, x + t * k, k, sums + t);
     return;
   }
-  const int64_t strip = (kFarRows || tokens > kManyTokens ? 2 : 1) * kStripBytes / int64_t(sizeof(T));
+  const int64_t strip = (tokens > kManyTokens ? kWideStripBytes : kStripBytes) / int64_t(sizeof(T));
   for (int64_t at = 0; at < k; at += strip, w += strip, x += strip) {
     const int64_t width = std::min(strip, k - at);
-    for_token_groups(tokens, kFarRows ? 1 : std::min<int64_t>(tokens, 3), [&](int64_t t, int64_t size, bool last) {
+    for_token_groups(tokens, std::min(tokens, kLeastGroups), [&](int64_t t, int64_t size, bool last) {
       const bool asks = !kFarRows || (last && tokens > kTokens);
       const T* next = kFarRows ? w + strip : w + 4 * k + 3 * at + kAheadBytes / sizeof(T);
       tile_of<T, X, A>(size, w, apart, x + t * k, k, width, asks ? next : nullptr, sums + t);
@@ -57,51 +60,90 @@ template <class T> struct Layer {
   const T* bias;
   T* output;
   int64_t rows;
+
+  template <class A> T result(A sum, int64_t row) const { return narrow<T>(sum + (bias ? A(widen(bias[row])) : A(0))); }
+};
+
+// The tokens `[tokens, k]` as vectors read them.
+template <class T> struct WideTokens {
+  static constexpr int kRows = 4;  // of weights, multiplied together
+  using Sums = std::vector<Four<typename SumOf<T>::type>>;
+
+  WideTokens(Given input, int64_t tokens, int64_t k) : numbers(input), tokens(tokens), k(k) {}
+
+  const Widened<T, TokenOf<T>> numbers;
+  const int64_t tokens, k;
 };
 
 // The outputs of the rows of a layer from `begin` to `end`, tile by tile; rows that fill no tile come last.
-template <class T, class X, class A>
-void some_rows(const Layer<T>& layer, int64_t begin, int64_t end, const X* x, int64_t k, std::vector<Four<A>>& sums) {
-  const int64_t tiles = (end - begin) / 4, apart = kFarRows ? tiles : 1, tokens = sums.size();
+template <class T>
+void some_rows(const Layer<T>& layer, int64_t begin, int64_t end, const WideTokens<T>& x,
+               typename WideTokens<T>::Sums& sums) {
+  using A = typename SumOf<T>::type;
+  const int64_t tiles = (end - begin) / 4, apart = kFarRows ? tiles : 1, k = x.k;
   const auto some = [&](int rows, int64_t first, int64_t apart) {
     std::fill(sums.begin(), sums.end(), Four<A>{});
-    products<T, X, A>(rows, layer.weight + first * k, apart * k, x, tokens, k, sums.data());
-    for (int64_t t = 0; t < tokens; ++t)
+    products<T, TokenOf<T>, A>(rows, layer.weight + first * k, apart * k, x.numbers.data, x.tokens, k, sums.data());
+    for (int64_t t = 0; t < x.tokens; ++t)
       for (int64_t r = 0, row = first; r < rows; ++r, row += apart)
-        layer.output[t * layer.rows + row] = narrow<T>(sums[t][r] + (layer.bias ? A(widen(layer.bias[row])) : A(0)));
+        layer.output[t * layer.rows + row] = layer.result(sums[t][r], row);
   };
   for (int64_t tile = 0; tile < tiles; ++tile) some(4, begin + (kFarRows ? 1 : 4) * tile, apart);
   if (const int rest = int(end - begin - 4 * tiles)) some(rest, end - rest, 1);
 }
 
+#ifdef AMX
+inline void some_rows(const Layer<BFloat16>& layer, int64_t begin, int64_t end, const BFloat16Tiles& x,
+                      BFloat16Tiles::Sums& sums) {
+  for (int64_t first = begin; first < end; first += kTile) {
+    const int64_t rows = std::min<int64_t>(kTile, end - first);
+    x.multiply(layer.weight + first * x.k, rows, sums, [&](int64_t token, Vector<float> found) {
+      for (int64_t r = 0, row = first; r < rows; ++r, ++row)
+        layer.output[token * layer.rows + row] = layer.result(found[r], row);
+    });
+  }
+}
+#endif
+
+// The outputs of layers of one input. `X` is how its tokens are multiplied.
+template <class T, class X, size_t Count> void all_rows(const std::array<Layer<T>, Count>& layers, const X& x) {
+  constexpr int64_t step = X::kRows;
+  const auto tiles_of = [](const Layer<T>& layer) { return (layer.rows + step - 1) / step; };
+  int64_t tiles = 0;
+  for (const Layer<T>& layer : layers) tiles += tiles_of(layer);
+  Parts parts(tiles);
+#pragma omp parallel if (step * tiles * x.k * x.tokens > kSerial)
+  {
+    typename X::Sums sums(x.tokens);
+    for (int64_t begin, end; parts.take(begin, end);) {
+      int64_t before = 0;  // tiles of earlier layers
+      for (const Layer<T>& layer : layers) {
+        const int64_t from = std::max<int64_t>(step * (begin - before), 0);
+        const int64_t to = std::min(step * (end - before), layer.rows);
+        if (from < to) some_rows(layer, from, to, x, sums);
+        before += tiles_of(layer);
+      }
+    }
+  }
+}
+
 // Linear layers of one input, `[..., K]`, by `[N, K]` and `[N]` or nothing: `[..., N]` of each. All are contiguous.
 template <class T, size_t Count>
 void linears(Given input, const Given (&weights)[Count], const Given (&biases)[Count], Handle* const (&outputs)[Count]) {
-  using A = typename SumOf<T>::type;
   const int64_t k = weights[0].size(1), tokens = input.numel() / k;
   std::array<Layer<T>, Count> layers;
-  int64_t tiles = 0;
   for (size_t i = 0; i < Count; ++i) {
     const int64_t rows = weights[i].size(0);
     const Given output = empty_rows(input, rows);
     *outputs[i] = output.handle;
     layers[i] = {pointer<const T>(weights[i]), pointer<const T>(biases[i]), pointer<T>(output), rows};
-    tiles += (rows + 3) / 4;
   }
-  const Widened<T, TokenOf<T>> x(input);
-  Parts parts(tiles);
-#pragma omp parallel if (4 * tiles * k * tokens > kSerial)
-  {
-    std::vector<Four<A>> sums(tokens);
-    for (int64_t begin, end; parts.take(begin, end);) {
-      int64_t before = 0;  // tiles of earlier layers
-      for (const Layer<T>& layer : layers) {
-        const int64_t from = std::max<int64_t>(4 * (begin - before), 0), to = std::min(4 * (end - before), layer.rows);
-        if (from < to) some_rows<T, TokenOf<T>, A>(layer, from, to, x.data, k, sums);
-        before += (layer.rows + 3) / 4;
-      }
-    }
-  }
+#ifdef AMX
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (tokens >= kFewestForTiles && tiles_granted())
+      return all_rows(layers, BFloat16Tiles(pointer<const T>(input), tokens, k));
+#endif
+  all_rows(layers, WideTokens<T>(input, tokens, k));
 }
 
 }  // namespace

@@ -144,6 +144,9 @@ void widened_products(const Rows<A>& rows, const A* x, int64_t tokens, int64_t k
 
 // The tokens `[tokens, k]` as they are.
 template <class A> struct Numbers {
+  static constexpr int kRows = 4;  // of weights, multiplied together
+  using Sums = std::vector<Four<A>>;
+
   Numbers(const A* x, int64_t tokens, int64_t k) : x(x), tokens(tokens), k(k) {}
   const A* x;
   const int64_t tokens, k;
@@ -173,18 +176,17 @@ void quantized_products(const Rows<A>& rows, const Numbers<A>& given, Four<A>* s
 }
 
 #if defined(__AVX512F__) && !defined(__AVX512VNNI__)
-template <int bits, bool grouped, class A> using Tokens = Numbers<A>;
+template <class A> using Whole = Numbers<A>;
 #else
 #ifdef __AVX512VNNI__
-using Whole = Digits;
+using Integers = Digits;
 #else
-using Whole = Words;
+using Integers = Words;
 #endif
-template <int bits, bool grouped, class A>
-using Tokens = std::conditional_t<bits == 8 && !grouped && std::is_same_v<A, float>, Whole, Numbers<A>>;
+template <class A> using Whole = std::conditional_t<std::is_same_v<A, float>, Integers, Numbers<A>>;
 
 template <int bits, bool grouped, class A>
-void quantized_products(const Rows<float>& rows, const Whole& x, Four<float>* sums) {
+void quantized_products(const Rows<float>& rows, const Integers& x, Four<float>* sums) {
   whole_products(rows.bytes, x, sums);
   const Four<float> scales = {*rows.scale[0], *rows.scale[1], *rows.scale[2], *rows.scale[3]};
   for (int64_t t = 0; t < x.tokens; ++t) sums[t] *= scales;
@@ -197,7 +199,8 @@ struct QuantizedLayer {
   Given weight, scale, shift, bias, output;
 };
 
-template <int bits, bool grouped, class T> class QuantizedRows {
+// `X` is how the tokens are multiplied.
+template <int bits, bool grouped, class T, class X> class QuantizedRows {
  public:
   using A = typename SumOf<T>::type;
 
@@ -216,16 +219,26 @@ template <int bits, bool grouped, class T> class QuantizedRows {
   }
 
   // The outputs of all rows, together with the other threads.
-  void work(const Tokens<bits, grouped, A>& x, std::vector<Four<A>>& sums) {
+  void work(const X& x, typename X::Sums& sums) {
     for (int64_t begin, end; parts.take(begin, end);)
       for (int64_t tile = begin; tile < end; ++tile) some_rows(begin, end, tile, x, sums);
   }
 
  private:
-  static constexpr int64_t kStep = bits == 8 ? 4 : 2;  // stored rows of a tile
+  static constexpr int64_t kStep = bits == 8 ? X::kRows : 2;  // stored rows of a tile
 
-  void some_rows(int64_t begin, int64_t end, int64_t tile, const Tokens<bits, grouped, A>& x,
-                 std::vector<Four<A>>& sums) const {
+#ifdef AMX
+  void some_rows(int64_t, int64_t, int64_t tile, const Int8Tiles& x, Int8Tiles::Sums& sums) const {
+    const int64_t first = tile * kStep, rows = std::min(kStep, n - first);
+    x.multiply(bytes + first * k, rows, sums, [&](int64_t token, Vector<float> sums) {
+      for (int64_t r = 0, row = first; r < rows; ++r, ++row)
+        output[token * n + row] = narrow<T>(sums[r] * scales.data[row] + (bias ? A(widen(bias[row])) : A(0)));
+    });
+  }
+#endif
+
+  template <class Other>
+  void some_rows(int64_t begin, int64_t end, int64_t tile, const Other& x, typename Other::Sums& sums) const {
     Rows<A> rows;
     rows.width = k / groups;
     rows.ahead = std::max<int64_t>(kAheadBytes / (kStep * k), 1) * kStep * k;
@@ -260,18 +273,18 @@ template <int bits, bool grouped, class T> class QuantizedRows {
   Parts parts;
 };
 
-template <int bits, bool grouped, class T, size_t Count>
+template <int bits, bool grouped, class T, class X, size_t Count>
 void quantized_rows(Given input, const QuantizedLayer (&given)[Count]) {
   using A = typename SumOf<T>::type;
   const int64_t k = given[0].weight.size(1), tokens = input.numel() / k;
   const Widened<T, A> numbers(input);
-  const Tokens<bits, grouped, A> x(numbers.data, tokens, k);
-  std::deque<QuantizedRows<bits, grouped, T>> layers;
+  const X x(numbers.data, tokens, k);
+  std::deque<QuantizedRows<bits, grouped, T, X>> layers;
   int64_t rows = 0;
   for (const QuantizedLayer& layer : given) layers.emplace_back(layer), rows += layer.scale.size(0);
 #pragma omp parallel if (rows * k * tokens > kSerial)
   {
-    std::vector<Four<A>> sums(tokens);
+    typename X::Sums sums(tokens);
     for (auto& layer : layers) layer.work(x, sums);
   }
 }
@@ -281,10 +294,15 @@ void quantized_rows(Given input, const QuantizedLayer (&given)[Count]) {
 template <class T, size_t Count>
 void quantized_linears(Given input, QuantizedLayer (&&layers)[Count], Handle* const (&outputs)[Count]) {
   for (size_t i = 0; i < Count; ++i) *outputs[i] = (layers[i].output = empty_rows(input, layers[i].scale.size(0))).handle;
+  using A = typename SumOf<T>::type;
   const bool grouped = layers[0].shift || layers[0].scale.size(1) > 1;
-  if (layers[0].weight.type() != aoti_torch_dtype_int8()) quantized_rows<4, true, T>(input, layers);
-  else if (grouped) quantized_rows<8, true, T>(input, layers);
-  else quantized_rows<8, false, T>(input, layers);
+  if (layers[0].weight.type() != aoti_torch_dtype_int8()) return quantized_rows<4, true, T, Numbers<A>>(input, layers);
+  if (grouped) return quantized_rows<8, true, T, Numbers<A>>(input, layers);
+#ifdef AMX
+  if constexpr (std::is_same_v<A, float>)
+    if (tiles_granted()) return quantized_rows<8, false, T, Int8Tiles>(input, layers);
+#endif
+  quantized_rows<8, false, T, Whole<A>>(input, layers);
 }
 
 }  // namespace

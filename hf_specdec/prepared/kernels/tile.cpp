@@ -33,7 +33,7 @@ void tile(const T* w, int64_t apart, const X* x, int64_t k, int64_t width, const
     }
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      if (ahead) __builtin_prefetch(ahead + (kFarRows ? r * apart + i : 4 * i + r * kWidth), 0, 3);
+      if (ahead) __builtin_prefetch(ahead + (kFarRows ? r * apart + i : 4 * i + r * kWidth), 0, kReadAgain);
       typename Multiply::Weights weights = Multiply::weights(w + r * apart + i);
       asm("" : "+v"(weights));
 #pragma GCC unroll 8

@@ -20,7 +20,15 @@ constexpr int64_t kTokens = 3;
 constexpr bool kFarRows = true;
 #endif
 constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
-constexpr int kReadOnce = 0;  // fetched past the second-level cache, which keeps the code between layers
+#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+constexpr bool kAmd = true;
+#else
+constexpr bool kAmd = false;
+#endif
+// Where memory is fetched to that is read once: past the second-level cache, which keeps the code between layers, or, on
+// Intel processors, to that cache, which waits for more lines at a time than the first-level one. And what is read again.
+constexpr int kReadOnce = kAmd ? 0 : 2;
+constexpr int kReadAgain = kAmd ? 3 : 2;
 
 struct BFloat16 { uint16_t bits; };
 struct Half { uint16_t bits; };

@@ -19,8 +19,44 @@ inline void add_products(__m512i& sums, __m512i weights, __m512i digits) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(digits));
 }
 
-// The tokens `[tokens, k]` as digits `[steps, tokens, 3, 64]`, the highest first, with zeros after the last column.
+inline __m512i joined(const __m128i (&parts)[4]) {
+  const __m256i low = _mm256_set_m128i(parts[1], parts[0]), high = _mm256_set_m128i(parts[3], parts[2]);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+// The numbers of a token as digits: `put(step, digits)` takes those of 64 columns, the highest first, with zeros after
+// the last column. Returns what the numbers are multiples of.
+template <class Put> float split(const float* x, int64_t k, Put put) {
+  const auto part = [&](int64_t i) {
+    return _mm512_maskz_loadu_ps((1u << std::clamp<int64_t>(k - i, 0, 16)) - 1, x + i);
+  };
+  __m512 most = _mm512_setzero_ps(), zeros = _mm512_setzero_ps();  // zeros unless a number is not finite
+  for (int64_t i = 0; i < k; i += 16) {
+    most = _mm512_max_ps(most, _mm512_abs_ps(part(i)));
+    zeros += part(i) * 0.f;
+  }
+  const float largest = _mm512_reduce_max_ps(most), scale = largest > 0 ? kLargest / largest : 0;
+  for (int64_t step = 0; step * kBytes < k; ++step) {
+    __m512i rest[4], digits[kDigits];
+    for (int i = 0; i < 4; ++i) rest[i] = _mm512_cvtps_epi32(part(step * kBytes + 16 * i) * scale);
+    for (int digit = kDigits - 1; digit >= 0; --digit) {
+      __m128i last[4];
+      for (int i = 0; i < 4; ++i) {
+        last[i] = _mm512_cvtepi32_epi8(rest[i]);
+        rest[i] = _mm512_srai_epi32(_mm512_sub_epi32(rest[i], _mm512_cvtepi8_epi32(last[i])), 8);
+      }
+      digits[digit] = joined(last);
+    }
+    put(step, digits);
+  }
+  return largest / kLargest + _mm512_reduce_add_ps(zeros);
+}
+
+// The tokens `[tokens, k]` as digits `[steps, tokens, 3, 64]`.
 struct Digits {
+  static constexpr int kRows = 4;  // of weights, multiplied together
+  using Sums = std::vector<Four<float>>;
+
   Digits(const float* x, int64_t tokens, int64_t k)
       : tokens(tokens), k(k), steps((k + kBytes - 1) / kBytes), digits(steps * tokens * kDigits * kBytes),
         starts(tokens * kDigits), unit(tokens) {
@@ -42,30 +78,13 @@ struct Digits {
 
  private:
   void write(const float* x, int64_t token) {
-    const auto part = [&](int64_t i) {
-      return _mm512_maskz_loadu_ps((1u << std::clamp<int64_t>(k - i, 0, 16)) - 1, x + i);
-    };
-    __m512 most = _mm512_setzero_ps(), zeros = _mm512_setzero_ps();  // zeros unless a number is not finite
-    for (int64_t i = 0; i < k; i += 16) {
-      most = _mm512_max_ps(most, _mm512_abs_ps(part(i)));
-      zeros += part(i) * 0.f;
-    }
-    const float largest = _mm512_reduce_max_ps(most), scale = largest > 0 ? kLargest / largest : 0;
-    unit.data[token] = largest / kLargest + _mm512_reduce_add_ps(zeros);
     __m512i sums[kDigits] = {};
-    for (int64_t step = 0; step < steps; ++step) {
-      int8_t* to = at(step, token);
-      for (int64_t i = 0; i < kBytes; i += 16) {
-        __m512i rest = _mm512_cvtps_epi32(part(step * kBytes + i) * scale);
-        for (int digit = kDigits - 1; digit >= 0; --digit) {
-          const __m128i last = _mm512_cvtepi32_epi8(rest);
-          _mm_store_si128((__m128i*)(to + digit * kBytes + i), last);
-          rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, _mm512_cvtepi8_epi32(last)), 8);
-        }
+    unit.data[token] = split(x, k, [&](int64_t step, const __m512i (&found)[kDigits]) {
+      for (int digit = 0; digit < kDigits; ++digit) {
+        _mm512_store_si512(at(step, token) + digit * kBytes, found[digit]);
+        add_products(sums[digit], _mm512_set1_epi8(-128), found[digit]);
       }
-      for (int digit = 0; digit < kDigits; ++digit)
-        add_products(sums[digit], _mm512_set1_epi8(-128), _mm512_load_si512(to + digit * kBytes));
-    }
+    });
     for (int digit = 0; digit < kDigits; ++digit)
       starts.data[token * kDigits + digit] = _mm512_sub_epi32(_mm512_setzero_si512(), sums[digit]);
   }
@@ -120,7 +139,7 @@ void whole_tile(const int8_t* const* rows, const Digits& x, int64_t first, const
     __m512i weights[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r, next += kBytes) {
-      __builtin_prefetch(next, 0, 3);
+      __builtin_prefetch(next, 0, kReadAgain);
       weights[r] = unsigned_bytes(rows[r] + step * kBytes, given);
     }
 #pragma GCC unroll 8

@@ -26,6 +26,8 @@ inline Vector<float> left_of(Vector<float> v) {
 
 // The tokens `[tokens, k]` as words `[lines, tokens, 64]`, with zeros after the last column.
 struct Words {
+  static constexpr int kRows = 4;  // of weights, multiplied together
+  using Sums = std::vector<Four<float>>;
   struct Left { int64_t line, token; };
 
   Words(const float* x, int64_t tokens, int64_t k)

@@ -1,0 +1,121 @@
+// Products of few tokens and a matrix, where the processor multiplies tiles (AMX).
+//
+// One instruction multiplies 16 rows of 64 bytes of weights, read as they lie there, with 16 columns of as many bytes:
+// eight times as many products in a cycle as with vectors. A pass over as many tokens as fill the columns takes as long
+// as a pass over one.
+
+#if defined(__linux__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VNNI__)
+#define AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int kTile = 16;         // rows of a tile, and its columns of four bytes
+constexpr int kTileWidth = 64;    // bytes of a row
+constexpr int kTilesAtOnce = 6;   // of tokens, multiplied with a tile of weights while that is in its register
+constexpr int64_t kTileBytes = kTile * kTileWidth;
+
+// Whether the operating system lets this process use tiles; it must be asked.
+inline bool tiles_granted() {
+  constexpr int kRequest = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return granted;
+}
+
+inline __m512i up_to_15() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+
+// Columns of tokens as tiles `[steps, groups, 16, 16, 4]`: a step is 64 bytes of a column, four in each row of the tile.
+struct TokenTiles {
+  TokenTiles(int64_t columns, int64_t bytes)
+      : bytes(bytes), steps((bytes + kTileWidth - 1) / kTileWidth), groups((columns + kTile - 1) / kTile),
+        data(steps * groups * kTileBytes) {}
+
+  const int8_t* at(int64_t step, int64_t group) const { return data.data + (step * groups + group) * kTileBytes; }
+
+  void write(int64_t step, int64_t group, int64_t column, __m512i written) {
+    _mm512_i32scatter_epi32((int*)at(step, group) + column, _mm512_slli_epi32(up_to_15(), 4), written, 4);
+  }
+
+  const int64_t bytes, steps, groups;
+  const Aligned<int8_t> data;
+};
+
+// The registers of a thread, and what they are stored in. `Sum` is the type of the sums.
+template <class Sum> struct TileSums {
+  explicit TileSums(int64_t) {
+    struct alignas(64) Shape {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t width[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } const shape;
+    asm volatile("ldtilecfg %0" ::"m"(shape));  // gcc's own function forgets all but the first eight bytes
+  }
+  TileSums(const TileSums&) = delete;
+  ~TileSums() { _tile_release(); }
+
+  alignas(64) Sum of[kTilesAtOnce][kTile][kTile];
+  alignas(64) int8_t weights[kTileBytes];  // a tile that is not whole where it lies
+};
+
+// The products of `rows` rows of weights, up to 16, and N groups of columns from `first` on, to `sums.of`. Meanwhile the
+// memory from `next` on is fetched.
+template <int N, class Sum>
+void multiply_tiles(const int8_t* weights, int64_t rows, const TokenTiles& x, int64_t first, const int8_t* next,
+                    TileSums<Sum>& sums) {
+#define EACH(of) of(0) of(1) of(2) of(3) of(4) of(5)
+#define START(t) if constexpr (t < N) _tile_zero(t);
+#define ADD(t) if constexpr (t < N) {                                        \
+    _tile_loadd(7, x.at(step, first + t), kTileWidth);                      \
+    if constexpr (std::is_same_v<Sum, int32_t>) _tile_dpbssd(t, 6, 7);      \
+    else _tile_dpbf16ps(t, 6, 7);                                            \
+  }
+#define STORE(t) if constexpr (t < N) _tile_stored(t, sums.of[t], kTileWidth);
+  EACH(START)
+  for (int64_t step = 0; step < x.steps; ++step) {
+    const int8_t* from = weights + step * kTileWidth;
+    const int64_t width = std::min<int64_t>(kTileWidth, x.bytes - step * kTileWidth);
+    if (__builtin_expect(rows == kTile && width == kTileWidth, 1)) {
+      _tile_loadd(6, from, x.bytes);
+    } else {
+      std::memset(sums.weights, 0, sizeof sums.weights);
+      for (int64_t r = 0; r < rows; ++r) std::memcpy(sums.weights + r * kTileWidth, from + r * x.bytes, width);
+      asm volatile("" ::: "memory");  // it is written before it is read
+      _tile_loadd(6, sums.weights, kTileWidth);
+    }
+#pragma GCC unroll 16
+    for (int line = 0; line < kTile; ++line, next += kTileWidth) __builtin_prefetch(next, 0, 2);
+    EACH(ADD)
+  }
+  EACH(STORE)
+#undef EACH
+#undef START
+#undef ADD
+#undef STORE
+}
+
+// Calls `take(group, sums)` with the products of `rows` rows of weights and each group of columns, `[16, 16]`.
+template <class Sum, class Take>
+void tile_products(const int8_t* weights, int64_t rows, const TokenTiles& x, TileSums<Sum>& sums, Take take) {
+  const int8_t* next = weights + kTile * x.bytes;
+  for (int64_t group = 0; group < x.groups; group += kTilesAtOnce) {
+    const int64_t count = std::min<int64_t>(kTilesAtOnce, x.groups - group);
+    switch (count) {
+      case 1: multiply_tiles<1>(weights, rows, x, group, next, sums); break;
+      case 2: multiply_tiles<2>(weights, rows, x, group, next, sums); break;
+      case 3: multiply_tiles<3>(weights, rows, x, group, next, sums); break;
+      case 4: multiply_tiles<4>(weights, rows, x, group, next, sums); break;
+      case 5: multiply_tiles<5>(weights, rows, x, group, next, sums); break;
+      case 6: multiply_tiles<6>(weights, rows, x, group, next, sums); break;
+    }
+    for (int64_t g = 0; g < count; ++g) take(group + g, sums.of[g]);
+  }
+}
+
+// A column of `[16, 16]`.
+inline __m512 column_of(const float (&sums)[kTile][kTile], int64_t column) {
+  return _mm512_i32gather_ps(_mm512_slli_epi32(up_to_15(), 4), sums[0] + column, 4);
+}
+
+}  // namespace
+#endif
