@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.made_up_results import drafted_call, method, plain_call, result_of
 
 from hf_specdec.bench.figures import speed, tradeoff
@@ -17,6 +18,7 @@ from hf_specdec.bench.reports import readme, summary
 from hf_specdec.bench.reports.markdown import ratio
 from hf_specdec.bench.reports.tables import pairs
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.storage import environment
 from hf_specdec.bench.storage.results import SUFFIX, load, to_bytes
 from hf_specdec.bench.tasks import report
 
@@ -146,11 +148,18 @@ def test_results_of_different_machines_are_warned_about(results: dict[str, Resul
 
 
 def test_a_machine_is_named_with_its_instructions(results: dict[str, Result]) -> None:
-    environment = {"cpu": "EPYC", "instructions": "AVX2", "gpus": [], "torch_threads": 2}
+    described = {"cpu": "EPYC", "instructions": "AVX2", "gpus": [], "torch_threads": 2}
     result = results["benchmark"]
-    assert summary.machine(result | {"environment": environment}) == "EPYC (AVX2), 2 threads"
-    del environment["instructions"]  # as in files of earlier versions
-    assert summary.machine(result | {"environment": environment}) == "EPYC, 2 threads"
+    assert summary.machine(result | {"environment": described}) == "EPYC (AVX2), 2 threads"
+    del described["instructions"]  # as in files of earlier versions
+    assert summary.machine(result | {"environment": described}) == "EPYC, 2 threads"
+
+
+@pytest.mark.parametrize(("flags", "said"), [("fpu avx2 amx_int8", "AVX2, AMX"), ("fpu avx2 amx", "AVX2")])
+def test_tiles_are_among_the_instructions(flags: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "reported", lambda name: flags)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert environment.describe()["instructions"] == said
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 0}', None], ids=["cut off", "list", "format", "not gzip"])

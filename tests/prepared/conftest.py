@@ -12,7 +12,6 @@ from hf_specdec.prepared import few_token_products
 from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
 from hf_specdec.prepared.few_token_products import library_with, operation, source, suffix
 
-
 # By form, what names of its kernels contain, how it is compiled, and what its source begins with.
 LESSER: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "AVX2": (

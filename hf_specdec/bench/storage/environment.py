@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
         "packages": {"hf_specdec": hf_specdec.__version__} | {name: _version(name) for name in _PACKAGES},
         "cpu": reported("model name") or "unknown",
         # Two processors of one name can differ in this, which decides what a kernel can reach.
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": _instructions(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
@@ -37,6 +37,12 @@ def describe() -> dict[str, Any]:
         # None outside a checkout, where the version above has to do.
         "dirty": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
     }
+
+
+def _instructions() -> str:
+    """The widest ones, and AMX where the processor has it."""
+    widest = torch.backends.cpu.get_cpu_capability()
+    return f"{widest}, AMX" if "amx_int8" in reported("flags").split() else widest
 
 
 def busy_cores() -> float | None:

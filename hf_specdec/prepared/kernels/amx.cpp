@@ -41,21 +41,32 @@ struct TokenTiles {
   const Aligned<int8_t> data;
 };
 
+// What shape a thread's registers have. gcc 12's own functions for these instructions know of the first eight bytes only.
+struct alignas(64) TileShapes {
+  uint8_t palette, start, reserved[14];
+  uint16_t width[16];  // bytes of a row
+  uint8_t rows[16];
+};
+
 // The registers of a thread, and what they are stored in. `Sum` is the type of the sums.
-template <class Sum> struct TileSums {
+template <class Sum> class TileSums {
+ public:
   explicit TileSums(int64_t) {
-    struct alignas(64) Shape {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t width[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } const shape;
-    asm volatile("ldtilecfg %0" ::"m"(shape));  // gcc's own function forgets all but the first eight bytes
+    asm volatile("sttilecfg %0" : "=m"(before));
+    const TileShapes shapes = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    asm volatile("ldtilecfg %0" ::"m"(shapes));
   }
   TileSums(const TileSums&) = delete;
-  ~TileSums() { _tile_release(); }
+  ~TileSums() {
+    if (before.palette) asm volatile("ldtilecfg %0" ::"m"(before));
+    else _tile_release();
+  }
 
   alignas(64) Sum of[kTilesAtOnce][kTile][kTile];
   alignas(64) int8_t weights[kTileBytes];  // a tile that is not whole where it lies
+
+ private:
+  TileShapes before;  // other libraries set theirs once for each thread
 };
 
 // The products of `rows` rows of weights, up to 16, and N groups of columns from `first` on, to `sums.of`. Meanwhile the
