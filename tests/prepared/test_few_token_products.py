@@ -23,7 +23,11 @@ def _draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 @pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 12), (1, 7, 130), (2, 3, 1100), (MOST_TOKENS, 33), (13, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 12), (1, 7, 130), (2, 3, 1100), (13, 64), (16, 12), (2, 10, 50), (39, 64), (MOST_TOKENS, 33)],
+    ids=str,
+)
 @pytest.mark.parametrize("rows", [1, 5, 35])
 def test_linear_layers(shape: tuple[int, ...], rows: int, dtype: torch.dtype) -> None:
     states, weight, bias = _draw(*shape, dtype=dtype), _draw(rows, shape[-1], dtype=dtype), _draw(rows, dtype=dtype)

@@ -4,10 +4,10 @@ namespace {
 
 constexpr int64_t kAheadBytes = 4096;  // from what is read to what is fetched from memory
 constexpr int64_t kManyTokens = 24;    // from here on, products take longer than memory
-// Of a row, read for all tokens before the next strip: where memory takes longer, and where products do.
-constexpr int64_t kStripBytes = kAmd && !kFarRows ? 512 : 1024;
-constexpr int64_t kWideStripBytes = kAmd || kFarRows ? 1024 : 2304;
+constexpr int64_t kStripBytes = 1024;  // of a row, read for all tokens before the next strip
+constexpr int64_t kNarrowStripBytes = kAmd && !kFarRows ? 512 : kStripBytes;  // where memory takes longer
 constexpr int64_t kLeastGroups = kAmd && !kFarRows ? 3 : 1;
+constexpr int64_t kFewestToTurn = kFarRows ? 32 : 16;  // tokens
 
 // The products of some rows of `w` and one token, which waits for memory only: rows are read as they lie there.
 template <class T, class X, class A>
@@ -44,7 +44,7 @@ void products(int rows, const T* w, int64_t apart, const X* x, int64_t tokens, i
     for (int64_t t = 0; t < tokens; ++t) rows_of<T, X, A>(rows, w, x + t * k, k, sums + t);
     return;
   }
-  const int64_t strip = (tokens > kManyTokens ? kWideStripBytes : kStripBytes) / int64_t(sizeof(T));
+  const int64_t strip = (tokens > kManyTokens ? kStripBytes : kNarrowStripBytes) / int64_t(sizeof(T));
   for (int64_t at = 0; at < k; at += strip, w += strip, x += strip) {
     const int64_t width = std::min(strip, k - at);
     for_token_groups(tokens, std::min(tokens, kLeastGroups), [&](int64_t t, int64_t size, bool last) {
@@ -90,6 +90,16 @@ void some_rows(const Layer<T>& layer, int64_t begin, int64_t end, const WideToke
   };
   for (int64_t tile = 0; tile < tiles; ++tile) some(4, begin + (kFarRows ? 1 : 4) * tile, apart);
   if (const int rest = int(end - begin - 4 * tiles)) some(rest, end - rest, 1);
+}
+
+template <class T>
+void some_rows(const Layer<T>& layer, int64_t begin, int64_t end, const TurnedTokens<T>& x,
+               typename TurnedTokens<T>::Sums& sums) {
+  for (int64_t first = begin; first < end; first += x.kRows)
+    x.multiply(layer.weight + first * x.k, std::min<int64_t>(x.kRows, end - first), sums,
+               [&](int64_t token, int64_t row, T sum) {
+                 layer.output[token * layer.rows + first + row] = layer.result(sum, first + row);
+               });
 }
 
 #ifdef AMX
@@ -143,6 +153,8 @@ void linears(Given input, const Given (&weights)[Count], const Given (&biases)[C
     if (tokens >= kFewestForTiles && tiles_granted())
       return all_rows(layers, BFloat16Tiles(pointer<const T>(input), tokens, k));
 #endif
+  if constexpr (std::is_same_v<T, typename SumOf<T>::type>)
+    if (tokens >= kFewestToTurn) return all_rows(layers, TurnedTokens<T>(pointer<const T>(input), tokens, k));
   all_rows(layers, WideTokens<T>(input, tokens, k));
 }
 
