@@ -3,8 +3,6 @@
 #ifdef AMX
 namespace {
 
-constexpr int64_t kFewestForTiles = 2;  // tokens; one is read as fast with vectors
-
 // The tokens `[tokens, k]`, 16 to a tile.
 struct BFloat16Tiles {
   static constexpr int kRows = kTile;

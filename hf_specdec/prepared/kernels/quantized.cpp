@@ -230,9 +230,12 @@ template <int bits, bool grouped, class T, class X> class QuantizedRows {
 #ifdef AMX
   void some_rows(int64_t, int64_t, int64_t tile, const Int8Tiles& x, Int8Tiles::Sums& sums) const {
     const int64_t first = tile * kStep, rows = std::min(kStep, n - first);
-    x.multiply(bytes + first * k, rows, sums, [&](int64_t token, Vector<float> sums) {
-      for (int64_t r = 0, row = first; r < rows; ++r, ++row)
-        output[token * n + row] = narrow<T>(sums[r] * scales.data[row] + (bias ? A(widen(bias[row])) : A(0)));
+    x.multiply(bytes + first * k, rows, sums, [&](int64_t token, Vector<float> found) {
+      for (int64_t r = 0, row = first; r < rows; ++r, ++row) {
+        float scaled = found[r] * scales.data[row];
+        asm("" : "+x"(scaled));  // rounded before the bias is added, as with vectors
+        output[token * n + row] = narrow<T>(scaled + (bias ? A(widen(bias[row])) : A(0)));
+      }
     });
   }
 #endif
@@ -300,7 +303,8 @@ void quantized_linears(Given input, QuantizedLayer (&&layers)[Count], Handle* co
   if (grouped) return quantized_rows<8, true, T, Numbers<A>>(input, layers);
 #ifdef AMX
   if constexpr (std::is_same_v<A, float>)
-    if (tiles_granted()) return quantized_rows<8, false, T, Int8Tiles>(input, layers);
+    if (input.numel() / layers[0].weight.size(1) >= kFewestForTiles && tiles_granted())
+      return quantized_rows<8, false, T, Int8Tiles>(input, layers);
 #endif
   quantized_rows<8, false, T, Whole<A>>(input, layers);
 }

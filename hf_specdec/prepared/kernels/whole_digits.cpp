@@ -95,16 +95,22 @@ inline __m512i unsigned_bytes(const int8_t* from, __mmask64 given) {
   return _mm512_xor_si512(_mm512_maskz_loadu_epi8(given, from), _mm512_set1_epi8(-128));
 }
 
-inline Vector<float> number_of(const __m512i* sums) {
-  __m512 number = _mm512_cvtepi32_ps(sums[0]);
+// The sums of four rows as numbers: those of each digit are added as whole numbers, so that nothing depends on the order.
+inline Four<float> numbers_of(const __m512i (&sums)[4][kDigits]) {
+  Four<float> number{};
 #pragma GCC unroll 4
-  for (int digit = 1; digit < kDigits; ++digit) number = number * 256.f + _mm512_cvtepi32_ps(sums[digit]);
-  return (Vector<float>)number;
+  for (int digit = 0; digit < kDigits; ++digit) {
+    using Whole = Vector<int32_t>;
+    const Four<int32_t> sum = sums_of<int32_t>((Whole)sums[0][digit], (Whole)sums[1][digit], (Whole)sums[2][digit],
+                                               (Whole)sums[3][digit]);
+    number = number * 256.f + __builtin_convertvector(sum, Four<float>);
+  }
+  return number;
 }
 
 // The products of four rows of weights and one token, which waits for memory only: rows are read as they lie there.
 inline void whole_rows_of(const int8_t* const* rows, const Digits& x, Four<float>* sums) {
-  Vector<float> found[4];
+  __m512i found[4][kDigits];
   for (int r = 0; r < 4; ++r) {
     __m512i acc[kDigits];
 #pragma GCC unroll 4
@@ -117,22 +123,22 @@ inline void whole_rows_of(const int8_t* const* rows, const Digits& x, Four<float
       for (int digit = 0; digit < kDigits; ++digit)
         add_products(acc[digit], weights, _mm512_load_si512(x.at(step, 0) + digit * kBytes));
     }
-    found[r] = number_of(acc);
+    std::copy_n(acc, kDigits, found[r]);
   }
-  *sums = sums_of<float>(found[0], found[1], found[2], found[3]) * x.unit.data[0];
+  *sums = numbers_of(found) * x.unit.data[0];
 }
 
 // The products of four rows of weights and N tokens from `first` on, to sums[t][r]. Meanwhile the memory from `next` on
 // is fetched.
 template <int N>
 void whole_tile(const int8_t* const* rows, const Digits& x, int64_t first, const int8_t* next, Four<float>* sums) {
-  __m512i acc[4][N][kDigits];
-#pragma GCC unroll 4
-  for (int r = 0; r < 4; ++r)
+  __m512i acc[N][4][kDigits];
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t)
+  for (int t = 0; t < N; ++t)
 #pragma GCC unroll 4
-      for (int digit = 0; digit < kDigits; ++digit) acc[r][t][digit] = x.starts.data[(first + t) * kDigits + digit];
+    for (int r = 0; r < 4; ++r)
+#pragma GCC unroll 4
+      for (int digit = 0; digit < kDigits; ++digit) acc[t][r][digit] = x.starts.data[(first + t) * kDigits + digit];
   for (int64_t step = 0; step < x.steps; ++step) {
     const int8_t* digits_of = x.at(step, first);
     const __mmask64 given = x.given(step);
@@ -148,13 +154,11 @@ void whole_tile(const int8_t* const* rows, const Digits& x, int64_t first, const
       for (int digit = 0; digit < kDigits; ++digit) {
         const __m512i digits = _mm512_load_si512(digits_of + (t * kDigits + digit) * kBytes);
 #pragma GCC unroll 4
-        for (int r = 0; r < 4; ++r) add_products(acc[r][t][digit], weights[r], digits);
+        for (int r = 0; r < 4; ++r) add_products(acc[t][r][digit], weights[r], digits);
       }
   }
 #pragma GCC unroll 8
-  for (int t = 0; t < N; ++t)
-    sums[t] = sums_of<float>(number_of(acc[0][t]), number_of(acc[1][t]), number_of(acc[2][t]), number_of(acc[3][t])) *
-              x.unit.data[first + t];
+  for (int t = 0; t < N; ++t) sums[t] = numbers_of(acc[t]) * x.unit.data[first + t];
 }
 
 // The same for all tokens, two at a time, which fills the registers.
