@@ -96,7 +96,7 @@ void multiply_tiles(const int8_t* weights, int64_t rows, const TokenTiles& x, in
       _tile_loadd(6, sums.weights, kTileWidth);
     }
 #pragma GCC unroll 16
-    for (int line = 0; line < kTile; ++line, next += kTileWidth) __builtin_prefetch(next, 0, 2);
+    for (int line = 0; line < kTile; ++line, next += kTileWidth) __builtin_prefetch(next, 0, kReadAgain);
     EACH(ADD)
   }
   EACH(STORE)

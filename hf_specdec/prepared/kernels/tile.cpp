@@ -2,14 +2,18 @@
 
 namespace {
 
-// Calls `work(first, size, last)` for groups of about equal size that tokens come in, of at most `kTokens`: at least
-// `least` groups.
-template <class Work> void for_token_groups(int64_t tokens, int64_t least, Work work) {
-  const int64_t groups = std::max((tokens + kTokens - 1) / kTokens, least);
-  for (int64_t group = 0, t = 0, size; group < groups; ++group, t += size) {
-    size = (tokens - t + groups - group - 1) / (groups - group);
-    work(t, size, group == groups - 1);
+// Calls `work(first, size, last)` for groups of about equal size, of at most `most`: at least `least` groups.
+template <class Work> void for_groups(int64_t count, int64_t most, int64_t least, Work work) {
+  const int64_t groups = std::max((count + most - 1) / most, least);
+  for (int64_t group = 0, first = 0, size; group < groups; ++group, first += size) {
+    size = (count - first + groups - group - 1) / (groups - group);
+    work(first, size, group == groups - 1);
   }
+}
+
+// The same for tokens, as many as a tile takes.
+template <class Work> void for_token_groups(int64_t tokens, int64_t least, Work work) {
+  for_groups(tokens, kTokens, least, work);
 }
 
 // Adds the products of four rows of weights, `apart` numbers from one to the next, and N tokens of `k` numbers each, over

@@ -28,16 +28,14 @@ template <class A> struct TurnedTokens {
 
   // `put(token, row, sum)` for the products of `rows` rows of weights, up to 24, and all tokens.
   template <class Put> void multiply(const A* weights, int64_t rows, Sums& sums, Put put) const {
-    const int64_t passes = (vectors + kMostVectors - 1) / kMostVectors;
-    for (int64_t pass = 0, first = 0, count; pass < passes; ++pass, first += count) {
-      count = (vectors - first + passes - pass - 1) / (passes - pass);
+    for_groups(vectors, kMostVectors, 1, [&](int64_t first, int64_t count, bool) {
       switch (count) {
-        case 1: some_vectors<1>(weights, rows, first, sums, put); break;
-        case 2: some_vectors<2>(weights, rows, first, sums, put); break;
-        case 3: some_vectors<3>(weights, rows, first, sums, put); break;
-        case 4: some_vectors<4>(weights, rows, first, sums, put); break;
+        case 1: return some_vectors<1>(weights, rows, first, sums, put);
+        case 2: return some_vectors<2>(weights, rows, first, sums, put);
+        case 3: return some_vectors<3>(weights, rows, first, sums, put);
+        case 4: return some_vectors<4>(weights, rows, first, sums, put);
       }
-    }
+    });
   }
 
   const int64_t tokens, k;
@@ -50,16 +48,15 @@ template <class A> struct TurnedTokens {
     for (int64_t row = 0; row < rows; row += R) {
       const A* from[R];  // the last row stands for those that are missing
       for (int r = 0; r < R; ++r) from[r] = weights + std::min(row + r, rows - 1) * k;
-      Vector<A> acc[R][N];
-      add_products<N, R>(from, numbers.data + first * kLanes<A>, acc);
-      for (int64_t r = 0; r < std::min<int64_t>(R, rows - row); ++r) std::memcpy(sums.of[row + r], acc[r], sizeof acc[r]);
+      multiply_rows<N, R>(from, numbers.data + first * kLanes<A>, sums.of + row);
     }
     for (int64_t t = first * kLanes<A>, at = 0; t < until; ++t, ++at)
       for (int64_t r = 0; r < rows; ++r) put(t, r, sums.of[r][at]);
   }
 
-  // Meanwhile the memory behind the rows is fetched.
-  template <int N, int R> void add_products(const A* const (&rows)[R], const A* x, Vector<A> (&sums)[R][N]) const {
+  // The products of R rows and N vectors of tokens. Meanwhile the memory behind the rows is fetched.
+  template <int N, int R>
+  void multiply_rows(const A* const (&rows)[R], const A* x, A (*sums)[kMostVectors * kLanes<A>]) const {
     Vector<A> acc[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -86,7 +83,7 @@ template <class A> struct TurnedTokens {
       add(i + 1);
     }
     if (i < k) add(i);
-    std::memcpy(sums, acc, sizeof acc);
+    for (int r = 0; r < R; ++r) std::memcpy(sums[r], acc[r], sizeof acc[r]);
   }
 
   const int64_t vectors;
