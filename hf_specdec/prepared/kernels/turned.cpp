@@ -48,15 +48,16 @@ template <class A> struct TurnedTokens {
     for (int64_t row = 0; row < rows; row += R) {
       const A* from[R];  // the last row stands for those that are missing
       for (int r = 0; r < R; ++r) from[r] = weights + std::min(row + r, rows - 1) * k;
-      multiply_rows<N, R>(from, numbers.data + first * kLanes<A>, sums.of + row);
+      Vector<A> acc[R][N];
+      add_products<N, R>(from, numbers.data + first * kLanes<A>, acc);
+      for (int64_t r = 0; r < std::min<int64_t>(R, rows - row); ++r) std::memcpy(sums.of[row + r], acc[r], sizeof acc[r]);
     }
     for (int64_t t = first * kLanes<A>, at = 0; t < until; ++t, ++at)
       for (int64_t r = 0; r < rows; ++r) put(t, r, sums.of[r][at]);
   }
 
-  // The products of R rows and N vectors of tokens. Meanwhile the memory behind the rows is fetched.
-  template <int N, int R>
-  void multiply_rows(const A* const (&rows)[R], const A* x, A (*sums)[kMostVectors * kLanes<A>]) const {
+  // Meanwhile the memory behind the rows is fetched.
+  template <int N, int R> void add_products(const A* const (&rows)[R], const A* x, Vector<A> (&sums)[R][N]) const {
     Vector<A> acc[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -83,7 +84,7 @@ template <class A> struct TurnedTokens {
       add(i + 1);
     }
     if (i < k) add(i);
-    for (int r = 0; r < R; ++r) std::memcpy(sums[r], acc[r], sizeof acc[r]);
+    std::memcpy(sums, acc, sizeof acc);
   }
 
   const int64_t vectors;
