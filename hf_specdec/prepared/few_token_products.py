@@ -144,25 +144,14 @@ class FewTokenProducts(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    product = kernel("linear", input.dtype)
-    return _in_parts(lambda some: product(some, weight, bias), input, len(weight))
+    result: Tensor = kernel("linear", input.dtype)(input.contiguous(), weight, bias)
+    return result
 
 
 def _quantized(parts: QuantizedParts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     product = kernel("quantized_linear", input.dtype)
-    return _in_parts(lambda some: product(some, parts.values, parts.scale, parts.shift, bias), input, len(weight))
-
-
-def _in_parts(product: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
-    """The product `[..., rows]` of an input `[..., K]`, of at most `MOST_TOKENS` tokens at a time."""
-    if (tokens := input.shape[:-1].numel()) <= MOST_TOKENS:
-        return product(input.contiguous())
-    result = input.new_empty(tokens, rows)
-    for some, written in zip(
-        input.contiguous().view(tokens, -1).split(MOST_TOKENS), result.split(MOST_TOKENS), strict=True
-    ):
-        written.copy_(product(some))
-    return result.view(*input.shape[:-1], -1)
+    result: Tensor = product(input.contiguous(), parts.values, parts.scale, parts.shift, bias)
+    return result
 
 
 def _attention(

@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.generation import logits_process as host
 
 from hf_specdec.decoding import Decoder
@@ -32,6 +33,7 @@ from hf_specdec.prepared.compiled_step import kernels_as_compiled, settle
 from hf_specdec.prepared.engine import Engine, ordinary_tensors
 from hf_specdec.prepared.engine_key import parts_of, plan_key
 from hf_specdec.prepared.engine_store import STORE
+from hf_specdec.prepared.freed_memory import return_freed_memory
 from hf_specdec.prepared.lap_timer import LapTimer
 from hf_specdec.prepared.round_steps import Plan
 from hf_specdec.rules.round_statistics import Round, reached_overlap
@@ -81,8 +83,7 @@ class PreparedDecoder(Decoder):
         laps.mark()
         assert isinstance(self.target, StaticRunner)
         if first and transcript.prompt_length > 1:
-            with self._reading(self.target):
-                self.target.forward(transcript.sequences[:, :-1], 1)
+            self._read(self.target, transcript.sequences[:, :-1])
         with ordinary_tensors():
             result = engine.steps[lookahead].run_verify(drafts).tolist()
         reading, drafting = laps.seconds()
@@ -160,9 +161,15 @@ class PreparedDecoder(Decoder):
         ends = [max(n - 2, unread) for n in lengths]
         runner.rewind([end - unread for end in ends])
         tokens = last_tokens(transcript.ids, ends, unread).clamp(max=self.engine.plan.draft_vocabulary - 1)
+        self._read(runner, tokens)
+        return True
+
+    def _read(self, runner: StaticRunner, tokens: Tensor) -> None:
+        prompt = not any(runner.read)
         with self._reading(runner):
             runner.forward(tokens, 1)
-        return True
+        if prompt:
+            return_freed_memory()
 
     def _reading(self, runner: StaticRunner) -> AbstractContextManager[None]:
         """Runners read with the kernels of compiled steps, too: their own libraries would widen int8 weights.

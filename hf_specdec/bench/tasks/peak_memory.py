@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -25,6 +24,7 @@ from hf_specdec.bench.running.methods_by_task import of_engines
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.running.warming import MOST_AGAIN, prepared_so_far
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.prepared.freed_memory import return_freed_memory
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PACKAGES = str(Path(__file__).resolve().parents[3])
@@ -120,9 +120,7 @@ def forget_peak(devices: Iterable[torch.device]) -> None:
 def _return_freed_memory() -> None:
     """Give back to the system what loading has freed, such as the wide weights that were quantized."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
-    if trim is not None:
-        trim(0)
+    return_freed_memory()
 
 
 def peak(devices: Iterable[torch.device]) -> int:

@@ -69,7 +69,7 @@ template <class T> struct WideTokens {
   static constexpr int kRows = 4;  // of weights, multiplied together
   using Sums = std::vector<Four<typename SumOf<T>::type>>;
 
-  WideTokens(Given input, int64_t tokens, int64_t k) : numbers(input), tokens(tokens), k(k) {}
+  WideTokens(const T* x, int64_t tokens, int64_t k) : numbers(x, tokens * k), tokens(tokens), k(k) {}
 
   const Widened<T, TokenOf<T>> numbers;
   const int64_t tokens, k;
@@ -137,6 +137,18 @@ template <class T, class X, size_t Count> void all_rows(const std::array<Layer<T
   }
 }
 
+// The outputs of layers for the tokens `[tokens, k]`.
+template <class T, size_t Count>
+void all_rows(const std::array<Layer<T>, Count>& layers, const T* x, int64_t tokens, int64_t k) {
+#ifdef AMX
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (tokens >= kFewestForTiles && tiles_granted()) return all_rows(layers, BFloat16Tiles(x, tokens, k));
+#endif
+  if constexpr (std::is_same_v<T, typename SumOf<T>::type>)
+    if (tokens >= kFewestToTurn) return all_rows(layers, TurnedTokens<T>(x, tokens, k));
+  all_rows(layers, WideTokens<T>(x, tokens, k));
+}
+
 // Linear layers of one input, `[..., K]`, by `[N, K]` and `[N]` or nothing: `[..., N]` of each. All are contiguous.
 template <class T, size_t Count>
 void linears(Given input, const Given (&weights)[Count], const Given (&biases)[Count], Handle* const (&outputs)[Count]) {
@@ -148,14 +160,10 @@ void linears(Given input, const Given (&weights)[Count], const Given (&biases)[C
     *outputs[i] = output.handle;
     layers[i] = {pointer<const T>(weights[i]), pointer<const T>(biases[i]), pointer<T>(output), rows};
   }
-#ifdef AMX
-  if constexpr (std::is_same_v<T, BFloat16>)
-    if (tokens >= kFewestForTiles && tiles_granted())
-      return all_rows(layers, BFloat16Tiles(pointer<const T>(input), tokens, k));
-#endif
-  if constexpr (std::is_same_v<T, typename SumOf<T>::type>)
-    if (tokens >= kFewestToTurn) return all_rows(layers, TurnedTokens<T>(pointer<const T>(input), tokens, k));
-  all_rows(layers, WideTokens<T>(input, tokens, k));
+  for_groups(tokens, kMostTokens, 1, [&](int64_t first, int64_t size, bool) {
+    all_rows(layers, pointer<const T>(input) + first * k, size, k);
+    for (Layer<T>& layer : layers) layer.output += size * layer.rows;
+  });
 }
 
 }  // namespace

@@ -204,10 +204,12 @@ template <int bits, bool grouped, class T, class X> class QuantizedRows {
  public:
   using A = typename SumOf<T>::type;
 
-  explicit QuantizedRows(const QuantizedLayer& layer)
-      : bias(pointer<const T>(layer.bias)), output(pointer<T>(layer.output)), n(layer.scale.size(0)),
-        k(layer.weight.size(1)), groups(layer.scale.size(1)), bytes(pointer<const int8_t>(layer.weight)),
-        stored(layer.weight.size(0)), scales(layer.scale), parts((stored + kStep - 1) / kStep) {
+  // The output is written from its token `first` on.
+  QuantizedRows(const QuantizedLayer& layer, int64_t first)
+      : bias(pointer<const T>(layer.bias)), n(layer.scale.size(0)), k(layer.weight.size(1)),
+        groups(layer.scale.size(1)), output(pointer<T>(layer.output) + first * n),
+        bytes(pointer<const int8_t>(layer.weight)), stored(layer.weight.size(0)), scales(layer.scale),
+        parts((stored + kStep - 1) / kStep) {
     if (!grouped) return;
     if (layer.shift && layer.shift.type() != aoti_torch_dtype_int8()) {
       shifts = numbers.emplace(layer.shift).data;
@@ -265,8 +267,8 @@ template <int bits, bool grouped, class T, class X> class QuantizedRows {
   }
 
   const T* bias;
-  T* output;
   const int64_t n, k, groups;
+  T* const output;
   const int8_t* bytes;
   const int64_t stored;  // rows of bytes, each of which holds a row or two
   const Widened<T, A> scales;
@@ -276,15 +278,16 @@ template <int bits, bool grouped, class T, class X> class QuantizedRows {
   Parts parts;
 };
 
+// The outputs of layers for some tokens of the input.
 template <int bits, bool grouped, class T, class X, size_t Count>
-void quantized_rows(Given input, const QuantizedLayer (&given)[Count]) {
+void quantized_rows(Given input, const QuantizedLayer (&given)[Count], int64_t first, int64_t tokens) {
   using A = typename SumOf<T>::type;
-  const int64_t k = given[0].weight.size(1), tokens = input.numel() / k;
-  const Widened<T, A> numbers(input);
+  const int64_t k = given[0].weight.size(1);
+  const Widened<T, A> numbers(pointer<const T>(input) + first * k, tokens * k);
   const X x(numbers.data, tokens, k);
   std::deque<QuantizedRows<bits, grouped, T, X>> layers;
   int64_t rows = 0;
-  for (const QuantizedLayer& layer : given) layers.emplace_back(layer), rows += layer.scale.size(0);
+  for (const QuantizedLayer& layer : given) layers.emplace_back(layer, first), rows += layer.scale.size(0);
 #pragma omp parallel if (rows * k * tokens > kSerial)
   {
     typename X::Sums sums(tokens);
@@ -292,21 +295,30 @@ void quantized_rows(Given input, const QuantizedLayer (&given)[Count]) {
   }
 }
 
+// The same, by what suits the weights and the number of tokens.
+template <class T, size_t Count>
+void quantized_rows(Given input, const QuantizedLayer (&layers)[Count], int64_t first, int64_t tokens) {
+  using A = typename SumOf<T>::type;
+  const bool grouped = layers[0].shift || layers[0].scale.size(1) > 1;
+  if (layers[0].weight.type() != aoti_torch_dtype_int8())
+    return quantized_rows<4, true, T, Numbers<A>>(input, layers, first, tokens);
+  if (grouped) return quantized_rows<8, true, T, Numbers<A>>(input, layers, first, tokens);
+#ifdef AMX
+  if constexpr (std::is_same_v<A, float>)
+    if (tokens >= kFewestForTiles && tiles_granted())
+      return quantized_rows<8, false, T, Int8Tiles>(input, layers, first, tokens);
+#endif
+  quantized_rows<8, false, T, Whole<A>>(input, layers, first, tokens);
+}
+
 // `[..., K]`, `[N, K]` int8 or `[N / 2, K]` of two rows of 4 bits, and scales and shifts `[N, G]`, to `[..., N]`, for
 // several layers of one input. See `Rows`; shifts of int8 are in units of the scale. All are contiguous.
 template <class T, size_t Count>
 void quantized_linears(Given input, QuantizedLayer (&&layers)[Count], Handle* const (&outputs)[Count]) {
   for (size_t i = 0; i < Count; ++i) *outputs[i] = (layers[i].output = empty_rows(input, layers[i].scale.size(0))).handle;
-  using A = typename SumOf<T>::type;
-  const bool grouped = layers[0].shift || layers[0].scale.size(1) > 1;
-  if (layers[0].weight.type() != aoti_torch_dtype_int8()) return quantized_rows<4, true, T, Numbers<A>>(input, layers);
-  if (grouped) return quantized_rows<8, true, T, Numbers<A>>(input, layers);
-#ifdef AMX
-  if constexpr (std::is_same_v<A, float>)
-    if (input.numel() / layers[0].weight.size(1) >= kFewestForTiles && tiles_granted())
-      return quantized_rows<8, false, T, Int8Tiles>(input, layers);
-#endif
-  quantized_rows<8, false, T, Whole<A>>(input, layers);
+  for_groups(input.numel() / layers[0].weight.size(1), kMostTokens, 1, [&](int64_t first, int64_t tokens, bool) {
+    quantized_rows<T>(input, layers, first, tokens);
+  });
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ constexpr int kVectorBytes = 32;
 constexpr int64_t kTokens = 3;
 constexpr bool kFarRows = true;
 #endif
+constexpr int64_t kMostTokens = 64;  // multiplied together; what is kept of them meanwhile stays in the caches
 constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
 constexpr bool kAmd = true;
@@ -142,10 +143,10 @@ template <class A> struct Aligned {
 
 // Numbers as the sums have them, converted where they are others.
 template <class T, class A> struct Widened {
-  explicit Widened(Given from) : copy(std::is_same_v<T, A> ? 0 : from.numel()), data(copy.data) {
-    const T* given = pointer<const T>(from);
+  explicit Widened(Given from) : Widened(pointer<const T>(from), from.numel()) {}
+  Widened(const T* given, int64_t count) : copy(std::is_same_v<T, A> ? 0 : count), data(copy.data) {
     if constexpr (std::is_same_v<T, A>) data = given;
-    else for (int64_t i = 0, n = from.numel(); i < n; ++i) copy.data[i] = widen(given[i]);
+    else for (int64_t i = 0; i < count; ++i) copy.data[i] = widen(given[i]);
   }
   const Aligned<A> copy;
   const A* data;

@@ -1,0 +1,53 @@
+"""Freed memory goes back to the system: all of it, after each prompt."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.families import pair, prompts
+
+from hf_specdec.prepared import prepared_decoder
+from hf_specdec.prepared.freed_memory import return_freed_memory
+from hf_specdec.prepared.prepared_decoder import PreparedDecoder
+
+BLOCK, BLOCKS, KEPT_EVERY = 2**16, 1024, 64
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs the GNU C library")
+def test_memory_between_what_is_kept_is_returned() -> None:
+    blocks = [torch.ones(BLOCK, dtype=torch.uint8) for _ in range(BLOCKS)]
+    full, freed = _resident(), BLOCK * (BLOCKS - BLOCKS // KEPT_EVERY)
+    kept = blocks[KEPT_EVERY - 1 :: KEPT_EVERY]
+    blocks.clear()
+    assert _resident() > full - freed / 2  # the library keeps it
+    return_freed_memory()
+    assert _resident() < full - 0.9 * freed
+    assert all(block.all() for block in kept)
+
+
+def test_other_systems_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("asked for a library of Linux"))
+    return_freed_memory()
+
+
+@pytest.mark.parametrize("drafter", ["model", "none"])
+def test_memory_is_returned_after_each_prompt(
+    drafter: str, fast_rounds: list[PreparedDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned = []
+    monkeypatch.setattr(prepared_decoder, "return_freed_memory", lambda: returned.append(len(fast_rounds)))
+    target, draft = pair("llama")
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
+    chosen = {"assistant_model": draft} if drafter == "model" else {"drafter": "none"}
+    target.generate(**prompts(2), **settings, **chosen, generation_strategy="speculative")
+    assert len(fast_rounds) > 1
+    assert len(returned) == (2 if drafter == "model" else 1) and len({*returned}) == 1
