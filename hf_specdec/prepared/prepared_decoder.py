@@ -48,6 +48,10 @@ KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop)
 KNOWN_RELAXATIONS = (type(None), BildRollback, LenientArgmax, TypicalAcceptance, Ensemble)
 
 
+# Tokens times weights. Passes over smaller prompts take hardly longer than giving back what they have freed.
+LARGE_PROMPT = 2**31
+
+
 @dataclass(frozen=True)
 class PreparedDecoder(Decoder):
     """`Decoder` whose rounds run on an engine.
@@ -165,10 +169,11 @@ class PreparedDecoder(Decoder):
         return True
 
     def _read(self, runner: StaticRunner, tokens: Tensor) -> None:
-        prompt = not any(runner.read)
+        """Read tokens whose logits are not needed; what the pass over a large prompt has freed goes back."""
+        on_cpu, prompt = runner.positions.device.type == "cpu", not any(runner.read)
         with self._reading(runner):
             runner.forward(tokens, 1)
-        if prompt:
+        if prompt and on_cpu and tokens.numel() * runner.model.num_parameters() >= LARGE_PROMPT:
             return_freed_memory()
 
     def _reading(self, runner: StaticRunner) -> AbstractContextManager[None]:

@@ -3,8 +3,7 @@
 namespace {
 
 constexpr int64_t kAheadBytes = 4096;  // from what is read to what is fetched from memory
-// The same where rows are read one after another; on Intel processors, less is faster than a page of memory.
-constexpr int64_t kRowAheadBytes = kAmd ? kAheadBytes : 2560;
+constexpr int64_t kRowAheadBytes = kAmd ? kAheadBytes : 2560;  // of one row after another; within a page on Intel
 constexpr int64_t kManyTokens = 24;    // from here on, products take longer than memory
 constexpr int64_t kStripBytes = 1024;  // of a row, read for all tokens before the next strip
 constexpr int64_t kNarrowStripBytes = kAmd && !kFarRows ? 512 : kStripBytes;  // where memory takes longer
