@@ -60,8 +60,8 @@ class Transcript:
         capacity = max(self.max_length, self.prompt_length + 1) + spare
         self.ids = input_ids.new_full((self.batch_size, capacity), self._pad_token)
         self.ids[:, : self.prompt_length] = input_ids
-        # A view, since writing a few numbers through numpy takes a tenth of the time.
-        self._host_ids = self.ids.numpy() if self.ids.device.type == "cpu" else None
+        # A view, since reading and writing a few numbers through it takes a tenth of the time.
+        self._host_ids = memoryview(self.ids.numpy()) if self.ids.device.type == "cpu" else None
         self.lengths = [self.prompt_length] * self.batch_size
         self._shown = self.prompt_length
         self._first_end = capacity  # length at which the first row ended, if rows are padded from there
@@ -149,7 +149,8 @@ class Transcript:
 
     def _write(self, row: int, start: int, tokens: list[int]) -> None:
         if self._host_ids is not None:
-            self._host_ids[row, start : start + len(tokens)] = tokens
+            for column, token in enumerate(tokens, start):
+                self._host_ids[row, column] = token
         else:
             self.ids[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
 
@@ -186,18 +187,25 @@ class Transcript:
             # A criterion may end a row before the last token of a round.
             self._first_end = min(self._first_end, self._shown)
         if self._streamer is not None:
-            self._streamer.put(self.ids[:, column].cpu())
+            shown = self.ids.select(1, column)
+            self._streamer.put(shown if self._host_ids is not None else shown.cpu())
 
     def _stops(self, column: int) -> list[bool]:
         """Which rows end at this column."""
         stops = [column + 1 >= self.max_length] * self.batch_size
         if self.eos_tokens:
-            tokens = self.ids[:, column].tolist()
-            stops = [stop or token in self.eos_tokens for stop, token in zip(stops, tokens, strict=True)]
+            stops = [stop or token in self.eos_tokens for stop, token in zip(stops, self._column(column), strict=True)]
         if self._other_criteria:
             asked = shared(self._other_criteria(self.ids[:, : column + 1], self.scores))
             stops = [stop or bool(other) for stop, other in zip(stops, asked.tolist(), strict=True)]
         return stops
+
+    def _column(self, column: int) -> list[int]:
+        """The token of each row in a column."""
+        if self._host_ids is None:
+            tokens: list[int] = self.ids[:, column].tolist()
+            return tokens
+        return [self._host_ids[row, column] for row in range(self.batch_size)]
 
     def _shown_columns(self, kind: str) -> tuple[Tensor, ...] | None:
         return tuple(self._columns[kind]) if kind in self._columns else None

@@ -20,7 +20,6 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from hf_specdec.prepared import code_on_disk, cpp_compiler
 from hf_specdec.prepared.code_on_disk import Code
@@ -75,7 +74,7 @@ class CompiledStep:
             self._run, self._form = _compiled(self._step, args, self._device, self._name), _form(args)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step; all calls have arguments of one structure, all of them tensors, of the same shapes."""
+        """Run the step; all calls have arguments of one structure, tensors in nested tuples, of the same shapes."""
         if self._step is not None:
             if self._form != _form(args):
                 self.compile(*args)
@@ -103,8 +102,22 @@ def _graphs_freed() -> Iterator[None]:
 
 def _form(args: tuple[Any, ...]) -> Hashable:
     """What compiled code is made for: the structure of the arguments, and each one's shape, strides and type."""
-    leaves, structure = pytree.tree_flatten(args)
-    return structure, tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves)
+    return _structure(args), tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in _leaves(args))
+
+
+def _leaves(nested: Any) -> list[Tensor]:
+    """The tensors of nested tuples, in order. Weights that pass through the caches make pytree's code slow."""
+    return [nested] if isinstance(nested, Tensor) else [leaf for part in nested for leaf in _leaves(part)]
+
+
+def _structure(nested: Any) -> Any:
+    """Nested tuples with None for each tensor."""
+    return None if isinstance(nested, Tensor) else tuple(_structure(part) for part in nested)
+
+
+def _filled(structure: Any, leaves: Iterator[Tensor]) -> Any:
+    """Nested tuples of a structure with these tensors."""
+    return next(leaves) if structure is None else tuple(_filled(part, leaves) for part in structure)
 
 
 def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str) -> Step:
@@ -125,7 +138,7 @@ def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str
     program = Program(calls, list(constants.values()), [numbers[node] for node in _results(graph)])
 
     def run(*args: Any) -> Any:
-        return pytree.tree_unflatten(list(program(pytree.tree_leaves(args))), structure)
+        return _filled(structure, iter(program(_leaves(args))))
 
     return run
 
@@ -136,18 +149,16 @@ def _results(graph: Graph) -> list[Node]:
 
 def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Graph, Any]:
     """The operations of a step, and the structure of its result."""
-    leaves, given = pytree.tree_flatten(args)
-    returned = []
+    given, returned = _structure(args), []
 
     def flat(*leaves: Tensor) -> list[Tensor]:
-        result = step(*pytree.tree_unflatten(leaves, given))
-        tensors, structure = pytree.tree_flatten(result)
-        returned.append(structure)
+        result = step(*_filled(given, iter(leaves)))
+        returned.append(_structure(result))
         # A result of its own, no view of an argument or of a weight.
-        return [tensor.clone() for tensor in tensors]
+        return [tensor.clone() for tensor in _leaves(result)]
 
     with kernels_as_compiled(device):
-        graph = trace(flat, *leaves)
+        graph = trace(flat, *_leaves(args))
     share_heads(graph)
     join_linears(graph)
     return graph, returned[-1]

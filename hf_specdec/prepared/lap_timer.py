@@ -17,13 +17,14 @@ class LapTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._queues = device.type == "cuda"
         self._times: list[float] = []
         self._events: list[torch.cuda.Event] = []
         self.mark()
 
     def mark(self) -> None:
         """End a lap and begin the next."""
-        if self._device.type != "cuda":
+        if not self._queues:
             self._times.append(perf_counter())
             return
         self._events.append(torch.cuda.Event(enable_timing=True))
@@ -31,7 +32,7 @@ class LapTimer:
 
     def seconds(self) -> list[float]:
         """The duration of each lap so far, in seconds; waits for the device to finish the last one."""
-        if not self._events:
+        if not self._queues:
             return [end - start for start, end in pairwise(self._times)]
         self._events[-1].synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]

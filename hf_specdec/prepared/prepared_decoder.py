@@ -82,13 +82,12 @@ class PreparedDecoder(Decoder):
         began, laps = perf_counter(), LapTimer(transcript.ids.device)
         caught_up = lookahead > 0 and self._catch_up(transcript)
         laps.mark()
+        assert isinstance(self.target, StaticRunner)
         with ordinary_tensors():
             drafts, lookahead = engine.run_draft(before, limits, lookahead)
-        laps.mark()
-        assert isinstance(self.target, StaticRunner)
-        if first and transcript.prompt_length > 1:
-            self._read(self.target, transcript.sequences[:, :-1])
-        with ordinary_tensors():
+            laps.mark()
+            if first and transcript.prompt_length > 1:
+                self._read(self.target, transcript.sequences[:, :-1])
             result = engine.steps[lookahead].run_verify(drafts).tolist()
         reading, drafting = laps.seconds()
         checked = perf_counter()

@@ -45,6 +45,7 @@ void products(int rows, const T* w, int64_t apart, const X* x, int64_t tokens, i
     for (int64_t t = 0; t < tokens; ++t) rows_of<T, X, A>(rows, w, x + t * k, k, sums + t);
     return;
   }
+  if (tokens <= kTokensOfPairs) return tile_of<T, X, A, 2>(tokens, w, apart, x, k, k, w + 2 * apart, sums);
   const int64_t strip = (tokens > kManyTokens ? kStripBytes : kNarrowStripBytes) / int64_t(sizeof(T));
   for (int64_t at = 0; at < k; at += strip, w += strip, x += strip) {
     const int64_t width = std::min(strip, k - at);

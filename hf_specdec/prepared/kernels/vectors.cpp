@@ -26,6 +26,7 @@ constexpr bool kAmd = true;
 #else
 constexpr bool kAmd = false;
 #endif
+constexpr int64_t kTokensOfPairs = kFarRows || kAmd ? 0 : 8;  // the most that two rows at a time are faster with
 // Where memory is fetched to that is read once: past the second-level cache, which keeps the code between layers, or, on
 // Intel processors, to that cache, which waits for more lines at a time than the first-level one. And what is read again.
 constexpr int kReadOnce = kAmd ? 0 : 2;
