@@ -14,7 +14,6 @@ namespace {
 constexpr int kTile = 16;         // rows of a tile, and its columns of four bytes
 constexpr int kTileWidth = 64;    // bytes of a row
 constexpr int kTilesAtOnce = 6;   // of tokens, multiplied with a tile of weights while that is in its register
-constexpr int64_t kFewestForTiles = 2;  // tokens; for one, vectors are fast enough, and tiles take time to get going
 constexpr int64_t kTileBytes = kTile * kTileWidth;
 
 // Whether the operating system lets this process use tiles; it must be asked.

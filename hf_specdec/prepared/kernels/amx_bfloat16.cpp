@@ -6,6 +6,7 @@ namespace {
 // The tokens `[tokens, k]`, 16 to a tile.
 struct BFloat16Tiles {
   static constexpr int kRows = kTile;
+  static constexpr int64_t kFewest = 8;  // tokens; for fewer, vectors are faster, as tiles take time to get going
   using Sums = TileSums<float>;
 
   BFloat16Tiles(const BFloat16* x, int64_t tokens, int64_t k) : tokens(tokens), k(k), tiles(tokens, k * sizeof(BFloat16)) {

@@ -8,6 +8,7 @@ namespace {
 // the last ones.
 struct Int8Tiles {
   static constexpr int kRows = kTile;
+  static constexpr int64_t kFewest = 2;  // tokens; for one, vectors are fast enough, and tiles take time to get going
   static constexpr int64_t kTokensOf = kTile / kDigits;  // a tile
   using Sums = TileSums<int32_t>;
 

@@ -73,14 +73,23 @@ void look(const T* mask, const Shape& shape, int64_t masks, int64_t slots, Room<
     room.sight[slot] = seen[slot] == 0 ? kUnseen : seen[slot] == masks ? kSeenByAll : kSeenBySome;
 }
 
-template <class T, class A> void score(const T* key, const Shape& shape, int64_t slots, Room<A>& room) {
-  const int64_t rows = shape.rows();
+// Scores of some slots; meanwhile their values are fetched from memory.
+template <class T, class A>
+void score(const T* key, const T* value, const Shape& shape, int64_t slots, Room<A>& room) {
+  const int64_t rows = shape.rows(), width = shape.width;
   for (int64_t slot = 0; slot < slots; slot += 4) {
     const int count = int(std::min<int64_t>(4, slots - slot));
     std::fill(room.sums.begin(), room.sums.end(), Four<A>{});
-    const T* from = key + slot * shape.width;
-    if (std::any_of(room.sight + slot, room.sight + slot + count, [](Sight of) { return of != kUnseen; }))
-      products<T, A, A>(count, from, shape.width, room.scaled.data, rows, shape.width, room.sums.data());
+    const T *keys = key + slot * width, *values = value + slot * width;
+    const bool seen = std::any_of(room.sight + slot, room.sight + slot + count, [](Sight of) { return of != kUnseen; });
+    if (seen && count < 4) {
+      products<T, A, A>(count, keys, width, room.scaled.data, rows, width, room.sums.data());
+    } else if (seen) {
+      for_token_groups(rows, 1, [&](int64_t row, int64_t size, bool last) {
+        const A* queries = room.scaled.data + row * width;
+        tile_of<T, A, A>(size, keys, width, queries, width, width, last ? values : nullptr, room.sums.data() + row);
+      });
+    }
     for (int64_t row = 0; row < rows; ++row)
       std::memcpy(room.scores.data + row * kSlots + slot, &room.sums[row], sizeof(Four<A>));
   }
@@ -154,7 +163,7 @@ template <class T, class A>
 void attend(const T* key, const T* value, const Shape& shape, int64_t masks, int64_t slots, Room<A>& room,
             const Result<A>& result) {
   const int64_t rows = shape.rows(), width = shape.width;
-  score<T, A>(key, shape, slots, room);
+  score<T, A>(key, value, shape, slots, room);
   for (int64_t row = 0; row < rows; ++row)
     std::tie(result.highest[row], result.total[row]) =
         softmax<A>(room.scores.data + row * kSlots, room.shifts.data + row % masks * kSlots);

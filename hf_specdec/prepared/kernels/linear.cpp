@@ -3,12 +3,12 @@
 namespace {
 
 constexpr int64_t kAheadBytes = 4096;  // from what is read to what is fetched from memory
-constexpr int64_t kRowAheadBytes = kAmd ? kAheadBytes : 2560;  // of one row after another; within a page on Intel
 constexpr int64_t kManyTokens = 24;    // from here on, products take longer than memory
 constexpr int64_t kStripBytes = 1024;  // of a row, read for all tokens before the next strip
-constexpr int64_t kNarrowStripBytes = kAmd && !kFarRows ? 512 : kStripBytes;  // where memory takes longer
-constexpr int64_t kLeastGroups = kAmd && !kFarRows ? 3 : 1;
-constexpr int64_t kFewestToTurn = kFarRows ? 32 : 16;  // tokens
+constexpr int64_t kNarrowStripBytes = kFarRows ? kStripBytes : 512;  // where memory takes longer
+constexpr int64_t kLeastGroups = kFarRows ? 1 : 3;
+constexpr int64_t kFewestToTurn = kVectorBytes == 32 ? 32 : kAmd ? 16 : 24;  // tokens
+constexpr int64_t kFewestToAsk = kVectorBytes == 32 ? kTokens + 1 : 1;  // tokens; for fewer, what is foreseen is enough
 
 // The products of some rows of `w` and one token, which waits for memory only: rows are read as they lie there.
 template <class T, class X, class A>
@@ -22,7 +22,7 @@ void rows_of(int rows, const T* w, const X* x, int64_t k, Four<A>* sums) {
     int64_t i = 0;
     for (; i + 2 * kWidth <= k; i += 2 * kWidth) {
       for (int line = 0; line < 2 * kWidth * int(sizeof(T)); line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(w + i) + line + kRowAheadBytes, 0, kReadOnce);
+        __builtin_prefetch(reinterpret_cast<const char*>(w + i) + line + kAheadBytes, 0, kReadOnce);
       even = Multiply::add(even, Multiply::weights(w + i), Multiply::token(x + i));
       odd = Multiply::add(odd, Multiply::weights(w + i + kWidth), Multiply::token(x + i + kWidth));
     }
@@ -40,19 +40,19 @@ void rows_of(int rows, const T* w, const X* x, int64_t k, Four<A>* sums) {
 // last group asks for the next strip, while no other request is under way.
 template <class T, class X, class A>
 void products(int rows, const T* w, int64_t apart, const X* x, int64_t tokens, int64_t k, Four<A>* sums) {
-  if (kFarRows && tokens == 1 && rows == 4) return tile<T, X, A, 1>(w, apart, x, k, k, nullptr, sums);
+  const bool asks = tokens >= kFewestToAsk;
+  if (kFarRows && tokens == 1 && rows == 4)
+    return tile<T, X, A, 1>(w, apart, x, k, k, asks ? w + kStripBytes / sizeof(T) : nullptr, sums);
   if (tokens == 1 || rows < 4) {
     for (int64_t t = 0; t < tokens; ++t) rows_of<T, X, A>(rows, w, x + t * k, k, sums + t);
     return;
   }
-  if (tokens <= kTokensOfPairs) return tile_of<T, X, A, 2>(tokens, w, apart, x, k, k, w + 2 * apart, sums);
   const int64_t strip = (tokens > kManyTokens ? kStripBytes : kNarrowStripBytes) / int64_t(sizeof(T));
   for (int64_t at = 0; at < k; at += strip, w += strip, x += strip) {
     const int64_t width = std::min(strip, k - at);
     for_token_groups(tokens, std::min(tokens, kLeastGroups), [&](int64_t t, int64_t size, bool last) {
-      const bool asks = !kFarRows || (last && tokens > kTokens);
       const T* next = kFarRows ? w + strip : w + 4 * k + 3 * at + kAheadBytes / sizeof(T);
-      tile_of<T, X, A>(size, w, apart, x + t * k, k, width, asks ? next : nullptr, sums + t);
+      tile_of<T, X, A>(size, w, apart, x + t * k, k, width, asks && (last || !kFarRows) ? next : nullptr, sums + t);
     });
   }
 }
@@ -144,7 +144,7 @@ template <class T, size_t Count>
 void all_rows(const std::array<Layer<T>, Count>& layers, const T* x, int64_t tokens, int64_t k) {
 #ifdef AMX
   if constexpr (std::is_same_v<T, BFloat16>)
-    if (tokens >= kFewestForTiles && tiles_granted()) return all_rows(layers, BFloat16Tiles(x, tokens, k));
+    if (tokens >= BFloat16Tiles::kFewest && tiles_granted()) return all_rows(layers, BFloat16Tiles(x, tokens, k));
 #endif
   if constexpr (std::is_same_v<T, typename SumOf<T>::type>)
     if (tokens >= kFewestToTurn) return all_rows(layers, TurnedTokens<T>(x, tokens, k));

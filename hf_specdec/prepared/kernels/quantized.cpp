@@ -3,6 +3,7 @@
 namespace {
 
 constexpr int64_t kAheadBytes = 8192;  // from what is read to what is fetched from memory, where rows are neighbours
+constexpr bool kFarBytes = kVectorBytes == 32;  // whether rows of a tile are far apart, see `kFarRows`
 constexpr int64_t kColumns = 1024;     // read for all tokens before the next ones; they stay in the first-level cache
 constexpr int64_t kWidened = 256;      // columns of a row that are widened for all tokens, where these are many
 
@@ -49,7 +50,7 @@ template <class A> struct Rows {
   // A vector of numbers, while what comes later is fetched.
   template <int bits> Vector<A> numbers(int r, int64_t column) const {
     const int8_t* from = bytes[r] + column;
-    if (!kFarRows && (bits == 8 || r < 2)) __builtin_prefetch(from + ahead, 0, 2);
+    if (!kFarBytes && (bits == 8 || r < 2)) __builtin_prefetch(from + ahead, 0, 2);
     return bits == 8 ? load_part<kByte, A>(from) : r < 2 ? load_part<kLow, A>(from) : load_part<kHigh, A>(from);
   }
 };
@@ -251,7 +252,7 @@ template <int bits, bool grouped, class T, class X> class QuantizedRows {
     for (int r = 0; r < 4; ++r) {
       const int64_t far = begin * kStep + tile - begin + r % kStep * (end - begin);
       // The last row stands for those that are missing.
-      const int64_t at = std::min(kFarRows ? far : tile * kStep + r % kStep, stored - 1);
+      const int64_t at = std::min(kFarBytes ? far : tile * kStep + r % kStep, stored - 1);
       row[r] = at + (r < kStep ? 0 : stored);
       rows.bytes[r] = bytes + at * k;
       rows.scale[r] = scales.data + row[r] * groups;
@@ -305,7 +306,7 @@ void quantized_rows(Given input, const QuantizedLayer (&layers)[Count], int64_t 
   if (grouped) return quantized_rows<8, true, T, Numbers<A>>(input, layers, first, tokens);
 #ifdef AMX
   if constexpr (std::is_same_v<A, float>)
-    if (tokens >= kFewestForTiles && tiles_granted())
+    if (tokens >= Int8Tiles::kFewest && tiles_granted())
       return quantized_rows<8, false, T, Int8Tiles>(input, layers, first, tokens);
 #endif
   quantized_rows<8, false, T, Whole<A>>(input, layers, first, tokens);

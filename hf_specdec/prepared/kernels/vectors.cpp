@@ -8,25 +8,23 @@
 
 namespace {
 
-// A tile is four rows of weights and some tokens. Where its rows are far apart, each is the next one of a stream that
-// runs straight on, which the processor foresees. Where they are neighbours, the code asks for what comes next.
-#ifdef __AVX512F__
-constexpr int kVectorBytes = 64;
-constexpr int64_t kTokens = 6;  // of a tile; with four rows their sums fill the registers
-constexpr bool kFarRows = false;
-#else
-constexpr int kVectorBytes = 32;
-constexpr int64_t kTokens = 3;
-constexpr bool kFarRows = true;
-#endif
-constexpr int64_t kMostTokens = 64;  // multiplied together; what is kept of them meanwhile stays in the caches
-constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
 constexpr bool kAmd = true;
 #else
 constexpr bool kAmd = false;
 #endif
-constexpr int64_t kTokensOfPairs = kFarRows || kAmd ? 0 : 8;  // the most that two rows at a time are faster with
+#ifdef __AVX512F__
+constexpr int kVectorBytes = 64;
+constexpr int64_t kTokens = 6;  // of a tile; with four rows their sums fill the registers
+#else
+constexpr int kVectorBytes = 32;
+constexpr int64_t kTokens = 3;
+#endif
+// A tile is four rows of weights and some tokens. Where its rows are far apart, each is the next one of a stream that
+// runs straight on, which the processor foresees. Where they are neighbours, the code asks for what comes next.
+constexpr bool kFarRows = kVectorBytes == 32 || !kAmd;
+constexpr int64_t kMostTokens = 64;  // multiplied together; what is kept of them meanwhile stays in the caches
+constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
 // Where memory is fetched to that is read once: past the second-level cache, which keeps the code between layers, or, on
 // Intel processors, to that cache, which waits for more lines at a time than the first-level one. And what is read again.
 constexpr int kReadOnce = kAmd ? 0 : 2;
