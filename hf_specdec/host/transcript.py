@@ -61,7 +61,7 @@ class Transcript:
         self.ids = input_ids.new_full((self.batch_size, capacity), self._pad_token)
         self.ids[:, : self.prompt_length] = input_ids
         # A view, since reading and writing a few numbers through it takes a tenth of the time.
-        self._host_ids = memoryview(self.ids.numpy()) if self.ids.device.type == "cpu" else None
+        self._host_ids = self.ids.numpy().data if self.ids.device.type == "cpu" else None
         self.lengths = [self.prompt_length] * self.batch_size
         self._shown = self.prompt_length
         self._first_end = capacity  # length at which the first row ended, if rows are padded from there

@@ -101,7 +101,7 @@ class Engine:
         self.looks = plan.stop.reads_probabilities and device.type == "cpu"
         self.state = torch.zeros(rows, 4, dtype=torch.long, device=device)
         # A view, since writing a few numbers through it takes a tenth of the time.
-        self._host_state = memoryview(self.state.numpy()) if device.type == "cpu" else None
+        self._host_state = self.state.numpy().data if device.type == "cpu" else None
         self.uniforms = torch.zeros(rows, 2 * plan.lookahead + 1, device=device, dtype=torch.float32)
         self.tails: list[list[int]] = []
         self.failed = False
