@@ -187,8 +187,7 @@ class Transcript:
             # A criterion may end a row before the last token of a round.
             self._first_end = min(self._first_end, self._shown)
         if self._streamer is not None:
-            shown = self.ids.select(1, column)
-            self._streamer.put(shown if self._host_ids is not None else shown.cpu())
+            self._streamer.put(self.ids[:, column].cpu())
 
     def _stops(self, column: int) -> list[bool]:
         """Which rows end at this column."""

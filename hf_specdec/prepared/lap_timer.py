@@ -17,14 +17,13 @@ class LapTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._queues = device.type == "cuda"
         self._times: list[float] = []
         self._events: list[torch.cuda.Event] = []
         self.mark()
 
     def mark(self) -> None:
         """End a lap and begin the next."""
-        if not self._queues:
+        if self._device.type != "cuda":
             self._times.append(perf_counter())
             return
         self._events.append(torch.cuda.Event(enable_timing=True))
@@ -32,7 +31,7 @@ class LapTimer:
 
     def seconds(self) -> list[float]:
         """The duration of each lap so far, in seconds; waits for the device to finish the last one."""
-        if not self._queues:
+        if not self._events:
             return [end - start for start, end in pairwise(self._times)]
         self._events[-1].synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in pairwise(self._events)]

@@ -47,7 +47,6 @@ KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop)
 # They compute with tensors alone, from the round's scores and drafts.
 KNOWN_RELAXATIONS = (type(None), BildRollback, LenientArgmax, TypicalAcceptance, Ensemble)
 
-
 # Tokens times weights. Passes over smaller prompts take hardly longer than giving back what they have freed.
 LARGE_PROMPT = 2**31
 
