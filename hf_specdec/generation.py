@@ -28,6 +28,7 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
 from hf_specdec.models.dynamic_runner import DynamicRunner
+from hf_specdec.models.onednn_linears import onednn_linears
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import (
@@ -41,6 +42,7 @@ from hf_specdec.models.traits import context_length, media_of, pass_mode, tensor
 from hf_specdec.prepared import compiled_step, cuda_graphs
 from hf_specdec.prepared.compile_progress import tqdm_disabled
 from hf_specdec.prepared.engine import prepared_capacity
+from hf_specdec.prepared.pass_kernels import pass_kernels
 from hf_specdec.prepared.prepared_decoder import with_prepared_rounds
 from hf_specdec.rules.round_statistics import SpeculationStats
 from hf_specdec.rules.shared_decisions import among
@@ -204,12 +206,13 @@ class SpeculativeDecoding:
             inputs_tensor=inputs_tensor,
             media=self.media,
             static_size=static_size,
+            kernels=pass_kernels if config.compile else onednn_linears,
         )
         if static_size is not None:
             model_kwargs[cache_argument(model)] = static_cache(model, model_kwargs, static_size, "model")
         # Made before the target's runner, which marks the cache: making the drafter may raise.
         drafter = make_drafter(config, call)
-        target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], cached)
+        target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], cached, call.kernels)
         do_sample = bool(generation_config.do_sample)
         strategy = STRATEGY_TABLE[config.strategy]
         decoder = Decoder(

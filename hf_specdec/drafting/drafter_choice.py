@@ -25,6 +25,7 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import LengthHistory, length_history
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.cache_names import cache_argument, cache_of
+from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.runner_choice import Runner, runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import outgrows_windows, static_cache, supports_recorded_row
@@ -51,6 +52,7 @@ class DraftCall:
         inputs_tensor: `[B / num_return_sequences, ...]`, the inputs that were passed to `generate`.
         media: pictures and video as they were passed to `generate`, as far as they are known.
         static_size: the size of the static caches; None for dynamic ones.
+        kernels: what passes run in.
     """
 
     model: PreTrainedModel
@@ -63,6 +65,7 @@ class DraftCall:
     inputs_tensor: Tensor | None
     media: Mapping[str, Any] = field(default_factory=dict)
     static_size: CacheSize | None = None
+    kernels: Kernels = onednn_linears
 
     @property
     def models(self) -> tuple[PreTrainedModel, ...]:
@@ -168,7 +171,7 @@ def _draft_runner(
         size = CacheSize(tokens, grows=True)
     if size is not None and not (size.grows and outgrows_windows(draft, tokens)):
         kwargs[cache_argument(draft)] = static_cache(draft, kwargs, size, "assistant_model")
-    runner = runner_for(draft, kwargs, prompts, tokens)
+    runner = runner_for(draft, kwargs, prompts, tokens, kernels=call.kernels)
     if places is None:
         return runner, 0
     text_only = TextOnlyRunner(runner, columns, input_ids.shape[1])

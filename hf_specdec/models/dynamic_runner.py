@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
-from hf_specdec.models.onednn_linears import onednn_linears
+from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.traits import media_of, on_device, pass_mode
 
 # What later passes of a text model may need besides masks, positions and tokens.
@@ -38,12 +38,19 @@ class DynamicRunner:
         input_ids: `[B, P]` prompts; only their shape and device matter here.
         capacity: the most tokens of a row, drafts included.
         hidden: tokens in a given cache that precede `input_ids`.
+        kernels: what passes run in.
     """
 
     rewinds_far = True  # to any length, not only to those since the last time
 
     def __init__(
-        self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
+        self,
+        model: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        input_ids: Tensor,
+        capacity: int,
+        hidden: int = 0,
+        kernels: Kernels = onednn_linears,
     ) -> None:
         self.model = model
         self.passes = 0
@@ -66,7 +73,7 @@ class DynamicRunner:
         self._width = read + hidden
         self._history = input_ids[:, :0]
         self._keeps_logits = "logits_to_keep" in parameters
-        self._mode, self._onednn_linears = pass_mode(model), onednn_linears(model)
+        self._mode, self._kernels = pass_mode(model), kernels(model)
         prefix = "decoder_" if model.config.is_encoder_decoder else ""
         self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
         self._ids_key = f"{prefix}input_ids"
@@ -117,7 +124,7 @@ class DynamicRunner:
         inputs = self._inputs(tokens, self._slot_kwargs(lags, first_slot, last_slot))
         if self._keeps_logits:
             inputs["logits_to_keep"] = count
-        with self._mode(), self._onednn_linears():
+        with self._mode(), self._kernels():
             outputs = self.model(**inputs, return_dict=True)
         self.passes += 1
         self._width = last_slot
@@ -215,7 +222,13 @@ class RowByRowRunner:
     rewinds_far = True
 
     def __init__(
-        self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
+        self,
+        model: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        input_ids: Tensor,
+        capacity: int,
+        hidden: int = 0,
+        kernels: Kernels = onednn_linears,
     ) -> None:
         given, argument = cache_of(model_kwargs), cache_argument(model)
         if given is not None and given.get_seq_length() > 0:
@@ -231,7 +244,7 @@ class RowByRowRunner:
             kwargs[argument] = (
                 cache_rollback.new_cache(model, "model", cross_attention=cross_attention) if given is not None else None
             )
-            self.rows.append(DynamicRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden))
+            self.rows.append(DynamicRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden, kernels))
         self._fed: Sequence[int] = range(len(self.rows))
 
     @property

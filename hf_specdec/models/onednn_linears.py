@@ -21,6 +21,9 @@ from transformers import PreTrainedModel
 
 from hf_specdec.models.processor import reported
 
+# Gives, for a model, the context manager that its passes run in.
+Kernels = Callable[[PreTrainedModel], Callable[[], AbstractContextManager[Any]]]
+
 
 @dataclass(frozen=True)
 class Range:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.models.fingerprint import has_fixed_rope, runs_custom_python, shapes_of, state_of
 from hf_specdec.models.jit_traces import replay, traced
+from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.per_target import PerTarget
 from hf_specdec.models.shared_layers import trace_with_shared_layers
 
@@ -196,9 +197,15 @@ def recordable(model: PreTrainedModel) -> bool:
     )
 
 
-def recorded_passes(model: PreTrainedModel) -> RecordedPasses | None:
-    """The recordings that calls share while the model's state is the same; None if it is not `recordable`."""
-    return _known.of(model, (state_of(model), shapes_of(model)), RecordedPasses) if recordable(model) else None
+def recorded_passes(model: PreTrainedModel, kernels: Kernels = onednn_linears) -> RecordedPasses | None:
+    """The recordings that calls share while the model's state is the same; None if it is not `recordable`.
+
+    Args:
+        kernels: what passes run in. Those of other kernels have recordings of their own.
+    """
+    if not recordable(model):
+        return None
+    return _known.of(model, (state_of(model), shapes_of(model), kernels), RecordedPasses)
 
 
 def recordings_of(model: PreTrainedModel) -> int:

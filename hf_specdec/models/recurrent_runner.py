@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.models import cache_rollback, recurrences
 from hf_specdec.models.dynamic_runner import DynamicRunner
+from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recurrent_states import RecurrentStates
 
 
@@ -23,9 +24,15 @@ class RecurrentRunner(DynamicRunner):
     rewinds_far = False
 
     def __init__(
-        self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, capacity: int, hidden: int = 0
+        self,
+        model: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        input_ids: Tensor,
+        capacity: int,
+        hidden: int = 0,
+        kernels: Kernels = onednn_linears,
     ) -> None:
-        super().__init__(model, model_kwargs, input_ids, capacity, hidden)
+        super().__init__(model, model_kwargs, input_ids, capacity, hidden, kernels)
         self._states = RecurrentStates(self.cache, recurrences.places(model))
         self._counting: Sequence[int] = range(len(self.read))
 

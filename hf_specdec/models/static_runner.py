@@ -25,7 +25,7 @@ from hf_specdec.models.masks import (
     attention_windows,
     takes_4d_masks,
 )
-from hf_specdec.models.onednn_linears import onednn_linears
+from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
 from hf_specdec.models.static_cache import CacheSize, RowsCache
 from hf_specdec.models.traits import on_device, pass_mode
@@ -77,6 +77,7 @@ class StaticRunner:
         model: one for which `supports_rows_cache` holds.
         model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as its cache.
         input_ids: `[B, P]` prompts; only their shape and device matter here.
+        kernels: what passes run in.
 
     The rows in use occupy the first places of the cache, so a pass reads them without copying. A row that is left
     out changes places with one from further back and keeps its content, since the cache may be returned.
@@ -86,12 +87,17 @@ class StaticRunner:
         positions: `[m, capacity]`, the position of each slot's token, likewise.
         windows: see `attention_windows`.
         keeps_logits: whether the model can return the last logits only (`logits_to_keep`).
-        records: whether passes after the prompt may be recorded, see `recordable`.
     """
 
     rewinds_far = True
 
-    def __init__(self, model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        input_ids: Tensor,
+        kernels: Kernels = onednn_linears,
+    ) -> None:
         self.model = model
         self.passes = 0
         self.cache: RowsCache = model_kwargs[CACHE_NAME]
@@ -112,10 +118,9 @@ class StaticRunner:
         self._all_slots = torch.arange(capacity, device=input_ids.device).unsqueeze(0)
         self._one_row = batch_size == 1 and mask is None
         self._tables: dict[str, CausalMasks | SlotMasks] = {}
-        self._mode, self._onednn_linears = pass_mode(model), onednn_linears(model)
-        self._recorded = recorded_passes(model)
-        self.records = self._recorded is not None
-        self._weights = [*model.parameters(), *model.buffers()] if self.records else []
+        self._mode, self._kernels = pass_mode(model), kernels(model)
+        self._recorded = recorded_passes(model, kernels)
+        self._weights = [] if self._recorded is None else [*model.parameters(), *model.buffers()]
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
@@ -126,7 +131,7 @@ class StaticRunner:
         width, read = tokens.shape[1], [self.read[row] for row in self._fed]
         span = max(read) + width
         slots = self._slots(read, width)
-        with self._mode(), self._onednn_linears():
+        with self._mode(), self._kernels():
             self.cache.reserve(span)
             if self._recorded is not None and self.passes and any(read) and width <= MAX_MASKED_TOKENS:
                 logits = self._recorded_pass(self._recorded, tokens, slots, span)

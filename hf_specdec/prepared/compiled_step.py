@@ -36,7 +36,7 @@ KEPT_CODES = 256
 _CPU_TORCH = "2.13"  # the first whose stable C++ interface has all that the kernels use
 
 _codes: OrderedDict[Hashable, Code] = OrderedDict()
-_compiling = threading.RLock()  # inductor's settings are the process's
+COMPILING = threading.RLock()  # inductor's settings are the process's
 
 
 def compile_refusal(device: torch.device) -> str | None:
@@ -70,7 +70,7 @@ class CompiledStep:
     def compile(self, *args: Any) -> None:
         """Compile for calls with arguments like these. C++ may still be compiling; the first call waits for it."""
         assert self._step is not None
-        with _compiling, _graphs_freed():
+        with COMPILING, _graphs_freed():
             self._run, self._form = _compiled(self._step, args, self._device, self._name), _form(args)
 
     def __call__(self, *args: Any) -> Any:
@@ -196,7 +196,7 @@ def _start_inductor() -> None:
 
 def _inductor() -> Future[None]:
     """Inductor imported and its header compiled, in a thread, while a first step is traced and kernels are compiled."""
-    with _compiling:  # a cache does not keep two threads from beginning
+    with COMPILING:  # a cache does not keep two threads from beginning
         return _begun()
 
 

@@ -127,7 +127,16 @@ SHAPES: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 class FewTokenProducts(TorchFunctionMode):
-    """Sends `linear` and `scaled_dot_product_attention` over few tokens to the kernels; the rest stays as it is."""
+    """Sends `linear` and `scaled_dot_product_attention` over few tokens to the kernels.
+
+    Args:
+        others: takes other linear layers, which by default stay as they are. Outside this mode it would see all that
+            this one asks about tensors, which takes longer than a small layer.
+    """
+
+    def __init__(self, others: TorchFunctionMode | None = None) -> None:
+        super().__init__()
+        self._others = others
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -140,6 +149,8 @@ class FewTokenProducts(TorchFunctionMode):
             return _quantized(quantized, *args, **options)
         if func is functional.scaled_dot_product_attention and _takes_attention(*args, **options):
             return _attention(*args, **options)
+        if func is functional.linear and self._others is not None:
+            return self._others.__torch_function__(func, types, args, kwargs)
         return func(*args, **options)
 
 

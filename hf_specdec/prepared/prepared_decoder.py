@@ -7,7 +7,7 @@ read the text, recorded scores, drafters other than a model, a cache passed in b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -29,7 +29,7 @@ from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, stat
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length, tensor_parallel_group
 from hf_specdec.prepared import cuda_graphs
-from hf_specdec.prepared.compiled_step import kernels_as_compiled, settle
+from hf_specdec.prepared.compiled_step import settle
 from hf_specdec.prepared.engine import Engine, ordinary_tensors
 from hf_specdec.prepared.engine_key import parts_of, plan_key
 from hf_specdec.prepared.engine_store import STORE
@@ -169,18 +169,9 @@ class PreparedDecoder(Decoder):
     def _read(self, runner: StaticRunner, tokens: Tensor) -> None:
         """Read tokens whose logits are not needed; what the pass over a large prompt has freed goes back."""
         on_cpu, prompt = runner.positions.device.type == "cpu", not any(runner.read)
-        with self._reading(runner):
-            runner.forward(tokens, 1)
+        runner.forward(tokens, 1)
         if prompt and on_cpu and tokens.numel() * runner.model.num_parameters() >= LARGE_PROMPT:
             return_freed_memory()
-
-    def _reading(self, runner: StaticRunner) -> AbstractContextManager[None]:
-        """Runners read with the kernels of compiled steps, too: their own libraries would widen int8 weights.
-
-        Not where a pass may be recorded: calls that don't compile share recordings.
-        """
-        recorded = runner.records and runner.passes > 0
-        return kernels_as_compiled(self.engine.state.device, compile=self.engine.compile and not recorded)
 
     def _note_drafted(self, before: Sequence[int], after: Sequence[int], lookahead: int) -> None:
         """Note what the draft model has read: the text before the round and the accepted drafts except the last."""

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 import hf_specdec
 from hf_specdec.bench.models import synthetic
-from hf_specdec.prepared import compiled_step, engine, gpu_products, prepared_decoder
+from hf_specdec.prepared import compiled_step, engine, gpu_products
 from hf_specdec.prepared.gpu_products import GpuProducts, Tiles, linears
 
 CPU, HALF = torch.device("cpu"), torch.float16  # the interpreter computes bfloat16 wrongly
@@ -41,7 +41,7 @@ def check_models() -> None:
     gpu_products._multiprocessors = lambda device: 2
     for name in gpu_products.SCHEMAS:
         gpu_products._library.impl(name, gpu_products._operation, "CPU")
-    for module in (compiled_step, engine, prepared_decoder):
+    for module in (compiled_step, engine):
         module.kernels_as_compiled = lambda device, compile=True: GpuProducts()
     together = Counter[int]()
 

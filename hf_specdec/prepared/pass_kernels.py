@@ -1,0 +1,55 @@
+"""The kernels of compiled steps in passes that are not compiled, such as those over prompts.
+
+With `compile=True` some rounds can't be compiled, and others read what no step was compiled for. On a CPU, their linear
+layers and attention over few tokens take as long as in compiled steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from hf_specdec.models.onednn_linears import onednn_linears
+from hf_specdec.prepared import few_token_products
+from hf_specdec.prepared.compiled_step import COMPILING
+from hf_specdec.prepared.few_token_products import FewTokenProducts
+from hf_specdec.prepared.quantized_weights import parts_of
+
+
+def pass_kernels(model: PreTrainedModel) -> Callable[[], AbstractContextManager[Any]]:
+    """The context manager for a model's passes without gradients; what the kernels don't take is `onednn_linears`'s.
+
+    The first pass compiles the kernels. Where that fails, and for calls under autocast, passes run as without them.
+    """
+    others = onednn_linears(model)
+    if model.device.type != "cpu" or not few_token_products.supported():
+        return others
+    quantized = any(parts_of(weight) is not None for weight in model.parameters())
+
+    def kernels() -> AbstractContextManager[Any]:
+        rest = others()
+        if torch.is_autocast_enabled("cpu") or not _loaded(model.dtype, quantized):
+            return rest
+        return FewTokenProducts(rest if isinstance(rest, TorchFunctionMode) else None)
+
+    return kernels
+
+
+@cache
+def _loaded(dtype: torch.dtype, quantized: bool) -> bool:
+    """Whether there are kernels for numbers of a type; before a pass, since a broken one leaves half a cache."""
+    if dtype not in few_token_products.NUMBERS:
+        return False
+    try:
+        with COMPILING:
+            for library in ("wide", "quantized") if quantized else ("wide",):
+                few_token_products.load(library, dtype)
+    except Exception:  # compilers fail in many ways, and rounds that compile have said so
+        return False
+    return True
