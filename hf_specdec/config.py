@@ -65,9 +65,9 @@ class SpeculationConfig:
             kept for later calls (see `release`). It is done once per pair of models, batch size, bucket of lengths,
             and processors with their settings (a new temperature compiles again); with `num_assistant_tokens="auto"`,
             also once per lookahead, when it is first chosen. Implies static caches.
-            Calls that can't be compiled are decoded without it, with the same output: models that don't support static
+            Some calls are decoded without compiled rounds, with the same output: models that don't support static
             caches (encoder-decoder, ALiBi), drafters other than `"model"` and `"none"`, processors that read the text
-            (repetition penalty), and recorded scores.
+            (repetition penalty), and recorded scores. On a CPU, they use the kernels of compiled rounds.
         on_draft_error: `"raise"` passes on the draft's errors. `"continue"` warns once and decodes the rest of the call
             without drafts; with it, rounds are neither compiled nor captured.
         disable_tqdm: show no progress bar while `compile=True` compiles. `transformers.utils.logging.
