@@ -81,7 +81,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Combination],
         if c.drafter == "other device":
             drafting_ahead(monkeypatch)
         if c.engine == "eager":
-            monkeypatch.setattr(static_runner, "recorded_passes", lambda model: None)
+            monkeypatch.setattr(static_runner, "recorded_passes", lambda model, kernels: None)
         elif c.engine == "recorded":
             monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
             count(recorded_passes, "replay")
