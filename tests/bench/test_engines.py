@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.tiny_pair import CONTEXT, save_pair
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
@@ -26,9 +27,9 @@ from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.running.transformers_methods import SCHEDULES
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage.results import load
-from hf_specdec.bench.tasks import engines
+from hf_specdec.bench.tasks import benchmark, engines
 from hf_specdec.lengths.auto_length import AutoLength
-from hf_specdec.prepared import compiled_step, cuda_graphs
+from hf_specdec.prepared import compiled_step, cuda_graphs, few_token_products
 
 FILE = "engines-target-draft-greedy.json.gz"
 ALONE = {"assisted", "ensemble", "lookup"}
@@ -188,6 +189,36 @@ def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
         assert times is not None and set(times["target"]) == {"1", "3"}
     assert BarePasses(pair, 12, [1, 3]).sample("compiled", prompts) is None, "nothing was compiled for them"
     assert bandwidth.describe(pair, 30)["cache_bytes"] is None
+
+
+@pytest.mark.compiles
+def test_calls_whose_rounds_are_not_compiled_have_bare_passes_of_their_own(
+    settings: Settings, pair: LoadedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `compile=True` these run in the kernels; those of the compiled baseline say nothing about drafts."""
+    interpret_compiled_steps(monkeypatch)
+    benchmark.run_benchmark(
+        replace(
+            settings, task="benchmark", drafter="hybrid", compile=True, num_assistant_tokens=2, batch_sizes=(1,),
+            engines=(), grid={}, output_dir=tmp_path,
+        )
+    )  # fmt: skip
+    (file,) = tmp_path.glob("*.json.gz")
+    found = load(file)
+    assert {method["engine"] for method in found["methods"]} == {"generate", "kernels", "compiled"}
+    costs = passes.costs(found, "kernels")[30]
+    assert set(costs.draft) == {1} and {1, 3} <= set(costs.target)
+    eta = passes.efficiency(found, [call for call in found["calls"] if call.method == "speculative"])
+    assert eta is not None and 0 < eta < 2
+    assert "drafter hybrid, kernels" in render(found)
+    used: list[torch.Tensor] = []
+    linear = few_token_products._linear
+    monkeypatch.setattr(few_token_products, "_linear", lambda *given: used.append(given[0]) or linear(*given))
+    prompts = benchmark_prompts(pair, (30,), 1, 12)
+    for engine in ("static", "kernels"):
+        assert not used
+        assert BarePasses(pair, 12, [1, 3]).sample(engine, prompts) is not None
+    assert used
 
 
 def test_bare_passes_leave_the_cache_as_it_was(pair: LoadedPair) -> None:

@@ -310,8 +310,10 @@ def test_every_way_of_transformers_reaches_its_setting(settings: Settings, pair:
 def test_titles_say_what_is_special(settings: Settings, pair: LoadedPair) -> None:
     keywords = {"num_assistant_tokens": "auto", "entropy_threshold": 0.5, "compile": True, "drafter": "hybrid"}
     method = ours("speculative", keywords | {"verification": "block", "fallback_threshold": 0.1}, pair)
-    assert method.title == "speculative decoding, auto, drafter hybrid, block, entropy stop 0.5, compiled"
-    assert (method.engine, method.same_engine, method.longest) == ("compiled", "none compiled", 16)
+    assert method.title == "speculative decoding, auto, drafter hybrid, block, entropy stop 0.5, kernels"
+    assert (method.engine, method.same_engine, method.longest) == ("kernels", "none compiled", 16)
+    drafted_by_model = ours("speculative", {name: keywords[name] for name in ("compile", "num_assistant_tokens")}, pair)
+    assert (drafted_by_model.engine, drafted_by_model.same_engine) == ("compiled", "none compiled")
     assert "fallback_threshold" not in method.keywords, "speculative decoding has none"
     assert method.describe()["draft"] == pair.draft_name
     lookup = ours("speculative", {"drafter": "lookup", "num_assistant_tokens": 5}, pair)

@@ -29,6 +29,8 @@ def test_efficiency_takes_bare_passes_on_the_engine_of_the_rounds() -> None:
     assert passes.efficiency(result, ours[:1]) == pytest.approx((3 * 0.2 + 1.5 + 1.1) / 4.0)
     assert passes.efficiency(result, ours[1:]) == pytest.approx(2 * 1.5 / 4.0), "plain generate() by its own passes"
     assert passes.efficiency(result | {"passes": listed[2:]}, ours[:1]) is None, "not by another engine's"
+    without_draft = {**listed[0], "times": {**listed[0]["times"], "draft": {}}}
+    assert passes.efficiency(result | {"passes": [without_draft]}, ours[:1]) is None
     assert passes.efficiency(result, [plain_call(tokens=1)]) is None
 
 

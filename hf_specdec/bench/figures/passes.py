@@ -85,7 +85,7 @@ def efficiency(result: Result, calls: Iterable[Call]) -> float | None:
     """η: the time that bare passes on the same engine need for the decode parts of calls / the time that these took.
 
     Bare passes hold the whole batch. Rounds that are not prepared leave out rows that have ended, so that in batches
-    η is an upper bound for them. None where the engine's passes were not timed.
+    η is an upper bound for them. None where the engine's passes were not timed, or not those of the draft.
     """
     listed = list(calls)
     methods = {method["name"]: method for method in result["methods"]}
@@ -98,9 +98,9 @@ def efficiency(result: Result, calls: Iterable[Call]) -> float | None:
         if place not in known:
             method = methods[call.method]
             known[place] = costs(result, method["engine"], call.batch, method["draft"])
-        if not known[place]:
+        one = nearest(known[place], length) if known[place] else None
+        if one is None or (call.rounds is not None and any(call.rounds.draft_steps[1:]) and not one.draft):
             return None
-        one = nearest(known[place], length)
         measured += part[0]
         needed += _needed(call, part[1], one)
     return needed / measured if measured else None

@@ -206,19 +206,24 @@ def cold_seconds(result: Result, method: str, batch: int) -> float | None:
     calls, such as those in which `"auto"` chose a length for the first time. Methods on an engine of ours share what is
     prepared, so that of the ones before at this batch size is included: an upper bound of what the method takes alone.
     """
-    about = method_named(result, method)
+    engine = _preparing_engine(method_named(result, method))
     own = _own_cold_seconds(result, method, batch)
-    if own is None or about["engine"] not in ENGINES:
+    if own is None or engine not in ENGINES:
         return own
     places = {one["name"]: place for place, one in enumerate(result["methods"])}
     # In files of earlier versions methods were warmed up in the order in which they are listed.
     order = {
         item["method"]: item.get("number", places[item["method"]])
         for item in reversed(result["cold"])
-        if item["batch"] == batch and method_named(result, item["method"])["engine"] == about["engine"]
+        if item["batch"] == batch and _preparing_engine(method_named(result, item["method"])) == engine
     }
     before = [name for name, number in order.items() if number < order[method]]
     return own + sum(_own_cold_seconds(result, name, batch) or 0.0 for name in before)
+
+
+def _preparing_engine(method: MethodDict) -> str:
+    """The engine that a method shares what is prepared with: compiled rounds bring the kernels along."""
+    return "compiled" if method["engine"] == "kernels" else str(method["engine"])
 
 
 def _own_cold_seconds(result: Result, method: str, batch: int) -> float | None:

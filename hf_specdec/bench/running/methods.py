@@ -45,14 +45,14 @@ class Method:
         title: for readers.
         kind: plain (generate() without a draft), none (our loop without a draft), assisted, ensemble, lookup
             (transformers' own), a strategy of ours (its ensemble has a `same_engine`), llama.cpp.
-        engine: `GENERATE`; how our rounds run: eager, static or compiled; or how llama.cpp stores the weights.
+        engine: `GENERATE`; how our rounds run: eager, static, kernels or compiled; or how llama.cpp stores the weights.
         lookahead: tokens drafted in a round where that is fixed, or "auto".
         longest: the most tokens of a draft.
         keywords: of generate(), without its models; JSON-serialisable.
         models: further arguments of generate() that are models or tokenizers.
         draft: the model that drafts.
         draft_name: its name.
-        same_engine: the name of plain decoding on the same engine; None for transformers' own loops.
+        same_engine: the name of plain decoding with the same compile mode and cache; None for transformers' own loops.
         most_rows: the largest batch that it takes; None: any.
         facts: of one task, for its reports.
         surroundings: `surroundings(pair)` is entered around the call, outside the clock.
@@ -104,9 +104,9 @@ def plain() -> Method:
 
 
 def engine_of(keywords: Mapping[str, Any]) -> str:
-    """The engine that these keywords of generate() choose."""
+    """The engine that these keywords of generate() choose; "kernels" where `compile=True` compiles no rounds."""
     if keywords.get("compile"):
-        return "compiled"
+        return "compiled" if keywords.get("drafter", "model") in ("model", "none") else "kernels"
     return "static" if keywords.get("cache_implementation") == "static" else "eager"
 
 
@@ -147,7 +147,7 @@ def ours(
         {"generation_strategy": strategy, **kept},
         draft=pair.draft if drafts_by_model else None,
         draft_name=pair.draft_name if drafts_by_model else None,
-        same_engine=plain_on_engine_name(engine_of(kept)),
+        same_engine=plain_on_engine(kept).name,
     )
 
 
