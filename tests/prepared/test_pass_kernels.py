@@ -89,9 +89,7 @@ def test_encoder_decoder_models_use_them(products: list[int]) -> None:
 def test_recordings_belong_to_their_kernels() -> None:
     target = llama()
     draft = noisy(target)
-    with_kernels, without = (
-        recorded_passes(target, of) for of in (pass_kernels.pass_kernels, pass_kernels.onednn_linears)
-    )
+    with_kernels, without = recorded_passes(target, pass_kernels.pass_kernels), recorded_passes(target)
     for _ in range(3):
         _call(target, draft, 1, **UNCOMPILED["no draft"], compile=True)
     assert with_kernels is not None and without is not None
