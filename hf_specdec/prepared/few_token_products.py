@@ -23,7 +23,7 @@ from hf_specdec.prepared.step_trace import PLAIN
 
 # The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
 LIBRARIES = {
-    "wide": ("tensors", "vectors", "amx", "amx_bfloat16", "tile", "turned", "linear", "attention"),
+    "wide": ("tensors", "vectors", "amx", "amx_bfloat16", "amx_float", "tile", "turned", "linear", "attention"),
     "quantized": ("tensors", "vectors", "amx", "tile", "whole_digits", "amx_int8", "whole_words", "quantized"),
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}

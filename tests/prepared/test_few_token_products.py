@@ -41,6 +41,17 @@ def test_linear_layers(shape: tuple[int, ...], rows: int, dtype: torch.dtype) ->
         torch.testing.assert_close(found.double() / scale, asked / scale, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("each_form")
+@pytest.mark.parametrize("tokens", [1, 6, 16, 40, MOST_TOKENS])
+def test_float_products_are_as_precise_as_float_is(tokens: int) -> None:
+    """Whichever way they are multiplied: with two parts of a number instead of three, tiles would fail this."""
+    states, weight = _draw(tokens, 600, dtype=torch.float32), _draw(35, 600, dtype=torch.float32)
+    with FewTokenProducts():
+        found = linear(states, weight).double()
+    magnitude = linear(states.double().abs(), weight.double().abs())
+    assert ((found - linear(states.double(), weight.double())) / magnitude).abs().max() < 2.0**-21
+
+
 @pytest.mark.parametrize("missing", [True, False])
 def test_many_tokens_are_multiplied_here_where_no_library_does_it(
     missing: bool, monkeypatch: pytest.MonkeyPatch

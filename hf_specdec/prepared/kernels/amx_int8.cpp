@@ -21,6 +21,8 @@ struct Int8Tiles {
         for (int digit = 0; digit < kDigits; ++digit) tiles.write(step, group, digit * kTokensOf + place, found[digit]);
       });
     }
+    for (int64_t step = 0; step < tiles.steps; ++step)
+      for (int64_t group = 0; group < tiles.groups; ++group) tiles.turn(step, group);
   }
 
   // `put(token, sums)` for the products of up to 16 rows of weights and each token.
@@ -37,7 +39,7 @@ struct Int8Tiles {
         _mm512_store_ps(numbers[r], number * units);
       }
       const int64_t first = group * kTokensOf, count = std::min(kTokensOf, tokens - first);
-      for (int64_t t = 0; t < count; ++t) put(first + t, (Vector<float>)column_of(numbers, t));
+      put_columns(numbers, count, [&](int64_t t, __m512 sums) { put(first + t, sums); });
     });
   }
 

@@ -105,15 +105,26 @@ void some_rows(const Layer<T>& layer, int64_t begin, int64_t end, const TurnedTo
 }
 
 #ifdef AMX
-inline void some_rows(const Layer<BFloat16>& layer, int64_t begin, int64_t end, const BFloat16Tiles& x,
-                      BFloat16Tiles::Sums& sums) {
+// By tiles: `X` is `FloatTiles` or `BFloat16Tiles`.
+template <class T, class X>
+void rows_by_tiles(const Layer<T>& layer, int64_t begin, int64_t end, const X& x, typename X::Sums& sums) {
   for (int64_t first = begin; first < end; first += kTile) {
     const int64_t rows = std::min<int64_t>(kTile, end - first);
-    x.multiply(layer.weight + first * x.k, rows, sums, [&](int64_t token, Vector<float> found) {
-      for (int64_t r = 0, row = first; r < rows; ++r, ++row)
-        layer.output[token * layer.rows + row] = layer.result(found[r], row);
+    const __m512 bias = layer.bias ? load_some(layer.bias + first, rows) : _mm512_setzero_ps();
+    x.multiply(layer.weight + first * x.k, rows, sums, [&](int64_t token, __m512 found) {
+      store_some(layer.output + token * layer.rows + first, rows, found + bias);
     });
   }
+}
+
+inline void some_rows(const Layer<BFloat16>& layer, int64_t begin, int64_t end, const BFloat16Tiles& x,
+                      BFloat16Tiles::Sums& sums) {
+  rows_by_tiles(layer, begin, end, x, sums);
+}
+
+inline void some_rows(const Layer<float>& layer, int64_t begin, int64_t end, const FloatTiles& x,
+                      FloatTiles::Sums& sums) {
+  rows_by_tiles(layer, begin, end, x, sums);
 }
 #endif
 
@@ -145,6 +156,8 @@ void all_rows(const std::array<Layer<T>, Count>& layers, const T* x, int64_t tok
 #ifdef AMX
   if constexpr (std::is_same_v<T, BFloat16>)
     if (tokens >= BFloat16Tiles::kFewest && tiles_granted()) return all_rows(layers, BFloat16Tiles(x, tokens, k));
+  if constexpr (std::is_same_v<T, float>)
+    if (tokens >= FloatTiles::kFewest && tiles_granted()) return all_rows(layers, FloatTiles(x, tokens, k));
 #endif
   if constexpr (std::is_same_v<T, typename SumOf<T>::type>)
     if (tokens >= kFewestToTurn) return all_rows(layers, TurnedTokens<T>(x, tokens, k));

@@ -233,12 +233,12 @@ template <int bits, bool grouped, class T, class X> class QuantizedRows {
 #ifdef AMX
   void some_rows(int64_t, int64_t, int64_t tile, const Int8Tiles& x, Int8Tiles::Sums& sums) const {
     const int64_t first = tile * kStep, rows = std::min(kStep, n - first);
-    x.multiply(bytes + first * k, rows, sums, [&](int64_t token, Vector<float> found) {
-      for (int64_t r = 0, row = first; r < rows; ++r, ++row) {
-        float scaled = found[r] * scales.data[row];
-        asm("" : "+x"(scaled));  // rounded before the bias is added, as with vectors
-        output[token * n + row] = narrow<T>(scaled + (bias ? A(widen(bias[row])) : A(0)));
-      }
+    const __m512 scale = load_some(scales.data + first, rows);
+    const __m512 added = bias ? load_some(bias + first, rows) : _mm512_setzero_ps();
+    x.multiply(bytes + first * k, rows, sums, [&](int64_t token, __m512 found) {
+      __m512 scaled = found * scale;
+      asm("" : "+v"(scaled));  // rounded before the bias is added, as with vectors
+      store_some(output + token * n + first, rows, scaled + added);
     });
   }
 #endif
