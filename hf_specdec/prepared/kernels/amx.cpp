@@ -42,6 +42,13 @@ template <int apart = kTile / 2> inline void transpose(__m512i (&rows)[kTile]) {
   if constexpr (apart > 1) transpose<apart / 2>(rows);
 }
 
+// A tile that is read from memory with rows and columns exchanged.
+inline void load_turned(const void* from, __m512i (&rows)[kTile]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kTile; ++r) rows[r] = _mm512_load_si512((const int8_t*)from + r * kTileWidth);
+  transpose(rows);
+}
+
 // Columns of tokens as tiles `[steps, groups, 16, 16, 4]`: a step is 64 bytes of a column, four in each row of the tile.
 struct TokenTiles {
   TokenTiles(int64_t columns, int64_t bytes)
@@ -57,9 +64,7 @@ struct TokenTiles {
 
   void turn(int64_t step, int64_t group) {
     __m512i rows[kTile];
-#pragma GCC unroll 16
-    for (int r = 0; r < kTile; ++r) rows[r] = _mm512_load_si512(at(step, group) + r * kTileWidth);
-    transpose(rows);
+    load_turned(at(step, group), rows);
 #pragma GCC unroll 16
     for (int r = 0; r < kTile; ++r) _mm512_store_si512(at(step, group) + r * kTileWidth, rows[r]);
   }
@@ -101,8 +106,7 @@ inline int64_t fetched_ahead(int64_t row_bytes) { return row_bytes > kForeseen ?
 
 // The products of `rows` rows of weights, up to 16, and N groups of columns from `first` on, to `sums.of`.
 template <int N, class Sum>
-void multiply_tiles(const int8_t* weights, int64_t rows, const TokenTiles& x, int64_t first,
-                    TileSums<Sum>& sums) {
+void multiply_tiles(const int8_t* weights, int64_t rows, const TokenTiles& x, int64_t first, TileSums<Sum>& sums) {
 #define EACH(of) of(0) of(1) of(2) of(3) of(4) of(5)
 #define START(t) if constexpr (t < N) _tile_zero(t);
 #define ADD(t) if constexpr (t < N) {                                        \
@@ -182,9 +186,7 @@ template <class T> inline void store_some(T* to, int64_t count, __m512 numbers) 
 // `put(column, sums)` for the first columns of `[16, 16]`.
 template <class Put> void put_columns(const float (&sums)[kTile][kTile], int64_t columns, Put put) {
   __m512i turned[kTile];
-#pragma GCC unroll 16
-  for (int r = 0; r < kTile; ++r) turned[r] = _mm512_load_si512(sums[r]);
-  transpose(turned);
+  load_turned(sums, turned);
 #pragma GCC unroll 16
   for (int c = 0; c < kTile; ++c)
     if (c < columns) put(c, (__m512)turned[c]);
