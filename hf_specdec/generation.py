@@ -210,23 +210,7 @@ class SpeculativeDecoding:
         )
         if static_size is not None:
             model_kwargs[cache_argument(model)] = static_cache(model, model_kwargs, static_size, "model")
-        # Made before the target's runner, which marks the cache: making the drafter may raise.
-        drafter = make_drafter(config, call)
-        target = runner_for(model, model_kwargs, input_ids, transcript.ids.shape[1], cached, call.kernels)
-        do_sample = bool(generation_config.do_sample)
-        strategy = STRATEGY_TABLE[config.strategy]
-        decoder = Decoder(
-            target=target,
-            drafter=drafter,
-            processors=processors,
-            relaxation=strategy.relaxation(config, not do_sample),
-            rule=strategy.sampling_rule(config, SAMPLING_RULES[config.verification]) if do_sample else greedy,
-            do_sample=do_sample,
-            # Custom processors may need gradients, which inference mode rules out.
-            mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
-            max_positions=None if (positions := context_length(model)) is None else positions - cached,
-            drafts_in_first_round=_last_token_visible(model, model_kwargs) and not media_of(model_kwargs),
-        )
+        decoder = _decoder(config, call, model_kwargs, input_ids, cached)
         # A local name as well, since other threads may replace the attribute.
         stats = self.stats = _last[model] = SpeculationStats(config.strategy)
         with among(tensor_parallel_group(*call.models)), tqdm_disabled(config.disable_tqdm):
@@ -260,6 +244,36 @@ def _compilable(config: SpeculationConfig, device: torch.device) -> SpeculationC
         return config
     warn_caller(refusal)
     return replace(config, compile=False)
+
+
+def _decoder(
+    config: SpeculationConfig, call: DraftCall, model_kwargs: dict[str, Any], input_ids: Tensor, cached: int
+) -> Decoder:
+    """The loop for a call, with its drafter and the target's runner.
+
+    Args:
+        model_kwargs: what the target is given, its cache included.
+        cached: the number of tokens that the cache holds before `input_ids`.
+    """
+    model, processors = call.model, call.processors
+    # Made before the target's runner, which marks the cache: making the drafter may raise.
+    drafter = make_drafter(config, call)
+    target = runner_for(model, model_kwargs, input_ids, call.transcript.ids.shape[1], cached, call.kernels)
+    do_sample = bool(call.generation_config.do_sample)
+    strategy = STRATEGY_TABLE[config.strategy]
+    positions = context_length(model)
+    return Decoder(
+        target=target,
+        drafter=drafter,
+        processors=processors,
+        relaxation=strategy.relaxation(config, not do_sample),
+        rule=strategy.sampling_rule(config, SAMPLING_RULES[config.verification]) if do_sample else greedy,
+        do_sample=do_sample,
+        # Custom processors may need gradients, which inference mode rules out.
+        mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
+        max_positions=None if positions is None else positions - cached,
+        drafts_in_first_round=_last_token_visible(model, model_kwargs) and not media_of(model_kwargs),
+    )
 
 
 def _run(
