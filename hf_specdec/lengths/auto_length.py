@@ -30,7 +30,7 @@ PROBE_ALLOWANCE, PROBE_SHARE = 1.25, 0.01
 FIRST_REFRESH, LAST_REFRESH, NARROW_SPEEDUP = 16, 256, 1.2
 # After a while without drafts, so many plain rounds are only timed before the length is chosen again: choosing takes a
 # tenth of a short round.
-PLAIN_ROUNDS = 16
+PLAIN_ROUNDS = 32
 
 
 class LengthHistory:
@@ -197,7 +197,7 @@ class AutoLength(StopRule):
             best = 0
         elif best == 0 and known.times.knows_plain:
             best = self._probe()
-            self._probing, self._pause = best > 0, min(1 + int(self._unread) // 4, PLAIN_ROUNDS)
+            self._probing, self._pause = best > 0, min(1 + int(self._unread) // 2, PLAIN_ROUNDS)
         self.limit = best
 
     def _best(self, rates: Sequence[float]) -> int:
@@ -218,11 +218,12 @@ class AutoLength(StopRule):
         tokens, drafts, steps = 1.0, 0.0, 0.0
         known = self.known
         rates = [1.0 / known.times.target(1)]
+        beginning, step = known.times.draft_line()
         for _, accepted, drafted, stepped in zip(
             range(self._choice()[-1]), known.accepted.reach(), known.drafted.reach(), known.steps.reach(), strict=False
         ):
             tokens, drafts, steps = tokens + accepted, drafts + drafted, steps + stepped
-            rates.append(tokens / (known.times.drafting(steps) + known.times.target(1 + drafts)))
+            rates.append(tokens / (beginning + steps * step + known.times.target(1 + drafts)))
         return rates
 
     def _probe(self) -> int:
@@ -232,13 +233,14 @@ class AutoLength(StopRule):
         lengths = [n for n in self.lengths if n and n in self.ready]
         if not lengths:
             return 0
-        cheap = [n for n in lengths if n <= 4 and self._loss(n) <= plain / 2]
+        losses = {n: self._loss(n) for n in lengths if n <= 4 or n == lengths[0]}
+        cheap = [n for n, loss in losses.items() if n <= 4 and loss <= plain / 2]
         length = cheap[-1] if cheap else lengths[0]
         # Losses count only as far as they exceed earlier gains, except those of probes.
         lost = max(known.probed, -known.balance)
         budget = min(PROBE_SHARE * known.elapsed - lost, PROBE_SHARE * self._elapsed - self._probed)
         budget += PROBE_ALLOWANCE * plain
-        return length if self._loss(length) <= budget else 0
+        return length if losses[length] <= budget else 0
 
     def _loss(self, length: int) -> float:
         """Seconds lost by a round of `length` drafts if none is accepted."""

@@ -24,8 +24,9 @@ DECAY, MIN_WEIGHT = 0.95, 3.0
 # weight, drafting would go on for too long where it no longer pays.
 EARLIER_WEIGHT = 0.7
 # The weight of a width's or a draft's times halves after this many rounds without it. By now it may be recorded, or no
-# longer stalled, but what seems slow is hardly ever chosen again.
-HALF_LIFE = 16
+# longer stalled, but what seems slow is hardly ever chosen again. Each time that a later draft confirms the times of
+# drafts, they keep their weight for twice as long, up to the maximum.
+HALF_LIFE, LONGEST_HALF_LIFE = 16, 512
 # Times are medians of this many passes of a width, so that one stall doesn't count.
 TIMES_KEPT = 5
 # What a prepared draft's first pass, which reads two tokens, takes beyond a step, in steps: assumed before drafts of
@@ -101,6 +102,7 @@ class PassTimes:
         self._drafts: dict[int, deque[float]] = {}  # steps of a draft, or 1 for a share of one -> seconds
         self._step: tuple[float, float] | None = None  # seconds of a step; beginning of a draft, in steps
         self._drafted = 0  # the last round with draft steps
+        self._half_life = HALF_LIFE  # of the times of drafts, in rounds
         self._catch_ups: deque[float] = deque(maxlen=TIMES_KEPT)
         self._ratio = 0.0 if copies else PRIOR_RATIO
         self._reading: float | None = None
@@ -135,13 +137,22 @@ class PassTimes:
         self._seen[width] = self._rounds
         self._changed.add(width)
         if finished.draft_steps:
-            self._drafted = self._rounds
             drafting, caught_up = finished.draft_seconds, finished.catch_up_seconds
             if caught_up:
                 self._catch_ups.append(caught_up)
             elif unread:
                 caught_up = min(self.reading(unread), drafting / 2)
+            self._confirm(finished.draft_steps, drafting - caught_up)
+            self._drafted = self._rounds
             self._add_draft(finished.draft_steps, drafting - caught_up)
+
+    def _confirm(self, steps: int, seconds: float) -> None:
+        """Whether the first draft after many plain rounds took as long as earlier ones, or what was assumed."""
+        if self._step is None or self._weight_of_drafts() > 0.5:
+            return
+        measured, beginning = self._step
+        confirmed = seconds / (steps + beginning) > (measured + self._ratio * self.target(1)) / 2
+        self._half_life = min(2 * self._half_life, LONGEST_HALF_LIFE) if confirmed else HALF_LIFE
 
     def _add_draft(self, steps: int, seconds: float) -> None:
         """Lengths of prepared drafts are few, and each is timed; other drafts tell the time of a step."""
@@ -208,12 +219,17 @@ class PassTimes:
         if self._step is None:
             return assumed
         measured = self._step[0]
-        return min(assumed, measured) + max(measured - assumed, 0.0) * self._weight_of(self._drafted)
+        return min(assumed, measured) + max(measured - assumed, 0.0) * self._weight_of_drafts()
 
-    def drafting(self, steps: float) -> float:
+    def draft_line(self) -> tuple[float, float]:
+        """Seconds of a draft's beginning, and of each of its steps."""
+        step = self.step()
+        return step * (self._step[1] if self._step else PRIOR_BEGINNING * self._prepared), step
+
+    def drafting(self, steps: int) -> float:
         """Seconds of a draft of `steps` steps."""
-        beginning = self._step[1] if self._step else PRIOR_BEGINNING * self._prepared
-        return (steps + beginning) * self.step() if steps else 0.0
+        beginning, step = self.draft_line()
+        return beginning + steps * step if steps else 0.0
 
     def reading(self, unread: float) -> float:
         """Seconds that `unread` more tokens add to a draft pass."""
@@ -221,9 +237,13 @@ class PassTimes:
 
     def catch_up(self, unread: float) -> float:
         """Seconds that the draft takes to read `unread` tokens, in a separate pass if it has used one before."""
-        measured = median_low(self._catch_ups) * self._weight_of(self._drafted) if self._catch_ups else 0.0
+        measured = median_low(self._catch_ups) * self._weight_of_drafts() if self._catch_ups else 0.0
         return max(self.reading(unread), measured)
 
     def _weight_of(self, last: int) -> float:
         """The weight of a time that was last measured in round `last`, of 1 if that was the latest."""
         return 0.5 ** ((self._rounds - last) / HALF_LIFE)
+
+    def _weight_of_drafts(self) -> float:
+        """The weight of the times of drafts."""
+        return 0.5 ** ((self._rounds - self._drafted) / self._half_life)
