@@ -28,8 +28,8 @@ PROBE_ALLOWANCE, PROBE_SHARE = 1.25, 0.01
 # Plain decoding is timed again after this many rounds with drafts. The interval then grows fourfold up to the maximum,
 # unless the expected speedup is below the last figure: then more is lost by being wrong than by a plain round.
 FIRST_REFRESH, LAST_REFRESH, NARROW_SPEEDUP = 16, 256, 1.2
-# After a while without drafts, so many plain rounds are only timed before the length is chosen again: choosing takes a
-# tenth of a short round.
+# After a while without drafts, so many plain rounds are only timed before the length is chosen again: learning from one
+# takes a hundredth of a short round, and choosing a tenth.
 PLAIN_ROUNDS = 32
 
 
@@ -102,7 +102,8 @@ class AutoLength(StopRule):
         self._rounds = 0
         self._unread = self._elapsed = self._probed = 0.0
         self._probing = False
-        self._plain, self._pause = 0, 1  # plain rounds since the last choice, and until the next one
+        self._pause = 1  # rounds until the next choice, all but the last one plain
+        self._waited: list[float] = []  # seconds of those that are over
         if self.known.elapsed:
             self._begin()
 
@@ -135,7 +136,13 @@ class AutoLength(StopRule):
         self.known = self._general
 
     def observe(self, finished: Round) -> None:
-        """See `StopRule.observe`: update the estimates, then choose `limit` for the next round."""
+        """See `StopRule.observe`: update the estimates, then choose `limit` for the next round.
+
+        Nothing is learned from the last few plain rounds of a call, which no choice follows.
+        """
+        if len(self._waited) + 1 < self._pause:
+            self._waited.append(finished.seconds)
+            return
         with self.known.lock:
             self._learn(finished)
 
@@ -144,28 +151,27 @@ class AutoLength(StopRule):
         if not live:
             return
         self._rounds += 1
-        known = self.known
+        known, waited = self.known, len(self._waited)
         gained = sum(finished.new_tokens[row] for row in live) / len(live)
         if self._rounds == 1:
             known.times.first_round(finished)
         else:
+            known.times.add_plain(self._waited)
             known.times.add(finished, self._unread)
-            known.elapsed += finished.seconds
-            self._elapsed += finished.seconds
-        self._unread = 0.0 if finished.draft_steps else self._unread + gained
+            seconds = sum(self._waited, finished.seconds)
+            known.elapsed += seconds
+            self._elapsed += seconds
+        self._waited.clear()
+        self._unread = 0.0 if finished.draft_steps else self._unread + waited + gained
         if self.limit == 0:
             known.since_plain = 0
-            self._plain += 1
-            if self._plain < self._pause:
-                return
         else:
             known.since_plain += 1
             if self._rounds > 1:
                 self._account(gained * known.times.target(1) - finished.seconds)
             self._learn_acceptance(finished, live)
         for positions in (known.accepted, known.drafted, known.steps):
-            positions.fade(self._plain or 1)
-        self._plain = 0
+            positions.fade(waited + 1)
         self._choose()
 
     def _account(self, gain: float) -> None:
@@ -197,7 +203,8 @@ class AutoLength(StopRule):
             best = 0
         elif best == 0 and known.times.knows_plain:
             best = self._probe()
-            self._probing, self._pause = best > 0, min(1 + int(self._unread) // 2, PLAIN_ROUNDS)
+            self._probing = best > 0
+            self._pause = 1 if best else min(1 + int(self._unread) // 2, PLAIN_ROUNDS)
         self.limit = best
 
     def _best(self, rates: Sequence[float]) -> int:

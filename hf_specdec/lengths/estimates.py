@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median_low
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
@@ -145,6 +145,13 @@ class PassTimes:
             self._confirm(finished.draft_steps, drafting - caught_up)
             self._drafted = self._rounds
             self._add_draft(finished.draft_steps, drafting - caught_up)
+
+    def add_plain(self, seconds: Sequence[float]) -> None:
+        """Learn from the seconds of rounds without drafts that follow others. Ignores rounds without times."""
+        if seconds and 1 in self._by_width:
+            self._by_width[1].extend(seconds[-TIMES_KEPT:])
+            self._rounds += len(seconds)
+            self._changed.add(1)
 
     def _confirm(self, steps: int, seconds: float) -> None:
         """Whether the first draft after many plain rounds took as long as earlier ones, or what was assumed."""
