@@ -114,7 +114,7 @@ def test_a_process_that_compiles_is_followed_by_another(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_libraries_do_not_count() -> None:
     settings = Settings(
-        task="engines", model_name="synthetic:smollm-135m:draft=64x1", assisted_generation=True, precision="int8",
+        task="engines", model_name=TINY, assisted_generation=True, precision="int8",
         draft_precision="int8", max_new_tokens=2, prompt_lengths=(8,), engines=("eager",),
     )  # fmt: skip
     found = peak_memory.measured_apart(settings, "plain", "eager", 1)
