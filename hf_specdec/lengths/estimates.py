@@ -154,7 +154,7 @@ class PassTimes:
             self._changed.add(1)
 
     def _confirm(self, steps: int, seconds: float) -> None:
-        """Whether the first draft after many plain rounds took as long as earlier ones, or what was assumed."""
+        """Let draft times age more slowly if, after many plain rounds, a draft takes as long as they say."""
         if self._step is None or self._weight_of_drafts() > 0.5:
             return
         measured, beginning = self._step
@@ -247,10 +247,10 @@ class PassTimes:
         measured = median_low(self._catch_ups) * self._weight_of_drafts() if self._catch_ups else 0.0
         return max(self.reading(unread), measured)
 
-    def _weight_of(self, last: int) -> float:
+    def _weight_of(self, last: int, half_life: int = HALF_LIFE) -> float:
         """The weight of a time that was last measured in round `last`, of 1 if that was the latest."""
-        return 0.5 ** ((self._rounds - last) / HALF_LIFE)
+        return 0.5 ** ((self._rounds - last) / half_life)
 
     def _weight_of_drafts(self) -> float:
         """The weight of the times of drafts."""
-        return 0.5 ** ((self._rounds - self._drafted) / self._half_life)
+        return self._weight_of(self._drafted, self._half_life)

@@ -104,39 +104,43 @@ template <class Sum> class TileSums {
 // From a tile of weights to the one that is fetched meanwhile, in bytes: the next one of the same columns, or itself.
 inline int64_t fetched_ahead(int64_t row_bytes) { return row_bytes > kForeseen ? 0 : kTile * row_bytes; }
 
+// Rows of `width` bytes as the beginning of 16 rows of `to_row` bytes each, which are zero elsewhere.
+inline void copy_part(void* to, int64_t to_row, const void* from, int64_t from_row, int64_t rows, int64_t width) {
+  std::memset(to, 0, kTile * to_row);
+  for (int64_t r = 0; r < rows; ++r) std::memcpy((int8_t*)to + r * to_row, (const int8_t*)from + r * from_row, width);
+}
+
+// Instructions name their registers by constants: what N of them do, and with the sums in `sums.of`.
+#define EACH_TILE(of) of(0) of(1) of(2) of(3) of(4) of(5)
+#define START_TILE(t) if constexpr (t < N) _tile_zero(t);
+#define STORE_TILE(t) if constexpr (t < N) _tile_stored(t, sums.of[t], kTileWidth);
+
 // The products of `rows` rows of weights, up to 16, and N groups of columns from `first` on, to `sums.of`.
 template <int N, class Sum>
 void multiply_tiles(const int8_t* weights, int64_t rows, const TokenTiles& x, int64_t first, TileSums<Sum>& sums) {
-#define EACH(of) of(0) of(1) of(2) of(3) of(4) of(5)
-#define START(t) if constexpr (t < N) _tile_zero(t);
 #define ADD(t) if constexpr (t < N) {                                        \
     _tile_loadd(7, x.at(step, first + t), kTileWidth);                      \
     if constexpr (std::is_same_v<Sum, int32_t>) _tile_dpbssd(t, 6, 7);      \
     else _tile_dpbf16ps(t, 6, 7);                                            \
   }
-#define STORE(t) if constexpr (t < N) _tile_stored(t, sums.of[t], kTileWidth);
   const int64_t ahead = fetched_ahead(x.bytes);
-  EACH(START)
+  EACH_TILE(START_TILE)
   for (int64_t step = 0; step < x.steps; ++step) {
     const int8_t* from = weights + step * kTileWidth;
     const int64_t width = std::min<int64_t>(kTileWidth, x.bytes - step * kTileWidth);
     if (__builtin_expect(rows == kTile && width == kTileWidth, 1)) {
       _tile_loadd(6, from, x.bytes);
     } else {
-      std::memset(sums.weights, 0, sizeof sums.weights);
-      for (int64_t r = 0; r < rows; ++r) std::memcpy(sums.weights + r * kTileWidth, from + r * x.bytes, width);
+      copy_part(sums.weights, kTileWidth, from, x.bytes, rows, width);
       asm volatile("" ::: "memory");  // it is written before it is read
       _tile_loadd(6, sums.weights, kTileWidth);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kTile; ++r) __builtin_prefetch(from + ahead + r * x.bytes, 0, kReadAgain);
-    EACH(ADD)
+    EACH_TILE(ADD)
   }
-  EACH(STORE)
-#undef EACH
-#undef START
+  EACH_TILE(STORE_TILE)
 #undef ADD
-#undef STORE
 }
 
 // Calls `take(group, sums)` with the products of `rows` rows of weights and each group of columns, `[16, 16]`.

@@ -71,8 +71,7 @@ class FloatTiles {
     const int64_t width = std::min(kStep, k - step * kStep);
     apart = k;
     if (__builtin_expect(rows == kTile && width == kStep, 1)) return from;
-    std::memset(sums.weights, 0, sizeof sums.weights);
-    for (int64_t r = 0; r < rows; ++r) std::memcpy(sums.weights[r], from + r * k, width * sizeof(float));
+    copy_part(sums.weights, sizeof sums.weights[0], from, k * sizeof(float), rows, width * sizeof(float));
     apart = kStep;
     return sums.weights[0];
   }
@@ -99,8 +98,6 @@ class FloatTiles {
     int64_t apart;
     const float* from = tile_at(weights, rows, 0, sums, apart);
     split_rows<0, kTile>(from, apart, ahead, sums.parts[0]);
-#define EACH(of) of(0) of(1) of(2) of(3)
-#define START(t) if constexpr (t < N) _tile_zero(t);
 #define ADD(t) if constexpr (t < N) {                                       \
     _tile_loadd(7, tiles.at(step, t), kTileWidth);                         \
     _tile_dpbf16ps(t, 4, 7);                                                \
@@ -113,8 +110,7 @@ class FloatTiles {
     _tile_dpbf16ps(t, 4, 7);                                                \
     if (another) split_rows<kTile * t / N, kTile * (t + 1) / N>(from, apart, ahead, sums.parts[(step + 1) % 2]); \
   }
-#define STORE(t) if constexpr (t < N) _tile_stored(t, sums.of[t], kTileWidth);
-    EACH(START)
+    EACH_TILE(START_TILE)
     for (int64_t step = 0; step < tiles.steps; ++step) {
       const bool another = step + 1 < tiles.steps;
       if (another) from = tile_at(weights, rows, step + 1, sums, apart);
@@ -123,13 +119,10 @@ class FloatTiles {
       _tile_loadd(4, parts[0], kTileWidth);
       _tile_loadd(5, parts[1], kTileWidth);
       _tile_loadd(6, parts[2], kTileWidth);
-      EACH(ADD)
+      EACH_TILE(ADD)
     }
-    EACH(STORE)
-#undef EACH
-#undef START
+    EACH_TILE(STORE_TILE)
 #undef ADD
-#undef STORE
   }
 
   const int64_t groups;
