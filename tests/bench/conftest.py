@@ -1,16 +1,19 @@
-"""Results of every task on a tiny pair, measured once a session by the tasks' own code."""
+"""Results of every task on a tiny pair, measured once a run by the tasks' own code."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from helpers.script import load_script
 
+from hf_specdec.bench.figures import bandwidth
 from hf_specdec.bench.running import warming
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import Settings
@@ -22,8 +25,9 @@ from hf_specdec.bench.tasks.growth import run_growth
 from hf_specdec.bench.tasks.subtasks import run_subtasks
 from hf_specdec.bench.tasks.sweep import run_sweep
 
-# Tests are about what is kept, so that fewer warm-up calls do.
+# Tests are about what is kept, so that fewer warm-up calls and less memory read do.
 warming.MOST_WARM_UPS = 3
+bandwidth.BUFFER["cpu"] = 2**23
 
 SUMS = "".join(
     f'{{"q": "How much is {a} and {b}?", "a": "{a + b}", "kind": "x"}}\n' for a, b in ((2, 2), (2, 3), (4, 5))
@@ -37,11 +41,25 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def results_folder(saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One result of each task, and of `subtasks` one greedy and one sampling; to be changed by no test."""
-    folder = tmp_path_factory.mktemp("results")
-    questions = tmp_path_factory.mktemp("questions") / "sums.jsonl"
+    """One result of each task, and of `subtasks` one greedy and one sampling; to be changed by no test.
+
+    pytest-xdist's workers share it: the first to need it measures, the others wait.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "results"
+    with FileLock(shared / "results.lock"):
+        if not folder.exists():
+            measuring = tmp_path_factory.mktemp("measuring")
+            measure_each_task(saved_pair, measuring)
+            measuring.rename(folder)
+    return folder
+
+
+def measure_each_task(pair: tuple[Path, Path], folder: Path) -> None:
+    questions = folder.with_name("sums.jsonl")
     questions.write_text(SUMS)
-    target, draft = saved_pair
+    target, draft = pair
     common: dict[str, Any] = {
         "model_name": str(target), "assistant_model": str(draft), "assisted_generation": True, "max_new_tokens": 6,
         "repeats": 2, "output_dir": folder,
@@ -64,7 +82,6 @@ def results_folder(saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempP
         sizes: dict[str, Any] = {"batch_sizes": (1, 2, 3), "prompt_lengths": (20,), "limit": 3}
         run_engines(Settings(task="engines", **common, **sizes, engines=("eager", "static"), grid=lookaheads))
         run_growth(Settings(task="growth", **common, engines=("eager",), prompt_lengths=(20,), calls=20))
-    return folder
 
 
 @pytest.fixture(scope="session")
