@@ -95,20 +95,18 @@ inline __m512i unsigned_bytes(const int8_t* from, __mmask64 given) {
   return _mm512_xor_si512(_mm512_maskz_loadu_epi8(given, from), _mm512_set1_epi8(-128));
 }
 
-// The sums of four rows as numbers: those of each digit are added as whole numbers, so that nothing depends on the order.
+// The sums of four rows as numbers. Digits are joined before lanes are added, which takes a third of the shuffles.
 inline Four<float> numbers_of(const __m512i (&sums)[4][kDigits]) {
-  Four<float> number{};
+  Vector<float> rows[4] = {};
 #pragma GCC unroll 4
-  for (int digit = 0; digit < kDigits; ++digit) {
-    using Whole = Vector<int32_t>;
-    const Four<int32_t> sum = sums_of<int32_t>((Whole)sums[0][digit], (Whole)sums[1][digit], (Whole)sums[2][digit],
-                                               (Whole)sums[3][digit]);
-    number = number * 256.f + __builtin_convertvector(sum, Four<float>);
-  }
-  return number;
+  for (int r = 0; r < 4; ++r)
+#pragma GCC unroll 4
+    for (int digit = 0; digit < kDigits; ++digit)
+      rows[r] = rows[r] * 256.f + (Vector<float>)_mm512_cvtepi32_ps(sums[r][digit]);
+  return sums_of<float>(rows[0], rows[1], rows[2], rows[3]);
 }
 
-// The products of four rows of weights and one token, which waits for memory only: rows are read as they lie there.
+// The products of four rows of weights and one token, where this waits for memory only: rows are read as they lie there.
 inline void whole_rows_of(const int8_t* const* rows, const Digits& x, Four<float>* sums) {
   __m512i found[4][kDigits];
   for (int r = 0; r < 4; ++r) {
@@ -161,9 +159,10 @@ void whole_tile(const int8_t* const* rows, const Digits& x, int64_t first, const
   for (int t = 0; t < N; ++t) sums[t] = numbers_of(acc[t]) * x.unit.data[first + t];
 }
 
-// The same for all tokens, two at a time, which fills the registers.
+// The same for all tokens, two at a time, which fills the registers. AMD processors read faster than the sums of a single
+// row follow each other.
 inline void whole_products(const int8_t* const* rows, const Digits& x, Four<float>* sums) {
-  if (x.tokens == 1) return whole_rows_of(rows, x, sums);
+  if (!kAmd && x.tokens == 1) return whole_rows_of(rows, x, sums);
   const int8_t* next = rows[0] + 4 * x.k + kFetchedBytes;
   int64_t t = 0;
   for (; t + 2 <= x.tokens; t += 2) whole_tile<2>(rows, x, t, next, sums + t);
