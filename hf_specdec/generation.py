@@ -304,7 +304,7 @@ def _static_size(
     """
     cache, tokens = cache_of(model_kwargs), transcript.ids.shape[1]
     if is_static_by_request(cache) or (config.compile and is_unused_default(cache)):
-        prepared = config.compile or cuda_graphs.captures(transcript.ids.device)
+        prepared = config.compile or cuda_graphs.captures(transcript.device)
         return CacheSize(prepared_capacity(tokens) if prepared else tokens)
     serves = supports_rows_cache if transcript.batch_size > 1 else supports_recorded_row
     if is_unused_default(cache) and serves(model, model_kwargs) and not outgrows_windows(model, tokens):

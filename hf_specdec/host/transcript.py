@@ -58,10 +58,13 @@ class Transcript:
         self._pad_token = pad_token if pad_token is not None else 0
         self._streamer = streamer
         capacity = max(self.max_length, self.prompt_length + 1) + spare
-        self.ids = input_ids.new_full((self.batch_size, capacity), self._pad_token)
-        self.ids[:, : self.prompt_length] = input_ids
+        self._ids = input_ids.new_full((self.batch_size, capacity), self._pad_token)
+        self._ids[:, : self.prompt_length] = input_ids
+        # The host decides about each token: asking an accelerator for it, or sending it alone, takes some 20 µs.
+        self._host = self._ids.cpu()
         # A view, since reading and writing a few numbers through it takes a tenth of the time.
-        self._host_ids = self.ids.numpy().data if self.ids.device.type == "cpu" else None
+        self._host_ids = self._host.numpy().data
+        self._unsent: dict[tuple[int, int], int] = {}  # tokens that the device lacks, by row and column
         self.lengths = [self.prompt_length] * self.batch_size
         self._shown = self.prompt_length
         self._first_end = capacity  # length at which the first row ended, if rows are padded from there
@@ -74,6 +77,20 @@ class Transcript:
             if kept
         }
         self._columns: dict[str, list[Tensor]] = {kind: [] for kind in self._rows}
+
+    @property
+    def device(self) -> torch.device:
+        """Where `ids` are."""
+        return self._ids.device
+
+    @property
+    def ids(self) -> Tensor:
+        """`[B, N]`: prompts and all tokens so far, each row followed by spare columns; the working buffer."""
+        if self._unsent:
+            sent = torch.tensor([(*place, token) for place, token in self._unsent.items()], device=self.device)
+            self._ids[sent[:, 0], sent[:, 1]] = sent[:, 2]
+            self._unsent.clear()
+        return self._ids
 
     @property
     def finished(self) -> bool:
@@ -141,18 +158,16 @@ class Transcript:
                     "infinity, or exclude every token: check the weights, the dtype and the logits processors."
                 )
             start = self.lengths[row]
-            if kept:
-                self._write(row, start, kept)
+            for column, token in enumerate(kept, start):
+                self._write(row, column, token)
             self.lengths[row] = start + len(kept)
             added.append(len(kept))
         return tuple(added)
 
-    def _write(self, row: int, start: int, tokens: list[int]) -> None:
-        if self._host_ids is not None:
-            for column, token in enumerate(tokens, start):
-                self._host_ids[row, column] = token
-        else:
-            self.ids[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
+    def _write(self, row: int, column: int, token: int) -> None:
+        self._host_ids[row, column] = token
+        if self._host is not self._ids:
+            self._unsent[row, column] = token
 
     def record(self, kind: str, values: Tensor, counts: Sequence[int]) -> None:
         """Record "scores" or "logits" `[B, K, V]` for the last `counts` tokens appended to each row."""
@@ -177,7 +192,7 @@ class Transcript:
     def _show_column(self, column: int) -> None:
         for row, done in enumerate(self._done):
             if done and self._pads_ends:
-                self.ids[row, column] = self._pad_token
+                self._write(row, column, self._pad_token)
         self._shown = column + 1
         for kind, rows in self._rows.items():
             self._columns[kind].append(_next_column(rows))
@@ -187,24 +202,18 @@ class Transcript:
             # A criterion may end a row before the last token of a round.
             self._first_end = min(self._first_end, self._shown)
         if self._streamer is not None:
-            self._streamer.put(self.ids[:, column].cpu())
+            self._streamer.put(self._host[:, column])
 
     def _stops(self, column: int) -> list[bool]:
         """Which rows end at this column."""
         stops = [column + 1 >= self.max_length] * self.batch_size
         if self.eos_tokens:
-            stops = [stop or token in self.eos_tokens for stop, token in zip(stops, self._column(column), strict=True)]
+            tokens = [self._host_ids[row, column] for row in range(self.batch_size)]
+            stops = [stop or token in self.eos_tokens for stop, token in zip(stops, tokens, strict=True)]
         if self._other_criteria:
             asked = shared(self._other_criteria(self.ids[:, : column + 1], self.scores))
             stops = [stop or bool(other) for stop, other in zip(stops, asked.tolist(), strict=True)]
         return stops
-
-    def _column(self, column: int) -> list[int]:
-        """The token of each row in a column."""
-        if self._host_ids is None:
-            tokens: list[int] = self.ids[:, column].tolist()
-            return tokens
-        return [self._host_ids[row, column] for row in range(self.batch_size)]
 
     def _shown_columns(self, kind: str) -> tuple[Tensor, ...] | None:
         return tuple(self._columns[kind]) if kind in self._columns else None

@@ -21,6 +21,7 @@ from hf_specdec.prepared.few_token_products import SHAPES
 from hf_specdec.prepared.step_trace import PLAIN
 
 MOST_TOKENS = 16  # of a pass, all rows together: as many as tensor cores compute at a time
+LEAST_SHARED_MEMORY = 99 * 2**10  # bytes a block, on any GPU of compute capability 8.0 or newer
 NUMBERS = (torch.bfloat16, torch.float16)
 DEVICE = "cuda"
 NAMESPACE = "hf_specdec_cuda"
@@ -34,14 +35,27 @@ SCHEMAS = {
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is divided: each block computes `rows` outputs, reading `columns` of their weights at a time."""
+    """How a product is divided.
+
+    Args:
+        rows: outputs that a block computes.
+        columns: of their weights, read at a time.
+        stages: so many reads are under way at once.
+    """
 
     rows: int
     columns: int
+    stages: int
+
+    @property
+    def shared_memory(self) -> int:
+        """What a block needs of it, in bytes."""
+        return 2 * (self.rows + MOST_TOKENS) * self.columns * self.stages
 
 
-# The fastest of thirteen on an H200, at the layers of LLaMA-2-7B.
-WIDE, NARROW = Tiles(rows=64, columns=128), Tiles(rows=32, columns=256)
+# The fastest of 54 on an H200 at the layers of LLaMA-2-7B: for more blocks than multiprocessors, which share one; for
+# about half as many; and for fewer.
+MANY, SOME, FEW = Tiles(64, 128, stages=3), Tiles(64, 128, stages=8), Tiles(32, 256, stages=4)
 
 
 class GpuProducts(TorchFunctionMode):
@@ -66,12 +80,12 @@ def linears(
         input: of at most `MOST_TOKENS` tokens.
         weights: `[N, K]` each, contiguous.
         biases: `[N]` each, or None.
-        tiles: by default `WIDE` where that keeps all multiprocessors busy.
+        tiles: by default those that are fastest for so many rows, see `_tiles_for`.
     """
     tokens, width = input.shape[:-1].numel(), input.shape[-1]
     outputs = [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
     rows = [len(weight) for weight in weights]
-    tiles = tiles or (WIDE if sum(rows) >= WIDE.rows * _multiprocessors(input.device) else NARROW)
+    tiles = tiles or _tiles_for(sum(rows), input.device)
     biased = any(bias is not None for bias in biases)
     added = [
         bias if bias is not None else input.new_zeros(len(weight)) if biased else weight
@@ -94,7 +108,7 @@ def linears(
             places=MOST_TOKENS,
             height=tiles.rows,
             span=tiles.columns,
-            num_stages=4,
+            num_stages=tiles.stages,
             num_warps=4,
         )
     return outputs
@@ -148,8 +162,18 @@ def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [*tensors, *[tensors[-1]] * (3 - len(tensors))]
 
 
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _tiles_for(rows: int, device: torch.device) -> Tiles:
+    multiprocessors, shared_memory = _resources(device)
+    blocks = rows / (SOME.rows * multiprocessors)
+    if blocks >= 1:
+        return MANY
+    return SOME if blocks >= 0.4 and SOME.shared_memory <= shared_memory else FEW
+
+
+def _resources(device: torch.device) -> tuple[int, int]:
+    """A GPU's multiprocessors, and the shared memory that a block may have, in bytes."""
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", LEAST_SHARED_MEMORY)
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -78,7 +78,7 @@ class PreparedDecoder(Decoder):
             except Exception as error:  # compilers and captures fail in many ways, none of which should end a call
                 self._give_up(error)
                 return self._round(transcript)
-        began, laps = perf_counter(), LapTimer(transcript.ids.device)
+        began, laps = perf_counter(), LapTimer(transcript.device)
         caught_up = lookahead > 0 and self._catch_up(transcript)
         laps.mark()
         assert isinstance(self.target, StaticRunner)
@@ -193,7 +193,7 @@ def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: b
     """
     STORE.drop_unusable()
     plan = plan_for(decoder, transcript)
-    if plan is None or not (compile or cuda_graphs.captures(transcript.ids.device)):
+    if plan is None or not (compile or cuda_graphs.captures(transcript.device)):
         yield decoder
         return
     target = decoder.target
@@ -250,7 +250,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         type(drafter) is not ModelDrafter
         or not isinstance(drafter.runner, StaticRunner)
         or not all(type(rule) in KNOWN_RULES for rule in parts_of(drafter.rule))
-        or drafter.runner.positions.device != transcript.ids.device
+        or drafter.runner.positions.device != transcript.device
         or not _within(drafter.max_positions, transcript)
         or transcript.prompt_length < 2
         or not _runs_the_same_each_time(drafter.runner, transcript)

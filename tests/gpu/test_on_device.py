@@ -185,7 +185,7 @@ def _allocated() -> int:
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tiles", ["WIDE", "NARROW", None])
+@pytest.mark.parametrize("tiles", ["MANY", "SOME", "FEW", None])
 @pytest.mark.parametrize("rows", [(40,), (64, 48), (96, 33, 7)])
 @pytest.mark.parametrize("width", [64, 96, 512])
 def test_products_over_few_tokens(rows: tuple[int, ...], width: int, tiles: str | None, dtype: torch.dtype) -> None:

@@ -24,7 +24,7 @@ def check_products() -> None:
         states = torch.randn(1, tokens, width, dtype=HALF)
         weights = [torch.randn(count, width, dtype=HALF) / width**0.5 for count in rows]
         for biases in ([None] * len(rows), [torch.randn(rows[0], dtype=HALF), *[None] * (len(rows) - 1)]):
-            for tiles in (Tiles(16, 64), Tiles(32, 128)):
+            for tiles in (Tiles(16, 64, stages=3), Tiles(32, 128, stages=3)):
                 outputs = linears(states, weights, biases, tiles)
                 for output, weight, bias in zip(outputs, weights, biases, strict=True):
                     wanted = linear(states.double(), weight.double(), None if bias is None else bias.double())
@@ -38,7 +38,7 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 def check_models() -> None:
     """Steps compiled with the kernel, as on a GPU, give the tokens of plain decoding, and join layers of one input."""
     gpu_products.DEVICE = "cpu"
-    gpu_products._multiprocessors = lambda device: 2
+    gpu_products._resources = lambda device: (2, 2**20)
     for name in gpu_products.SCHEMAS:
         gpu_products._library.impl(name, gpu_products._operation, "CPU")
     for module in (compiled_step, engine):

@@ -16,17 +16,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from hf_specdec.prepared import gpu_products  # noqa: E402
-from hf_specdec.prepared.gpu_products import MOST_TOKENS, NARROW, WIDE, Tiles  # noqa: E402
+from hf_specdec.prepared.gpu_products import FEW, LEAST_SHARED_MEMORY, MANY, MOST_TOKENS, SOME, Tiles  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-# Of a block on the GPUs of compute capability 8.6 and 8.9, which have the least since 8.0; in bytes.
-SHARED_MEMORY = 99 * 2**10
 ALIGNED = [["tt.divisibility", 16]]
 
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("tiles", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("tiles", [MANY, SOME, FEW], ids=["many", "some", "few"])
 @pytest.mark.parametrize("number", ["bf16", "fp16"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_it_compiles_to_wide_copies_ahead_of_the_products(
@@ -51,9 +49,10 @@ def test_it_compiles_to_wide_copies_ahead_of_the_products(
         constexprs={(names.index(name),): value for name, value in fixed.items()},
         attrs={(at,): ALIGNED for at, name in enumerate(names) if name not in fixed and name != "tokens"},
     )
-    options = {"num_warps": 4, "num_stages": 4}
+    options = {"num_warps": 4, "num_stages": tiles.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert compiled.metadata.shared <= tiles.shared_memory
+    assert tiles is SOME or tiles.shared_memory <= LEAST_SHARED_MEMORY
     code = compiled.asm["ptx"]
     assert set(re.findall(r"cp\.async\.c[ga]\.shared\.global[^;]*?, (0x\w+|\d+)", code)) == {"0x10"}
     assert ("ld.global" in code) == biased

@@ -1,0 +1,47 @@
+"""Texts on an accelerator: the host decides about tokens, and the device holds the same when it is asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+from hf_specdec.host.transcript import Transcript
+
+PAD, EOS = 0, 1
+ROUNDS = ([[5, 6, 7], [5], [6, 7]], [[8], [EOS, 9], [9, 9, 9]], [[4, 4], [3], [2]], [[7, 7, 7, 7], [3], [8, 8]])
+
+
+def _transcript() -> Transcript:
+    criteria = StoppingCriteriaList([MaxLengthCriteria(10), EosTokenCriteria(EOS)])
+    return Transcript(torch.full((3, 2), 3), criteria, PAD, spare=2)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Transcript:
+    """A transcript whose device has memory of its own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "cpu", lambda tensor: tensor.clone())
+        return _transcript()
+
+
+@pytest.mark.parametrize("asked", [(0, 1, 2, 3), (1, 3), (3,)])
+def test_the_device_holds_the_host_s_texts_whenever_it_is_asked(apart: Transcript, asked: tuple[int, ...]) -> None:
+    """Ends and padding included."""
+    together = _transcript()
+    for at, tokens in enumerate(ROUNDS):
+        assert together.append(tokens) == apart.append(tokens)
+        together.show()
+        apart.show()
+        if at in asked:
+            assert torch.equal(apart.ids, together.ids)
+            assert torch.equal(apart.sequences, together.sequences)
+    assert together.finished and apart.finished
+
+
+def test_drafts_behind_other_rows_stay_where_they_are(apart: Transcript) -> None:
+    """What is sent are tokens, not the columns that they stand in."""
+    apart.ids[1, 3:5] = 9
+    apart.append([[5, 6, 7], [5], [6]])
+    assert apart.ids[1].tolist()[2:5] == [5, 9, 9]
