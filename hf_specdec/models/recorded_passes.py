@@ -8,9 +8,11 @@ torch's graph takes about 3 MB for each. Models whose passes do more in Python t
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from time import perf_counter
 from typing import Any
 
@@ -27,7 +29,8 @@ from hf_specdec.models.per_target import PerTarget
 from hf_specdec.models.shared_layers import trace_with_shared_layers
 
 EAGER_PASSES = 8  # passes of a shape before it is recorded
-SLOW_PASS = 0.1  # seconds; Python is a small part of slower passes, and recording takes as long as ten
+PYTHON_SHARE = 0.07  # of a pass, at least: recording takes as long as ten passes and saves what Python takes
+CALLS_PER_LAYER = 200  # Python takes as long for a layer as for calling an operation on a few numbers so often
 AGREEING_TRIALS = 2  # passes of a shape in which recording and model have to agree in every bit
 MAX_RECORDINGS = 4  # recordings of a model in one state; shapes that none of them serves run eagerly
 
@@ -49,9 +52,13 @@ class RecordedStep:
 
     Most shapes share one recording. Calls from several threads don't wait for each other: while one tries a
     recording, the others run eagerly.
+
+    Args:
+        slowest: in seconds; passes that take longer are not recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slowest: float = math.inf) -> None:
+        self._slowest = slowest
         self._recordings: list[Step] = []
         self._shapes: dict[tuple[int, ...], _Shape] = {}
         self._refused = False
@@ -85,7 +92,7 @@ class RecordedStep:
                 result = step(*inputs)
                 shape.seconds.append(perf_counter() - start)
                 return result
-            slow = min(shape.seconds, default=0.0) > SLOW_PASS
+            slow = min(shape.seconds, default=0.0) > self._slowest
             if slow or len(self._recordings) == MAX_RECORDINGS or self._refused:
                 return step(*inputs)
             return self._record(step, inputs, model)
@@ -169,10 +176,15 @@ class _ReadsOnHost(TorchFunctionMode):
 
 
 class RecordedPasses:
-    """A model's recorded passes over one row, and over several, which write to the cache differently."""
+    """A model's recorded passes over one row, and over several, which write to the cache differently.
 
-    def __init__(self) -> None:
-        self._one_row, self._rows = RecordedStep(), RecordedStep()
+    Args:
+        layers: of the model.
+    """
+
+    def __init__(self, layers: int) -> None:
+        slowest = slowest_recorded(layers)
+        self._one_row, self._rows = RecordedStep(slowest), RecordedStep(slowest)
 
     def of(self, rows: int) -> RecordedStep:
         """The passes over so many rows."""
@@ -182,6 +194,25 @@ class RecordedPasses:
     def made(self) -> int:
         """How many recordings there are."""
         return self._one_row.made + self._rows.made
+
+
+def slowest_recorded(layers: int) -> float:
+    """Seconds of the slowest pass of which Python takes `PYTHON_SHARE` on this machine.
+
+    What surrounds the layers takes about as long as two of them.
+    """
+    return (layers + 2) * CALLS_PER_LAYER * _seconds_per_call() / PYTHON_SHARE
+
+
+@cache
+def _seconds_per_call() -> float:
+    numbers, times = torch.ones(8), []
+    for _ in range(5):
+        start = perf_counter()
+        for _ in range(100):
+            torch.neg(numbers)
+        times.append(perf_counter() - start)
+    return min(times) / 100
 
 
 _known: PerTarget[RecordedPasses] = PerTarget()
@@ -205,7 +236,8 @@ def recorded_passes(model: PreTrainedModel, kernels: Kernels = onednn_linears) -
     """
     if not recordable(model):
         return None
-    return _known.of(model, (state_of(model), shapes_of(model), kernels), RecordedPasses)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return _known.of(model, (state_of(model), shapes_of(model), kernels), partial(RecordedPasses, layers))
 
 
 def recordings_of(model: PreTrainedModel) -> int:

@@ -81,10 +81,21 @@ def test_only_fast_passes_are_recorded(seconds: float, monkeypatch: pytest.Monke
     """By a clock that goes on by so much at each look."""
     clock = count()
     monkeypatch.setattr(recorded_passes, "perf_counter", lambda: seconds * next(clock))
-    passes = RecordedStep()
+    passes = RecordedStep(slowest=0.1)
     for _ in range(recorded_passes.EAGER_PASSES + 2):
         passes.run(lambda x: x + 1, [torch.zeros(2)], span=1)
-    assert passes.made == (seconds < recorded_passes.SLOW_PASS)
+    assert passes.made == (seconds < 0.1)
+
+
+def test_passes_may_be_slower_where_python_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each layer, and the slower the machine."""
+    bounds = []
+    for seconds in (1e-6, 4e-6):
+        monkeypatch.setattr(recorded_passes, "_seconds_per_call", lambda seconds=seconds: seconds)
+        bounds.append([recorded_passes.slowest_recorded(layers) for layers in (4, 10)])
+    (shallow, deep), slow_machine = bounds
+    assert 2 * shallow == deep
+    assert slow_machine == [4 * shallow, 4 * deep]
 
 
 def test_weights_that_change_in_place_are_seen(replays: list[int]) -> None:
