@@ -88,7 +88,7 @@ class Transcript:
         """`[B, N]`: prompts and all tokens so far, each row followed by spare columns; the working buffer."""
         if self._unsent:
             sent = torch.tensor([(*place, token) for place, token in self._unsent.items()], device=self.device)
-            self._ids[sent[:, 0], sent[:, 1]] = sent[:, 2]
+            self._ids[sent[:, 0], sent[:, 1]] = sent[:, 2].to(self._ids.dtype)
             self._unsent.clear()
         return self._ids
 

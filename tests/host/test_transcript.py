@@ -13,23 +13,23 @@ PAD, EOS = 0, 1
 ROUNDS = ([[5, 6, 7], [5], [6, 7]], [[8], [EOS, 9], [9, 9, 9]], [[4, 4], [3], [2]], [[7, 7, 7, 7], [3], [8, 8]])
 
 
-def _transcript() -> Transcript:
+def _transcript(dtype: torch.dtype = torch.long) -> Transcript:
     criteria = StoppingCriteriaList([MaxLengthCriteria(10), EosTokenCriteria(EOS)])
-    return Transcript(torch.full((3, 2), 3), criteria, PAD, spare=2)
+    return Transcript(torch.full((3, 2), 3, dtype=dtype), criteria, PAD, spare=2)
 
 
-@pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> Transcript:
+@pytest.fixture(params=[torch.long, torch.int32], ids=str)
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Transcript:
     """A transcript whose device has memory of its own."""
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "cpu", lambda tensor: tensor.clone())
-        return _transcript()
+        return _transcript(request.param)
 
 
 @pytest.mark.parametrize("asked", [(0, 1, 2, 3), (1, 3), (3,)])
 def test_the_device_holds_the_host_s_texts_whenever_it_is_asked(apart: Transcript, asked: tuple[int, ...]) -> None:
     """Ends and padding included."""
-    together = _transcript()
+    together = _transcript(apart.ids.dtype)
     for at, tokens in enumerate(ROUNDS):
         assert together.append(tokens) == apart.append(tokens)
         together.show()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", minversion="3.6")
 
@@ -56,6 +57,14 @@ def test_it_compiles_to_wide_copies_ahead_of_the_products(
     code = compiled.asm["ptx"]
     assert set(re.findall(r"cp\.async\.c[ga]\.shared\.global[^;]*?, (0x\w+|\d+)", code)) == {"0x10"}
     assert ("ld.global" in code) == biased
+
+
+@pytest.mark.parametrize("memory", [LEAST_SHARED_MEMORY, SOME.shared_memory])
+def test_tiles_fit_into_a_block_s_memory(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_products, "_resources", lambda device: (100, memory))
+    chosen = {gpu_products._tiles_for(rows, torch.device("cuda")) for rows in range(64, 10_000, 64)}
+    assert all(tiles.shared_memory <= memory for tiles in chosen)
+    assert chosen == {MANY, FEW} | ({SOME} if memory == SOME.shared_memory else set())
 
 
 @pytest.mark.compiles

@@ -198,21 +198,23 @@ def engine_rows(results: Mapping[str, Result]) -> str:
 
 
 def _engine_row(result: Result, batch: int, link: str, engines: Sequence[str]) -> list[str]:
-    # With a static cache where that is faster, as in the last column.
-    fastest = speed.fastest(result, batch=batch, kind="plain")
-    plain = None if fastest is None else speed.decode_rate(speed.calls_of(result, fastest["name"], batch=batch))
     sizes = " + ".join(f"{_size(m['parameters'])} {_weights(m)}".strip() for m in result["models"].values())
     note = title_note(result)
     cells = [f"{sizes} ({note})" if note else sizes, f"[{machine(result)}]({link})"]
-    cells += ["sampling" if result["sampling"] else "greedy", str(batch), "–" if plain is None else f"{plain:.1f}"]
+    cells += ["sampling" if result["sampling"] else "greedy", str(batch), _fastest_rate(result, batch, kind="plain")]
     for engine in engines:
-        base = speed.fastest(result, batch=batch, kind="none", engine=engine)
         best = speed.fastest(result, batch=batch, kind=DRAFTING, engine=engine)
-        rate = None if base is None else speed.decode_rate(speed.calls_of(result, base["name"], batch=batch))
         gain = None if best is None else methods.over(result, best, "engine", batch=batch)
-        cells += ["–" if rate is None else f"{rate:.1f}", _gain(gain)]
+        cells += [_fastest_rate(result, batch, kind="none", engine=engine), _gain(gain)]
     best = speed.fastest(result, batch=batch, kind=DRAFTING)
     return [*cells, _gain(None if best is None else methods.over(result, best, "plain", batch=batch))]
+
+
+def _fastest_rate(result: Result, batch: int, **facts: Any) -> str:
+    """Tokens per second of the fastest method with these facts, which is what speedups are over."""
+    method = speed.fastest(result, batch=batch, **facts)
+    rate = None if method is None else speed.decode_rate(speed.calls_of(result, method["name"], batch=batch))
+    return "–" if rate is None else f"{rate:.1f}"
 
 
 def _gain(found: speed.Ratio | None) -> str:
