@@ -11,9 +11,10 @@ TRANSFORMERS := $(call oldest,transformers)
 
 .PHONY: benchmark test test-install test-oldest fuzz gpu-check gpu-tables lint
 
+# ARGS="--repeats 1" and the like are added to both runs.
 benchmark: $(VENV)/.ready
-	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation
-	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation --do_sample
+	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation $(ARGS)
+	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation --do_sample $(ARGS)
 
 test: $(VENV)/.ready
 	$(RUN) $(PYTEST)

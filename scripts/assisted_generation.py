@@ -132,7 +132,7 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     times = f"how often each measurement is repeated; {_defaults(1, 'repeats')}"
     add("--repeats", type=_at_least(1), metavar="N", help=times)
     folder = "where JSON, markdown and pictures go (%(default)s); report: the folder to render"
-    add("--output_dir", type=Path, default=Path("results"), metavar="DIR", help=folder)
+    add("--output_dir", type=Path, default=Path("runs"), metavar="DIR", help=folder)
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
@@ -359,6 +359,11 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
 def main(arguments: list[str] | None = None) -> int:
     """Parse and run; returns the exit status: 0, 1 for an error that the user can fix, 130 for Ctrl-C."""
     parser = build_parser()
+    for text in sys.argv[1:] if arguments is None else arguments:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            parser.error(f"argument {text!r}: is not UTF-8, so that no result could hold it")
     options = complete(parser, vars(parser.parse_args(arguments)))
 
     # Checked at the start, because some are imported only after everything has been measured.

@@ -79,7 +79,7 @@ class Settings:
     top_k_targets: int | None = None
     lora_rank: int | None = None
     on_policy: float = 0.0
-    output_dir: Path = Path("results")
+    output_dir: Path = Path("runs")
 
     @property
     def sampling(self) -> bool:

@@ -30,7 +30,6 @@ def outcome(path: Path) -> dict[str, Any]:
     return {"calls": calls} | {key: result[key] for key in ("prompts", "quality", "methods")}
 
 
-@pytest.mark.timeout(400)  # two processes that import torch, on a machine that may be busy
 def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
     target, draft = save_pair(tmp_path)
     settings = Settings(

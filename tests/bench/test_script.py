@@ -85,7 +85,7 @@ def test_defaults_are_the_published_ones(script: ModuleType) -> None:
     assert (options["prompt_lengths"], options["max_new_tokens"]) == ((256, 512), 30)
     settings = Settings(**options)
     assert (settings.fallback_threshold, settings.rollback_threshold, settings.repeats) == (0.6, 3.0, 7)
-    assert options["output_dir"] == Path("results")
+    assert options["output_dir"] == Path("runs")
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,9 @@ def test_a_missing_target_is_named_before_its_draft(
         ('{"q": "one"}\nnot JSON\n', "line 2 of"),
         ('{"q": "one"}\n{"x": "two"}\n', "--prompt_column: 'q' is not in row 2"),
         ('{"q": 7}\n', "line 1 of"),
+        ('{"q": "one"}\n{"q": "two \\ud83d"}\n', "line 2 of"),
+        ('{"q": "one"}\n{"q": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "line 2 of"),
+        ('{"q": "one"}\n{"q": "two", "x": ' + "[" * 980 + "]" * 980 + "}\n", "line 2 of"),
     ],
 )
 def test_data_sets_that_cannot_be_used(
@@ -220,6 +223,8 @@ def test_data_sets_that_cannot_be_used(
         ({"category": "qa", "turns": 5}, "a list of turns"),
         ({"category": "qa", "turns": ["a"], "reference": "one text"}, "its reference is no list"),
         ({"category": "qa", "turns": ["a"], "reference": 5}, "its reference is no list"),
+        ({"category": "qa \ud83d", "turns": ["a"]}, "half a surrogate pair"),
+        ({"category": "qa", "turns": ["a"], "reference": ["\udca9"]}, "half a surrogate pair"),
     ],
 )
 def test_spec_bench_lines_of_another_shape(tmp_path: Path, item: dict[str, Any], words: str) -> None:
@@ -227,6 +232,14 @@ def test_spec_bench_lines_of_another_shape(tmp_path: Path, item: dict[str, Any],
     path.write_text(json.dumps({"category": "qa", "turns": ["a"]}) + "\n" + json.dumps(item) + "\n")
     with pytest.raises(BenchError, match=f"line 2 of .*{words}"):
         questions.dialogues(Settings(task="subtasks", dataset="spec_bench", dataset_path=path))
+
+
+def test_arguments_that_no_result_could_hold_are_refused(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["--task", "decode", "--prompt", "caf\udce9"])
+    assert "argument 'caf\\udce9': is not UTF-8" in one_line(capsys)
 
 
 def test_a_path_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
@@ -359,5 +372,5 @@ def test_main_job_from_the_root_and_from_scripts(models: list[str], tmp_path: Pa
 def test_a_default_run_leaves_git_clean() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    for place in ("results/x.json", "results/x.md", "scripts/results/x.png"):
+    for place in ("runs/x.json.gz", "runs/x.md", "scripts/runs/x.png"):
         assert subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", place], check=False).returncode == 0

@@ -127,7 +127,6 @@ def test_a_run_writes_to_its_folder_only(saved_pair: tuple[Path, Path], tmp_path
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=150,
             check=False,
         )
         assert done.returncode == 0, done.stderr

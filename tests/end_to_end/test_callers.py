@@ -97,7 +97,7 @@ def test_a_streamer_is_read_while_another_thread_decodes(pair, tokenizer: PreTra
     inputs = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
     def stream() -> list[str]:
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=600)
         decoding = threading.Thread(target=target.generate, kwargs={**inputs, **GREEDY, "streamer": streamer})
         decoding.start()
         pieces = list(streamer)
@@ -156,7 +156,7 @@ def answer(url: str, body: dict[str, Any]) -> str:
     """The whole body of a server's answer to a chat request."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=600) as response:
         return response.read().decode()
 
 
@@ -238,6 +238,6 @@ def test_transformers_serve_with_continuous_batching_fails_with_a_reason(
                 answer(running[1], {**body, "stream": stream})
     finally:
         server.terminate()
-        rest = server.communicate(timeout=60)[0]
+        rest = server.communicate(timeout=600)[0]
     reasons = re.findall(r"ValueError: generation_strategy='speculative' with continuous batching.*", rest)
     assert len(reasons) == 2 and all("hf_specdec.disable" in reason for reason in reasons)

@@ -315,18 +315,18 @@ def test_the_modules_of_transformers_are_as_before_after_each_pass(family: str) 
     def fails() -> None:
         try:
             with recurrences.recording(recurrences.Recorder((), 0), where):
-                entered.wait(60)
-                others.wait(60)
+                entered.wait(600)
+                others.wait(600)
                 raise KeyError
         except KeyError:
             pass
 
     thread = Thread(target=fails)
     thread.start()
-    entered.wait(60)
+    entered.wait(600)
     assert torch.equal(target.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
     check_identity(target, noisy(target))
-    others.wait(60)
+    others.wait(600)
     thread.join()
     assert where and [getattr(module, kind.many) for module, kind in where] == before
 

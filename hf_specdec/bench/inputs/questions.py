@@ -227,10 +227,15 @@ def json_lines(path: Path, argument: str) -> Iterator[tuple[int, Mapping[str, An
             continue
         try:
             item = json.loads(line)
+            json.dumps(item, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise _malformed(path, number, "it holds half a surrogate pair, which UTF-8 cannot hold") from error
         except ValueError as error:
-            raise _malformed(path, number, "it is no JSON") from error
+            raise _malformed(path, number, "it is not JSON") from error
+        except RecursionError as error:
+            raise _malformed(path, number, "it is nested too deeply") from error
         if not isinstance(item, dict):
-            raise _malformed(path, number, "it is no JSON object")
+            raise _malformed(path, number, "it is not a JSON object")
         yield number, item
 
 

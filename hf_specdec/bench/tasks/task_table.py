@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 
@@ -9,6 +10,7 @@ import torch
 
 from hf_specdec.bench.running.processes import processes
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.storage.results import stem
 
 # Each is `run_NAME` of the module of its name, imported when it runs: some need packages that others do without.
 _ALONE = ("benchmark", "decode", "engines", "growth", "report", "rollback", "tune")
@@ -22,6 +24,8 @@ def run_task(settings: Settings) -> None:
     if settings.task in _SHARED:
         _of(settings.task)(settings, shared)
         shared.end()
+        if shared.main:
+            _say_where(settings)
     elif shared.count > 1:
         raise BenchError(
             f"--task: {settings.task!r} times one process alone, and was started with {shared.count}; start it without "
@@ -29,6 +33,12 @@ def run_task(settings: Settings) -> None:
         )
     else:
         _of(settings.task)(settings)
+        _say_where(settings)
+
+
+def _say_where(settings: Settings) -> None:
+    if settings.task != "report":
+        print(f"Files of this run: {settings.output_dir / stem(settings)}.*", file=sys.stderr)
 
 
 def _of(task: str) -> Callable[..., None]:
