@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from itertools import chain
 from typing import Any
 
 import torch
@@ -189,10 +190,11 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
         ValueError: names the argument and its value, and says what to do instead.
     """
     named = f"{argument}={type(model).__name__}"
-    if model.device.type == "meta":
+    empty = "" if model.device.type == "meta" else _empty_part(model)
+    if empty is not None:
         raise ValueError(
-            f"{named} is on the 'meta' device, which holds no weights: load them, or give it "
-            "a device_map that keeps its first layer on a real device."
+            f"{named} is on the 'meta' device{empty and f' in its part {empty}'}, which holds no weights: load them, "
+            "or give it a device_map that keeps its first layer on a real device."
         )
     sharding = _sharding_of(model)
     if sharding is not None:
@@ -224,6 +226,19 @@ def check_flags(**flags: bool | None) -> None:
     for name, value in flags.items():
         if value:
             raise ValueError(f"{name}=True: {_REFUSED_FLAGS[name]}.")
+
+
+def _empty_part(model: PreTrainedModel) -> str | None:
+    """The name of a part on the device `meta` that accelerate doesn't load for its passes; None if there is none."""
+    if not any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())):
+        return None
+    # The hook of the whole model only moves its inputs; the hook of a part may load all that is in it.
+    loaded = tuple(f"{name}." for name, module in model.named_modules() if name and hasattr(module, "_hf_hook"))
+    for name, module in model.named_modules():
+        own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in own) and not f"{name}.".startswith(loaded):
+            return name
+    return None
 
 
 def _sharding_of(model: PreTrainedModel) -> str | None:

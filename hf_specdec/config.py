@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any, Literal
 
 # The settings that belong to each strategy alone.
@@ -95,7 +96,7 @@ class SpeculationConfig:
         for name in ("compile", "disable_tqdm"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r} is not a boolean: pass True or False.")
-        if self.strategy not in STRATEGIES:
+        if not _is_one_of(self.strategy, STRATEGIES):
             raise ValueError(
                 f"generation_strategy={self.strategy!r} is unknown: choose one of {', '.join(map(repr, STRATEGIES))}, "
                 "or None for transformers' own decoding."
@@ -106,10 +107,10 @@ class SpeculationConfig:
             ("on_draft_error", DRAFT_ERRORS),
         ):
             value = getattr(self, name)
-            if value not in known:
+            if not _is_one_of(value, known):
                 raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, known))}.")
         tokens = self.num_assistant_tokens
-        if tokens is not None and tokens != "auto" and not (_is_integer(tokens) and tokens >= 1):
+        if not (tokens is None or _is_one_of(tokens, ("auto",)) or (_is_integer(tokens) and int(tokens) >= 1)):
             raise ValueError(
                 f"num_assistant_tokens={tokens!r} is not a length: pass a whole number of at least 1, or 'auto'."
             )
@@ -130,6 +131,10 @@ class SpeculationConfig:
                 f"entropy_threshold={entropy!r} is out of range: it is compared with a lower bound on a "
                 "probability, so pass a number from 0 to 1 (1 stops unless the draft is certain), or None to disable."
             )
+        for name, value in list(vars(self).items()):
+            if isinstance(value, Real) and not isinstance(value, bool):
+                # numpy's numbers are not constants to a compiler
+                object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))
 
     def _check_relaxations(self) -> None:
         if not (_is_number(self.lenience) and 0.0 <= self.lenience <= 1.0):
@@ -165,6 +170,15 @@ class SpeculationConfig:
         """Whether drafting needs a model."""
         return self.drafter in ("model", "hybrid")
 
+    def within(self, room: int) -> SpeculationConfig:
+        """The settings for a call whose rows have room for so many tokens. Requires resolved settings.
+
+        A lookahead beyond the room, which would only take memory, becomes the next power of two: calls with little
+        room then share compiled rounds.
+        """
+        most = max(1 << (room - 1).bit_length(), MAX_ASSISTANT_TOKENS)
+        return replace(self, num_assistant_tokens=most) if self.longest_draft > most else self
+
     def resolve(self, model_type: str) -> SpeculationConfig:
         """Fill in the default lookahead of the drafter or of the target's model family."""
         if self.num_assistant_tokens is not None:
@@ -196,9 +210,13 @@ def check_fields(settings: dict[str, Any]) -> None:
             )
 
 
+def _is_one_of(value: Any, known: tuple[str, ...]) -> bool:
+    return isinstance(value, str) and value in known
+
+
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value

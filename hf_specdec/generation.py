@@ -24,7 +24,7 @@ from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.host.processors import HostProcessors
-from hf_specdec.host.transcript import Transcript
+from hf_specdec.host.transcript import Transcript, maximum_length
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
 from hf_specdec.models.dynamic_runner import DynamicRunner
@@ -191,6 +191,7 @@ class SpeculativeDecoding:
             check_model(draft, "assistant_model")
             check_kinds(model, draft)
         returns_dict = bool(generation_config.return_dict_in_generate)
+        config = config.within(max(maximum_length(stopping_criteria) - input_ids.shape[1], 1))
         transcript = self._transcript(config, input_ids, stopping_criteria, generation_config)
         processors = HostProcessors(logits_processor, _pad_token(generation_config) or 0)
         cached = _cached_tokens(input_ids, model_kwargs, generation_config)

@@ -94,8 +94,9 @@ class BaseDrafter(CandidateGenerator):
         The latter are None for empty drafts and point masses, as transformers' rules expect.
         """
         length = input_ids.shape[1]
-        ids = torch.cat([input_ids, input_ids.new_zeros(1, self.rule.limit)], dim=1)
-        proposal = self.propose(ids, [length], [self.max_length - length - 1])
+        room = self.max_length - length - 1
+        ids = torch.cat([input_ids, input_ids.new_zeros(1, max(min(self.rule.limit, room), 0))], dim=1)
+        proposal = self.propose(ids, [length], [room])
         drafted = proposal.lengths[0]
         write_drafts(ids, [length], proposal.tokens, proposal.lengths)
         if self.rollback is not None:

@@ -6,6 +6,7 @@ so they always see a whole batch. EOS and the maximum length end a row at once, 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -44,12 +45,7 @@ class Transcript:
         keep_logits: bool = False,
     ) -> None:
         self.batch_size, self.prompt_length = input_ids.shape
-        limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
-        if not limits:
-            raise ValueError(
-                "max_length=None: speculation needs a maximum length, so pass max_new_tokens or max_length."
-            )
-        self.max_length = min(limits)
+        self.max_length = maximum_length(criteria)
         self.eos_tokens = frozenset(t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.tolist())
         self._pads_ends = any(hasattr(c, "eos_token_id") for c in criteria)
         self._other_criteria = StoppingCriteriaList(
@@ -217,6 +213,18 @@ class Transcript:
 
     def _shown_columns(self, kind: str) -> tuple[Tensor, ...] | None:
         return tuple(self._columns[kind]) if kind in self._columns else None
+
+
+def maximum_length(criteria: StoppingCriteriaList) -> int:
+    """The length at which a text ends, from the criteria that `generate` built; a fraction counts as a whole token.
+
+    Raises:
+        ValueError: none of them sets a maximum length.
+    """
+    limits = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    if not limits:
+        raise ValueError("max_length=None: speculation needs a maximum length, so pass max_new_tokens or max_length.")
+    return math.ceil(min(limits))
 
 
 def _next_column(rows: Sequence[deque[Tensor]]) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,11 +101,7 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor) -
         raise ValueError(
             f"{name} has {found}, of which no rows can be copied; pass a model with a torch.nn.Linear head."
         )
-    listed = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
-    try:
-        tokens = sorted({operator.index(token) for token in listed})
-    except TypeError as error:
-        raise TypeError(f"token_ids={reprlib.repr(token_ids)}: pass a list of token ids, whole numbers.") from error
+    tokens = _token_ids(token_ids)
     if not tokens:
         raise ValueError("token_ids is empty: pass the tokens that the draft may propose, see frequent_tokens.")
     if tokens[0] < 0 or tokens[-1] >= head.out_features:
@@ -149,6 +146,21 @@ def head_tokens(model: PreTrainedModel) -> int | None:
     """How many tokens a model's output head computes logits of; None if that is unknown."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return getattr(head, "out_features", None)
+
+
+def _token_ids(given: Any) -> list[int]:
+    """Token ids in ascending order, each once.
+
+    Raises:
+        TypeError: something else than whole numbers; booleans, which look like a mask, and a mapping included.
+    """
+    try:
+        listed = list(given.tolist() if isinstance(given, Tensor) else given)
+        if isinstance(given, (Mapping, bytes)) or any(isinstance(token, bool) for token in listed):
+            raise TypeError
+        return sorted({operator.index(token) for token in listed})
+    except TypeError as error:
+        raise TypeError(f"token_ids={reprlib.repr(given)}: pass a list of token ids, whole numbers.") from error
 
 
 def _always_included(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -65,6 +66,17 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("posterior_threshold", math.nan, "number"),
     ("assistant_ensemble_weight", -0.5, "from 0"),
     ("assistant_ensemble_weight", True, "number"),
+    *(
+        (name, value, way_out)
+        for name, way_out in {
+            "generation_strategy": "'speculative', 'bild'",
+            "num_assistant_tokens": "whole number",
+            "lenience": "to 1",
+            "drafter": "'model', 'lookup'",
+            "compile": "boolean",
+        }.items()
+        for value in (np.array([1, 2]), np.array(["bild", "auto"]), ["auto"], {"bild": 1}, torch.ones(2))
+    ),
 ]
 
 
@@ -81,6 +93,13 @@ def test_values_out_of_range(pair, name: str, value: Any, way_out: str) -> None:
     for make in makers:
         with pytest.raises(ValueError, match=way_out):
             make()
+
+
+def test_numbers_of_numpy_are_numbers(pair) -> None:
+    """Control: they become Python's, which a compiler takes for constants."""
+    config = SpeculationConfig("bild", np.int64(3), fallback_threshold=np.float32(0.5), rollback_threshold=np.int8(0))
+    numbers = config.num_assistant_tokens, config.fallback_threshold, config.rollback_threshold
+    assert numbers == (3, 0.5, 0) and [type(number) for number in numbers] == [int, float, int]
 
 
 @pytest.mark.parametrize(
@@ -277,6 +296,14 @@ def test_models_without_weights(pair) -> None:
         empty = llama()
     refused(pair[0], empty, "assistant_model=LlamaForCausalLM", "meta", "device_map")
     refused(empty, pair[1], "model=LlamaForCausalLM", "meta", "device_map")
+
+
+def test_one_part_without_weights(pair) -> None:
+    for role, argument in enumerate(("model", "assistant_model")):
+        models = list(pair)
+        models[role] = copy.deepcopy(pair[role])
+        models[role].model.layers[1].mlp.up_proj.to("meta")
+        refused(*models, f"{argument}=LlamaForCausalLM", "'meta' device in its part model.layers.1.mlp.up_proj")
 
 
 def test_vocabularies_that_differ_by_more_than_padding(pair) -> None:

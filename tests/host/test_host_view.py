@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from helpers.memory import LargeStorages
 from helpers.models import EOS, PAD, VOCABULARY, Passes, encoder_prompts, llama, noisy, prompts
 from helpers.streamer import Streamer
 from helpers.word_tokenizer import word_tokenizer
@@ -68,6 +70,18 @@ def test_no_more_is_drafted_than_the_text_has_room_for(pair) -> None:
     pair[0].generate(**prompts(1), **call)
     assert decoding.stats is not None
     assert [r.drafted for r in decoding.stats.rounds] == [(4,), (2,)]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("lookahead", [10**8, 2**63])
+def test_an_absurd_lookahead_takes_no_memory(pair, lookahead: int, rows: int) -> None:
+    call = {**prompts(rows), "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    plain = pair[0].generate(**call)
+    for drafter in ("model", "lookup"):
+        decoding = hf_specdec.SpeculativeDecoding(pair[1], num_assistant_tokens=lookahead, drafter=drafter)
+        with LargeStorages(1 << 18) as large:
+            assert torch.equal(pair[0].generate(**call, custom_generate=decoding), plain)
+        assert large.peak == 0
 
 
 def test_rows_without_a_position_are_padded_behind_their_text() -> None:
@@ -254,6 +268,14 @@ def test_any_of_several_eos_ids_ends_a_row(pair, rows: int) -> None:
     eos = [EOS, int(plain[0, -6]), int(plain[-1, -9])]
     expected, output = both(pair, **prompts(rows), eos_token_id=eos)
     assert torch.equal(output, expected) and not torch.equal(output, plain)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("tokens", [7.0, 7.5, np.float64(7), np.int64(7)])
+def test_a_number_of_tokens_may_be_a_fraction_as_in_plain(pair, tokens: float, rows: int) -> None:
+    call = {**prompts(rows), "do_sample": False, "max_new_tokens": tokens, "eos_token_id": None}
+    plain = pair[0].generate(**call)
+    assert torch.equal(pair[0].generate(**call, custom_generate=hf_specdec.SpeculativeDecoding(pair[1])), plain)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 6, 11])
