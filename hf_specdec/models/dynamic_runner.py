@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
-from hf_specdec.models.traits import media_of, on_device, pass_mode
+from hf_specdec.models.traits import has_default_inputs, media_of, on_device, pass_mode
 
 # What later passes of a text model may need besides masks, positions and tokens.
 LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
@@ -35,7 +35,7 @@ class DynamicRunner:
     Args:
         model: any decoder-only or encoder-decoder model of transformers.
         model_kwargs: what `generate` prepared for the model: masks, positions, encoder outputs, cache.
-        input_ids: `[B, P]` prompts; only their shape and device matter here.
+        input_ids: `[B, P]`, the prompts.
         capacity: the most tokens of a row, drafts included.
         hidden: tokens in a given cache that precede `input_ids`.
         kernels: what passes run in.
@@ -58,8 +58,10 @@ class DynamicRunner:
         parameters = inspect.signature(model.forward).parameters
         self._cache_key = cache_argument(model)
         self.cache = self.kwargs.pop(self._cache_key, None)
-        if self._cache_key not in parameters:
-            self.cache = None  # `generate` makes one for every model
+        # `generate` makes a cache for every model, and a signature may hide whether the model uses it.
+        self._names_cache = self._cache_key in parameters
+        if not self._names_cache and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            self.cache = None
         self.kwargs.pop("logits_to_keep", None)
         self.hidden = hidden
         batch_size, prompt_length = input_ids.shape
@@ -71,7 +73,7 @@ class DynamicRunner:
         self.read = [read] * batch_size
         self._prompt = prompt_length - read  # tokens of it that are still to be read
         self._width = read + hidden
-        self._history = input_ids[:, :0]
+        self._device = input_ids.device
         self._keeps_logits = "logits_to_keep" in parameters
         self._mode, self._kernels = pass_mode(model), kernels(model)
         prefix = "decoder_" if model.config.is_encoder_decoder else ""
@@ -91,11 +93,12 @@ class DynamicRunner:
             for key in PER_TOKEN_KWARGS
             if self.kwargs.get(key) is not None
         }
+        self._own_inputs = not has_default_inputs(model)
         self._prepared = (
-            type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
-            and LASTING_KWARGS.issuperset(self.kwargs)
-            and input_ids.device == model.device
+            not self._own_inputs and LASTING_KWARGS.issuperset(self.kwargs) and input_ids.device == model.device
         )
+        needs_text = self.cache is None or self._own_inputs or not self._names_cache
+        self._text = input_ids[:, :read] if needs_text else None
         self._causal = None
         if self._prepared and self.cache is not None and self._mask is None and takes_one_causal_mask(model):
             self._causal = CausalMasks(total, None, model.dtype, model.device)
@@ -106,7 +109,7 @@ class DynamicRunner:
         Returns:
             Logits `[B, count, V]` of the last `count` appended positions, in the model's dtype.
         """
-        tokens = tokens.to(self._history.device)
+        tokens = tokens.to(self._device)
         if self._prompt < tokens.shape[1] and self.passes == 0 and media_of(self.kwargs):
             # A placeholder behind the prompt would be taken for one of its pictures'.
             self._pass(tokens[:, : self._prompt], 1)
@@ -115,22 +118,31 @@ class DynamicRunner:
 
     def _pass(self, tokens: Tensor, count: int) -> Tensor:
         appended = tokens.shape[1]
+        read = [n + appended for n in self.read]
         lags = [self._width - self.hidden - n for n in self.read]
-        first_slot = self._width
-        if self.cache is None:
-            tokens = self._history = torch.cat([self._history, tokens], dim=1)
-            first_slot = 0
         last_slot = self._width + appended
-        inputs = self._inputs(tokens, self._slot_kwargs(lags, first_slot, last_slot))
+        text = tokens if self._text is None else torch.cat([self._text, tokens], dim=1)
+        # A model that prepares its own inputs gets them whole, as from `generate`, and cuts them itself.
+        first_slot = 0 if self.cache is None or self._own_inputs else self._width
+        inputs = self._inputs(tokens, text, self._slot_kwargs(lags, first_slot, last_slot))
         if self._keeps_logits:
             inputs["logits_to_keep"] = count
         with self._mode(), self._kernels():
             outputs = self.model(**inputs, return_dict=True)
+        if self._text is not None:
+            self._text = text
+        if not self.passes and not self._names_cache:
+            self._leave_unused_cache()
         self.passes += 1
-        self._width = last_slot
-        self.read = [n + appended for n in self.read]
+        self._width, self.read = last_slot, read
         logits: Tensor = outputs.logits
         return logits if logits.shape[1] == count else logits[:, -count:]
+
+    def _leave_unused_cache(self) -> None:
+        """After the first pass: go on without a cache that the model has left empty."""
+        if self.cache is not None and not self.cache.get_seq_length():
+            cache_rollback.stop_recording(self._recording)
+            self.cache = None
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget what each row has read beyond its entry of `lengths`."""
@@ -142,9 +154,9 @@ class DynamicRunner:
             return
         new_width = max(kept) + self.hidden
         shifts = [new_width - (self._width - cut) for cut in cuts]
-        if self.cache is None:
-            self._history = cache_rollback.shift_rows(self._history, shifts, new_width)
-        else:
+        if self._text is not None:
+            self._text = cache_rollback.shift_rows(self._text, shifts, new_width - self.hidden)
+        if self.cache is not None:
             cache_rollback.realign(self.cache, self._width, shifts, new_width)
         self._width = new_width
 
@@ -171,24 +183,31 @@ class DynamicRunner:
             cache_rollback.forget_all(self.cache)
         cache_rollback.stop_recording(self._recording)
 
-    def _inputs(self, tokens: Tensor, slot_kwargs: dict[str, Tensor]) -> dict[str, Any]:
-        """The arguments of a pass, from `prepare_inputs_for_generation`.
+    def _inputs(self, tokens: Tensor, text: Tensor, slot_kwargs: dict[str, Tensor]) -> dict[str, Any]:
+        """The arguments of a pass over `tokens`, the last of `text`, from `prepare_inputs_for_generation`.
 
         transformers' default implementation takes a tenth of a small draft's pass and is skipped where it would
         change nothing.
         """
+        if self.cache is None:
+            tokens = text
         if self.passes and self._prepared:
             return {self._ids_key: tokens, self._cache_key: self.cache, **slot_kwargs, **self.kwargs}
-        return self.model.prepare_inputs_for_generation(
-            tokens,
-            is_first_iteration=self.passes == 0,
-            **{self._cache_key: self.cache, **slot_kwargs, **self.kwargs},
-        )
+        prepare = self.model.prepare_inputs_for_generation
+        given = {self._cache_key: self.cache, **slot_kwargs, **self.kwargs, "is_first_iteration": self.passes == 0}
+        if self.cache is None or not self._own_inputs:
+            return prepare(tokens, **given)
+        inputs = prepare(text, next_sequence_length=tokens.shape[1], **given)
+        if inputs.get(self._cache_key) is None:  # the model wants the text read anew, as Phi-3 at LongRoPE's switch
+            cache_rollback.forget_all(self.cache)
+            self._width, self.read = 0, [0] * len(self.read)  # until the pass has ended
+            inputs = prepare(text, **given | {self._cache_key: None}) | {self._cache_key: self.cache}
+        return inputs
 
     def _forget_last(self, count: int) -> None:
-        if self.cache is None:
-            self._history = self._history[:, : self._width - count]
-        elif self._width:
+        if self._text is not None:
+            self._text = self._text[:, : self._width - self.hidden - count]
+        if self.cache is not None and self._width:
             cache_rollback.forget_last(self.cache, count)
         self._width -= count
 

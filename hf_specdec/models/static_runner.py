@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.cache_rollback import new_cache
@@ -28,7 +28,7 @@ from hf_specdec.models.masks import (
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
 from hf_specdec.models.static_cache import CacheSize, RowsCache
-from hf_specdec.models.traits import on_device, pass_mode
+from hf_specdec.models.traits import has_default_inputs, on_device, pass_mode
 
 Masks = Tensor | dict[str, Tensor] | None
 
@@ -41,7 +41,7 @@ def supports_rows_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
     positions = model_kwargs.get("position_ids")
     return (
         takes_4d_masks(model)
-        and type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+        and has_default_inputs(model)
         and len({weight.device for weight in model.parameters()}) == 1
         and KNOWN_KWARGS.issuperset(key for key, value in model_kwargs.items() if value is not None)
         and (positions is None or positions.dim() == 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from hf_specdec.models.recurrent_states import is_purely_recurrent
 
@@ -48,6 +48,11 @@ def context_length(model: PreTrainedModel) -> int | None:
     """The most positions that the model supports (`max_position_embeddings`); None where it has no limit."""
     length: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return length
+
+
+def has_default_inputs(model: PreTrainedModel) -> bool:
+    """Whether a model leaves the preparation of a pass's arguments to transformers' default implementation."""
+    return type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 
 
 def takes_row_positions(model: PreTrainedModel) -> bool:
