@@ -24,13 +24,11 @@ _TASKS = {
     "sweep": (128, 7),
     "ablation": (64, 7),
     "engines": (128, 7),
-    "growth": (16, 1),
-    "rollback": (32, 3),
     "tune": (128, 1),
     "align": (128, 3),
     "report": (1, 1),
 }
-_PROMPT_LENGTHS = {"engines": [256], "growth": [40, 90, 150], "rollback": [64]}
+_PROMPT_LENGTHS = {"engines": [256]}
 _ENGINES = ("eager", "static", "compiled")
 _LLAMA_CPP = ("llama.cpp-f32", "llama.cpp-bf16", "llama.cpp-q8_0")
 # What `hf_specdec[bench]` installs.
@@ -57,14 +55,14 @@ _STRATEGIES = {
 # The tasks on which an argument has an effect; all that measure, if it isn't listed.
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "task": tuple(_TASKS), "output_dir": tuple(_TASKS),
-    "prompts": ("decode",), "calls": ("growth",), "minutes": ("tune",), "max_quality_loss": ("tune",),
-    "draft_models": ("sweep", "tune"), "engines": ("engines", "growth", "tune"), "peak_memory": ("engines",),
+    "prompts": ("decode",), "minutes": ("tune",), "max_quality_loss": ("tune",),
+    "draft_models": ("sweep", "tune"), "engines": ("engines", "tune"),
     "draft_vocabulary": ("benchmark",), "better_transformer": _all_but("ablation"),
-    "prompt_lengths": ("benchmark", "engines", "growth", "rollback"), "batch_sizes": _all_but("growth"),
-    "repeats": _all_but("growth", "tune"), "limit": ("benchmark", "engines", "rollback", *_DATA),
+    "prompt_lengths": ("benchmark", "engines"), "batch_sizes": _all_but(),
+    "repeats": _all_but("tune"), "limit": ("benchmark", "engines", *_DATA),
     **dict.fromkeys(("dataset", "dataset_path", "split", "prompt_column", "prompt_template"), _DATA),
     "reference_column": ("subtasks", "sweep", "tune"),
-    **dict.fromkeys(_GRID, _all_but("engines", "growth", "rollback", "tune")), "num_assistant_tokens": _all_but("tune"),
+    **dict.fromkeys(_GRID, _all_but("engines", "tune")), "num_assistant_tokens": _all_but("tune"),
     **dict.fromkeys(("generation_strategy", *_STRATEGIES), _STRATEGIC),
     **dict.fromkeys(("fallback_threshold", "rollback_threshold"), (*_STRATEGIC, "subtasks")),
     **dict.fromkeys(("loss", "steps", "learning_rate", "top_k_targets", "lora_rank", "on_policy"), ("align",)),
@@ -115,15 +113,12 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     tokens = f"most new tokens per answer; {_defaults(0, 'max_new_tokens')}"
     add("--max_new_tokens", "--max_tokens", type=_at_least(1), metavar="N", help=tokens)
-    lengths = "prompt lengths in tokens; default: benchmark 256 512, engines 256, growth 40 90 150, rollback 64"
+    lengths = "prompt lengths in tokens; default: benchmark 256 512, engines 256"
     add("--prompt_lengths", type=_at_least(1), nargs="+", metavar="N", help=lengths)
     sizes = "texts decoded at once (1); align: in a training step too (8); engines (1 4 8) and tune take several"
     add("--batch_size", "--batch_sizes", dest="batch_sizes", nargs="+", type=_at_least(1), metavar="N", help=sizes)
     engines = f"some of {', '.join(_ENGINES + _LLAMA_CPP)}; default: eager compiled, tune eager static compiled"
     add("--engines", nargs="+", choices=_ENGINES + _LLAMA_CPP, metavar="NAME", help=engines)
-    peak = "also measure each method's peak memory, in a process of its own that loads the models again"
-    add("--peak_memory", action="store_true", help=peak)
-    add("--calls", type=_at_least(2), default=2000, metavar="N", help="number of calls (%(default)s)")
     add("--minutes", type=_above(0), default=10.0, metavar="M", help="how long it may take (%(default)g)")
     loss = "also try BiLD, with at most this loss of quality; default: lossless methods only"
     add("--max_quality_loss", type=_between(0, 100), metavar="POINTS", help=loss)
@@ -186,7 +181,7 @@ def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
     add("--prompt_template", type=_template, default="{prompt}", metavar="TEXT", help=template)
     examples = (
         "examples per subtask (all; embedded: subtasks 50, sweep 5, with lossy strategies 50, ablation 3, align 125); "
-        "benchmark, engines and rollback: prompts of each length (5, 8 and 1), at least a batch"
+        "benchmark and engines: prompts of each length (5 and 8), at least a batch"
     )
     add("--limit", type=_at_least(1), metavar="N", help=examples)
 
@@ -309,8 +304,6 @@ def _refuse_unused(parser: argparse.ArgumentParser, options: dict[str, Any], giv
         parser.error("argument --seed: is for --do_sample, --task align and synthetic pairs")
     if {"draft_models", "assistant_model"} <= given.keys():
         parser.error("argument --assistant_model: is not used with --draft_models; give one of them")
-    if task in ("growth", "rollback") and options["num_assistant_tokens"] == ["auto"]:
-        parser.error(f"argument --num_assistant_tokens: auto is not for --task {task}; give a number")
     if "draft_vocabulary" in given and not options["assisted_generation"]:
         parser.error("argument --draft_vocabulary: is for --task benchmark --assisted_generation")
     for name, strategy in _STRATEGIES.items():
@@ -326,7 +319,7 @@ def complete(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[s
     given = {name: a.option_strings[0] for name, a in actions.items() if options[name] != a.default}
     _refuse_unused(parser, options, given)
     options["engines"] = options["engines"] or [*(_ENGINES if task == "tune" else ("eager", "compiled"))]
-    if task in ("growth", "tune") and (beyond := sorted(set(options["engines"]) & set(_LLAMA_CPP))):
+    if task == "tune" and (beyond := sorted(set(options["engines"]) & set(_LLAMA_CPP))):
         parser.error(f"argument --engines: {beyond[0]} is for --task engines")
     most_tokens, repeats = _TASKS[task]
     options["max_new_tokens"] = options["max_new_tokens"] or most_tokens
@@ -391,7 +384,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        journaled = options["task"] not in ("growth", "tune", "report")
+        journaled = options["task"] not in ("tune", "report")
         goes_on = "; what was measured is kept, and the same command continues it" if journaled else ""
         print(f"{parser.prog}: stopped before the end{goes_on}", file=sys.stderr)
         return 130

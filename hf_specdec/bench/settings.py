@@ -62,9 +62,7 @@ class Settings:
     limit: int | None = None
     better_transformer: bool = False
     batch_sizes: tuple[int, ...] = (1,)  # several are for the tasks `engines` and `tune`
-    engines: tuple[str, ...] = ("eager", "compiled")  # of the tasks `engines`, `growth` and `tune`
-    peak_memory: bool = False  # of the task `engines`
-    calls: int = 2000  # of the task `growth`
+    engines: tuple[str, ...] = ("eager", "compiled")  # of the tasks `engines` and `tune`
     minutes: float = 10.0  # of the task `tune`
     max_quality_loss: float | None = None  # of the task `tune`, in points; without it only lossless methods
     precision: str | None = None
@@ -94,7 +92,7 @@ class Settings:
     @property
     def endless(self) -> bool:
         """Whether EOS is ignored, so that all methods decode exactly `max_new_tokens` tokens."""
-        return self.task in ("engines", "growth", "rollback")
+        return self.task == "engines"
 
     @property
     def lossy_strategies(self) -> tuple[str, ...]:

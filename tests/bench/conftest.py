@@ -21,7 +21,6 @@ from hf_specdec.bench.storage.results import SUFFIX, load
 from hf_specdec.bench.tasks.ablation import run_ablation
 from hf_specdec.bench.tasks.benchmark import run_benchmark
 from hf_specdec.bench.tasks.engines import run_engines
-from hf_specdec.bench.tasks.growth import run_growth
 from hf_specdec.bench.tasks.subtasks import run_subtasks
 from hf_specdec.bench.tasks.sweep import run_sweep
 
@@ -81,7 +80,6 @@ def measure_each_task(pair: tuple[Path, Path], folder: Path) -> None:
         lookaheads = {"num_assistant_tokens": (2,)}
         sizes: dict[str, Any] = {"batch_sizes": (1, 2, 3), "prompt_lengths": (20,), "limit": 3}
         run_engines(Settings(task="engines", **common, **sizes, engines=("eager", "static"), grid=lookaheads))
-        run_growth(Settings(task="growth", **common, engines=("eager",), prompt_lengths=(20,), calls=20))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import pytest
 
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks.engines import run_engines
-from scripts import assisted_generation
 
 
 @pytest.mark.parametrize("missing", ["llama_cpp", "gguf"])
@@ -24,9 +23,3 @@ def test_a_missing_package_is_named_with_the_extra(
         BenchError, match=rf"'llama.cpp-q8_0' needs {missing}, .* pip install 'hf_specdec\[llama-cpp\]'"
     ):
         run_engines(settings)
-
-
-def test_growth_takes_engines_of_ours_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        assisted_generation.main(["--task", "growth", "--engines", "eager", "llama.cpp-f32"])
-    assert "--engines: llama.cpp-f32 is for --task engines" in capsys.readouterr().err

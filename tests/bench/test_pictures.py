@@ -66,7 +66,6 @@ def test_each_task_has_its_pictures(drawn: dict[str, dict[str, Figure]]) -> None
     assert {"speedup-by-lookahead", *(f"thresholds-draft-{la}" for la in (1, 2, 3, "auto"))} <= set(drawn["sweep"])
     assert set(drawn["ablation"]) == {"gains"}
     assert set(drawn["engines"]) == {"gain-by-method", "waterfall", "tokens-until-it-pays", "gain-by-batch"}
-    assert set(drawn["growth"]) == {"memory"}
 
 
 def test_axes_and_titles_say_what_is_drawn(drawn: dict[str, dict[str, Figure]]) -> None:

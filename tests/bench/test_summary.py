@@ -129,7 +129,7 @@ def test_a_readme_that_no_longer_fits_is_seen(reported: Path) -> None:
 
 
 def test_a_part_that_asks_for_a_missing_result_is_named(reported: Path, tmp_path: Path) -> None:
-    for path in (reported / "results" / "pair").glob("growth*.gz"):
+    for path in (reported / "results" / "pair").glob("engines*.gz"):
         shutil.copy(path, tmp_path)
     (tmp_path / "README.md").write_text("<!-- speed nowhere/none -->\n<!-- /speed -->\n")
     with pytest.raises(BenchError, match=r"README\.md' asks for a result .*nowhere/none"):
@@ -192,7 +192,7 @@ def test_damaged_results_among_others_are_named_after_the_others_are_rendered(
     results: dict[str, Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a", "c"):
-        (tmp_path / f"{name}{SUFFIX}").write_bytes(to_bytes(results["growth"])[:-20])
+        (tmp_path / f"{name}{SUFFIX}").write_bytes(to_bytes(results["engines"])[:-20])
     (tmp_path / f"b{SUFFIX}").write_bytes(to_bytes(results["benchmark"]))
     (tmp_path / f"d{SUFFIX}").write_bytes(to_bytes(results["engines"]))
     with pytest.raises(BenchError, match=r"c\.json\.gz' is damaged"):
@@ -202,16 +202,16 @@ def test_damaged_results_among_others_are_named_after_the_others_are_rendered(
 
 
 def test_a_result_without_its_keys_is_named(results: dict[str, Result], tmp_path: Path) -> None:
-    result = {key: value for key, value in results["growth"].items() if key != "samples"}
+    result = {key: value for key, value in results["engines"].items() if key != "memory"}
     (tmp_path / f"x{SUFFIX}").write_bytes(to_bytes(result))
-    with pytest.raises(BenchError, match=r"x\.json\.gz' is no result of this version \(KeyError\('samples'\)\)"):
+    with pytest.raises(BenchError, match=r"x\.json\.gz' is no result of this version \(KeyError\('memory'\)\)"):
         report.run_report(Settings(task="report", output_dir=tmp_path))
 
 
 def test_a_disk_too_full_for_a_picture_is_said(results: dict[str, Result], tmp_path: Path) -> None:
-    (tmp_path / f"x{SUFFIX}").write_bytes(to_bytes(results["growth"]))
+    (tmp_path / f"x{SUFFIX}").write_bytes(to_bytes(results["engines"]))
     # In its place, since writing there then fails as on a full disk.
-    (tmp_path / "x-memory.png").mkdir()
+    (tmp_path / "x-waterfall.png").mkdir()
     with pytest.raises(BenchError, match=r"--output_dir: writing to .* failed"):
         report.run_report(Settings(task="report", output_dir=tmp_path))
     assert (tmp_path / "x.md").is_file(), "the rest is there"

@@ -123,13 +123,9 @@ def test_a_sweep_from_end_to_end(saved_pair: tuple[Path, Path], dataset: Path) -
     for prompt in result["prompts"]:
         lossy = ("rollback_threshold=3", "lenience=0.01")
         assert all(any(word in name for word in lossy) for name in prompt["divergences"]), prompt
-        assert prompt["disagreements"].keys() == set(drafts)
-        assert prompt["disagreements"][drafts[1]]["positions"] == [], "the target as its own draft agrees"
     assert any(prompt["divergences"] for prompt in result["prompts"])
-    found = [harmless for p in result["prompts"] for _, harmless in p["disagreements"][drafts[0]]["positions"]]
-    assert found and all(found), "answers without a right fact have none to lose"
     text = rendering.render(result)
-    assert "## Lossy strategies" in text and "| Lenience 0.01" in text and "## What bounds them" in text
+    assert "## Lossy strategies" in text and "| Lenience 0.01" in text
     assert all(draft not in text.partition("## Drafts")[2].partition("## Best")[0] for draft in drafts), "short names"
     assert {f"lossy-{Path(draft).name}" for draft in drafts} <= set(pictures(result))
     assert {(item["engine"], item["draft"]) for item in result["passes"]} == {

@@ -11,7 +11,7 @@ import pytest
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks.task_table import run_task
 
-MEASURING = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines", "growth", "rollback", "tune", "align")
+MEASURING = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines", "tune", "align")
 OTHERS = {"--calls": "3", "--top_p": "0.5", "--temperature": "0.5", "--prompt_template": "a {prompt}"}  # than "1"
 # What some arguments need beside them.
 BESIDE = {
@@ -84,11 +84,8 @@ def test_report_takes_its_folder_alone(script: ModuleType, capsys: pytest.Captur
     ("line", "words"),
     [
         ("--task tune --repeats 3", "--repeats: is for --task benchmark"),
-        ("--task growth --repeats 3", "--repeats: is for --task benchmark"),
-        ("--task growth --batch_size 3", "--batch_size: is for --task benchmark"),
-        ("--task growth --gamma auto", "--num_assistant_tokens: auto is not for --task growth"),
-        ("--task sweep --prompt_lengths 9", "--prompt_lengths: is for --task benchmark, engines, growth, rollback"),
-        ("--task decode --prompt_lengths 9", "--prompt_lengths: is for --task benchmark, engines, growth, rollback"),
+        ("--task sweep --prompt_lengths 9", "--prompt_lengths: is for --task benchmark, engines"),
+        ("--task decode --prompt_lengths 9", "--prompt_lengths: is for --task benchmark, engines"),
         ("--task engines --drafter lookup", "--drafter: is for --task"),
         ("--task align --fallback_thres 0.1", "--fallback_threshold: is for --task"),
         ("--task subtasks --generation_strategy bild", "--generation_strategy: is for --task"),
@@ -117,7 +114,6 @@ def test_what_has_no_effect_is_refused_in_one_line(
         "--temperature 0",
         "--task align --seed 3",
         "--model_name synthetic:tiny-llama --seed 3",
-        "--task growth --gamma 3",
         "--task engines --gamma auto",
         "--task subtasks --fallback_thres 0.1 --rollback_thres 1",
         "--task sweep --lenience 0.1 0.2 --fallback_thres 0.1",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 from hf_specdec.bench.figures.result import Result
-from hf_specdec.bench.reports.tables import ablation, align, benchmark, engines, growth, rollback, subtasks, sweep, tune
+from hf_specdec.bench.reports.tables import ablation, align, benchmark, engines, subtasks, sweep, tune
 
 _RENDERERS: Mapping[str, Callable[[Result], str]] = {
     "benchmark": benchmark.render,
@@ -16,8 +16,6 @@ _RENDERERS: Mapping[str, Callable[[Result], str]] = {
     "sweep": sweep.render,
     "ablation": ablation.render,
     "engines": engines.render,
-    "growth": growth.render,
-    "rollback": rollback.render,
     "tune": tune.render,
     "align": align.render,
 }

@@ -15,7 +15,7 @@ from hf_specdec.bench.reports.best_settings import methods_of
 from hf_specdec.bench.reports.heading import processor
 from hf_specdec.bench.reports.markdown import capital, table
 from hf_specdec.bench.reports.rendering import title_note
-from hf_specdec.bench.reports.tables import growth, llama_cpp, methods
+from hf_specdec.bench.reports.tables import llama_cpp, methods
 from hf_specdec.bench.reports.tables.ablation import base_of
 from hf_specdec.bench.reports.tables.benchmark import chosen_method, gains_of_trimming
 from hf_specdec.bench.reports.tables.engines import DRAFTING, engines_of
@@ -27,7 +27,7 @@ class Claim:
     """What was measured, in words, and how much.
 
     Args:
-        unit: × for ratios, points, or MiB.
+        unit: × for ratios, or points.
     """
 
     words: str
@@ -161,14 +161,6 @@ def _of_align(result: Result) -> Iterator[Claim]:
         yield Claim("acceptance on held-out prompts, aligned draft − draft as it was", gain, "points")
 
 
-def _of_growth(result: Result) -> Iterator[Claim]:
-    for method in result["methods"]:
-        first, last = growth.settled_and_last(result, method["name"])
-        grown = (last["resident_bytes"] - first["resident_bytes"]) / growth.MIB
-        calls = f"from call {first['calls']:,} to {last['calls']:,}"
-        yield Claim(f"resident memory {calls}, {method['title']}", Interval(grown, None, None), "MiB")
-
-
 _CLAIMS: Mapping[str, Callable[[Result], Iterator[Claim]]] = {
     "benchmark": _of_benchmark,
     "engines": _of_engines,
@@ -176,8 +168,6 @@ _CLAIMS: Mapping[str, Callable[[Result], Iterator[Claim]]] = {
     "sweep": _of_sweep,
     "ablation": _of_ablation,
     "align": _of_align,
-    "growth": _of_growth,
-    "rollback": _of_benchmark,
 }
 
 

@@ -94,19 +94,6 @@ def of_engines(settings: Settings, pair: LoadedPair) -> list[Method]:
     return [*found, replace(floor, title=title, most_rows=1, facts={"role": "floor"})]
 
 
-def of_growth(settings: Settings, pair: LoadedPair) -> list[Method]:
-    """The method with the default lookahead on each engine."""
-    chosen = replace(settings, grid={"num_assistant_tokens": (fixed_lookahead(settings, pair),)})
-    found = [method for engine in settings.engines for method in _on_engine(chosen, pair, engine)]
-    return [method for method in found if method.facts.get("role") == "fixed"]
-
-
-def of_rollback(settings: Settings, pair: LoadedPair) -> list[Method]:
-    """Plain generate(), plain on our loop, and drafts of a fixed length."""
-    tokens = fixed_lookahead(settings, pair)
-    return [plain(), plain_on_engine({}), ours("speculative", {"num_assistant_tokens": tokens}, pair)]
-
-
 def _baselines(settings: Settings, pair: LoadedPair, keywords: Mapping[str, Any]) -> list[Method]:
     found = [plain(), plain_on_engine(keywords)]
     if pair.draft is not None and assisted_refusal(settings, pair) is None:

@@ -107,7 +107,7 @@ def stem(settings: Settings) -> str:
     if settings.task in ("benchmark", "decode"):
         parts += [f"head_of_{settings.draft_vocabulary}"] if settings.draft_vocabulary else []
         parts.append(settings.generation_strategy if settings.assisted_generation else "plain")
-    elif settings.task not in ("engines", "growth", "rollback"):
+    elif settings.task != "engines":
         parts.append(settings.dataset)
     if settings.split is not None:
         parts.append(settings.split)

@@ -11,15 +11,12 @@ import torch
 from tqdm import tqdm
 
 from hf_specdec.bench.figures.divergence import divergence
-from hf_specdec.bench.figures.quality import OF_ONE
-from hf_specdec.bench.figures.tradeoff import SCORE
 from hf_specdec.bench.inputs.prompts import Prompt, question_prompt
 from hf_specdec.bench.inputs.questions import Question, split_of
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
 from hf_specdec.bench.running.methods import Method
 from hf_specdec.bench.running.processes import Processes
-from hf_specdec.bench.running.replaced_tokens import replaced
 from hf_specdec.bench.running.timed_call import Call
 from hf_specdec.bench.running.turns import turn, turn_number
 from hf_specdec.bench.running.warming import warm_call, warm_up
@@ -145,21 +142,7 @@ class Collection:
             "references": list(question.references),
             "divergences": divergences,
         }
-        if self.settings.lossy_strategies and question.references:
-            described["disagreements"] = self._disagreements(question, batch, row, prompt)
         self.session.keep("prompt", described)
-
-    def _disagreements(self, question: Question, batch: Batch, row: int, prompt: Prompt) -> dict[str, Any]:
-        """By draft: the length of the target's answer, and [position, whether harmless]; see `figures.rejections`."""
-        tokens, found = self._call(batch, self.baseline).tokens[row], {}
-        for pair in {one.pair.draft_name: one.pair for one in self.contenders if one.pair.draft is not None}.values():
-            positions = []
-            for place, answers in replaced(pair, prompt, tokens, self.settings).items():
-                texts = [pair.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
-                own, kept = (OF_ONE[SCORE](text, question.references) for text in texts)
-                positions.append([place, kept >= own])
-            found[str(pair.draft_name)] = {"length": len(tokens), "positions": positions}
-        return found
 
     def _sample_passes(self, repeat: int, prompts: Sequence[Prompt], engine: str, pair: LoadedPair) -> None:
         widths = widths_for([one.method for one in self.contenders if one.pair is pair])

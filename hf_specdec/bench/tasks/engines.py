@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.storage import results
 from hf_specdec.bench.storage.run_session import finish
 from hf_specdec.bench.tasks.interleaving import batches_of, measured
-from hf_specdec.bench.tasks.peak_memory import check_peak_memory, measured_apart
 
 PROMPTS_PER_LENGTH = 8
 
@@ -30,11 +28,7 @@ def run_engines(settings: Settings) -> None:
     """
     results.check_output(settings)
     check_llama_cpp(settings)
-    check_peak_memory(settings)
     result = _measured(settings)
-    if settings.peak_memory:
-        gc.collect()  # the pair's memory is needed by processes that load one of their own
-        _add_peak_memory(result, settings)
     finish(result, settings)
     sys.stdout.write(rendering.render(result))
 
@@ -56,22 +50,3 @@ def _measured(settings: Settings) -> dict[str, Any]:
         if refusal is not None:
             result["notes"].append(refusal)
     return result
-
-
-def _add_peak_memory(result: dict[str, Any], settings: Settings) -> None:
-    """Peak memory of each method at each batch size; notes those whose process failed.
-
-    Transformers' assisted generation is measured once: its schedules hold the same. llama.cpp's weights would stand
-    beside the pair's, so it has no figure.
-    """
-    once = [method for method in result["methods"] if method["kind"] == "assisted"][1:]
-    methods = [method for method in result["methods"] if method["kind"] != "llama.cpp" and method not in once]
-    ran = {(call.method, call.batch) for call in result["calls"]}
-    result["peak_memory"] = []
-    for batch in settings.batch_sizes:
-        for method in (method for method in methods if (method["name"], batch) in ran):
-            found = measured_apart(settings, method["name"], method["engine"], batch)
-            if found is None:
-                result["notes"].append(f"Peak memory of {method['title']} at batch size {batch}: its process failed.")
-            else:
-                result["peak_memory"].append(found)

@@ -13,7 +13,7 @@ from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.storage.results import stem
 
 # Each is `run_NAME` of the module of its name, imported when it runs: some need packages that others do without.
-_ALONE = ("benchmark", "decode", "engines", "growth", "report", "rollback", "tune")
+_ALONE = ("benchmark", "decode", "engines", "report", "tune")
 _SHARED = ("subtasks", "sweep", "ablation", "align")
 
 

@@ -14,7 +14,6 @@ from hf_specdec.bench.reports.pictures import (
     align,
     engines,
     gains,
-    growth,
     rounds,
     subtasks,
     sweep,
@@ -90,10 +89,6 @@ def _engines(result: Result) -> dict[str, Figure]:
     return found
 
 
-def _growth(result: Result) -> dict[str, Figure]:
-    return {"memory": growth.memory_over_calls(result)}
-
-
 def _tune(result: Result) -> dict[str, Figure]:
     drawn = [tuned for tuned in result["tuned"] if tried(tuned)]
     return {f"candidates-batch-{tuned['batch']}": tune.fastest_candidates(result, tuned) for tuned in drawn}
@@ -118,7 +113,6 @@ _DRAWN = {
     "sweep": _sweep,
     "ablation": _ablation,
     "engines": _engines,
-    "growth": _growth,
     "tune": _tune,
     "align": _align,
 }

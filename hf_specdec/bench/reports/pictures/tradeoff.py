@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hf_specdec.bench.figures import quality, rejections, speed, tradeoff
+from hf_specdec.bench.figures import quality, speed, tradeoff
 from hf_specdec.bench.figures.bootstrap import Interval
 from hf_specdec.bench.figures.result import MethodDict, Result
 from hf_specdec.bench.models.known_pairs import short_name
@@ -95,18 +95,15 @@ def lossy_curves(result: Result, draft: str) -> Figure:
         axes.set_visible(False)
     for axes, label in zip(grid.flat, panels, strict=False):
         _draw_curves(axes, result, curves, label)
-        _draw_oracle(axes, result, draft, label)
     handles, names = grid[0][0].get_legend_handles_labels()
     above.legend(handles, names, loc="center", ncols=3, fontsize="small", frameon=False)
     below.supylabel("Facts, difference to lossless decoding (points)", fontsize="medium")
     decoding = f"T = {result['arguments']['temperature']:g}" if result["sampling"] else "greedy"
     figure.suptitle(f"Lossy strategies: {short_name(draft)}, {decoding}")
-    stars = "Oracle" in names
     caption(
         figure,
         "Across: decoding speed over lossless speculation (×). All at their fastest lookaheads.",
         of_intervals(result, "Bars: 95% intervals, paired bootstrap."),
-        "The oracle rejects only what would cost facts (estimated)." if stars else None,
     )
     return figure
 
@@ -149,17 +146,6 @@ def _draw_curves(axes: Axes, result: Result, curves: Mapping[Any, Sequence[Metho
 def _point(result: Result, method: MethodDict, prompts: list[int]) -> tuple[Interval, Interval] | None:
     gain, change = tradeoff.gain(result, method, prompts), tradeoff.change(result, method["name"], prompts)
     return None if gain is None or change is None else (gain, change)
-
-
-def _draw_oracle(axes: Axes, result: Result, draft: str, label: str | None) -> None:
-    bounds = rejections.bounds(result, draft, tradeoff.prompts_of(result, label))
-    if bounds is None or bounds.oracle is None or bounds.perfect is None:
-        return
-    words = ("Oracle", "Oracle with a perfect fallback")
-    for gain, inside, name in zip((bounds.oracle, bounds.perfect), ("black", "white"), words, strict=True):
-        axes.errorbar(gain.value, 0, xerr=errors(gain), color="black", elinewidth=0.6)
-        look: dict[str, Any] = {"color": "black", "markerfacecolor": inside, "markersize": 7, "linestyle": "none"}
-        axes.plot([gain.value], [0], marker="*", label=name, **look)
 
 
 def quality_differs(result: Result) -> bool:

@@ -19,14 +19,6 @@ ALLOWED = (
     "over calls of the passes at the prompt length nearest to each call's."
 )
 
-MEMORY = (
-    "Each method runs in a process of its own with both models loaded, measured from its first call. On a CPU: peak "
-    "resident set (VmHWM) minus what the process held before it loaded the models (Libraries). On a GPU: torch's peak "
-    "allocation. Weights: of both models. Caches: keys and values of all rows at the end of the text. Code that "
-    "earlier processes compiled is loaded from disk; compiling takes about 100 MB more. Transformers' assisted "
-    "generation has one row, as its schedules need the same memory; llama.cpp has none: it would load its weights as "
-    "well as the pair's."
-)
 # On a draft against plain decoding, in the order in which they are said.
 _VERDICTS = (
     "is faster than plain decoding",
@@ -44,8 +36,6 @@ def render(result: Result) -> str:
         parts.append(f"## Batch size {batch}\n\n{methods.speed_table(result, batch=batch)}")
     if llama_cpp.engines_of(result):
         parts.append(f"## Over llama.cpp\n\n{llama_cpp.legend(result)}\n\n{llama_cpp.table_over_llama_cpp(result)}")
-    if result.get("peak_memory"):
-        parts.append(f"## Peak memory\n\n{MEMORY}\n\n{memory_table(result)}")
     parts.append(f"## Rounds\n\n{methods.ROUNDS}")
     for batch in batch_sizes(result):
         parts.append(methods.round_table(result, {str(batch): None}, "Batch size", batch))
@@ -84,20 +74,6 @@ def allowed_table(result: Result) -> str:
                     number(passes.share_of_allowed(result, method, batch), 2),
                 ]
             )
-    return table(header, rows)
-
-
-def memory_table(result: Result) -> str:
-    """One row per batch size and method."""
-    header = ["Batch size", "Method", "Libraries (MB)", "Weights (MB)", "Caches (MB)", "Peak (MB)"]
-    header += ["Peak / (weights + caches)"]
-    rows = []
-    for item in result["peak_memory"]:
-        found = item["peak_bytes"] - item["base_bytes"]
-        needed = item["weight_bytes"] + item["cache_bytes"]
-        parts = (item["base_bytes"], item["weight_bytes"], item["cache_bytes"], found)
-        title = capital(speed.method_named(result, item["method"])["title"])
-        rows.append([str(item["batch"]), title, *(number(part / 1e6, 1) for part in parts), number(found / needed, 2)])
     return table(header, rows)
 
 

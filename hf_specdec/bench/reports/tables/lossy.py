@@ -1,10 +1,10 @@
-"""Lossy strategies in a sweep's report: speed and loss, over all and by subtask, and what bounds them."""
+"""Lossy strategies in a sweep's report: speed and loss, over all and by subtask."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hf_specdec.bench.figures import rejections, rounds, speed, tradeoff
+from hf_specdec.bench.figures import rounds, speed, tradeoff
 from hf_specdec.bench.figures.bootstrap import Ratio
 from hf_specdec.bench.figures.quality import Difference
 from hf_specdec.bench.figures.result import MethodDict, Result
@@ -12,7 +12,6 @@ from hf_specdec.bench.figures.tradeoff import labels
 from hf_specdec.bench.models.known_pairs import short_name
 from hf_specdec.bench.reports.markdown import capital, difference, number, ratio, table
 from hf_specdec.bench.reports.tables.subtasks import MEASURE_TITLES
-from hf_specdec.bench.running.methods import STRATEGY_TITLES
 
 LOSSY = (
     "Lossless speculation: speculative decoding with the same draft and engine, at its fastest lookahead. Facts: the "
@@ -23,17 +22,6 @@ BY_SUBTASK = (
     "By subtask, each setting at its fastest lookahead. Which lookahead is fastest is told from the same calls, which "
     "flatters all rows a little."
 )
-BOUNDS = (
-    "Facts kept: the speed over lossless speculation of each strategy's fastest setting with which no answer has fewer "
-    "facts, or a loss of more than one point is excluded; – if it has none. A rejection of lossless speculation is "
-    "harmless if the answer keeps its share of the reference's facts, or gains, when the draft's token is kept there "
-    "and the target goes on from it. The oracle rejects only what is not harmless; no relaxation of the acceptance "
-    "rule can do better at no loss. With a perfect fallback its drafts also end right before each token that it "
-    "rejects, which bounds BiLD as a whole. Both are estimates over lossless speculation at its fastest lookahead: "
-    "rounds are counted on the target's answers and timed by bare passes, and kept tokens would change what follows. "
-    "An answer without a right fact has none to lose."
-)
-
 # Of a method on a subtask: speed over lossless speculation, and the difference in points.
 Point = tuple["Ratio | None", "Difference | None"]
 
@@ -56,12 +44,6 @@ def parts(result: Result) -> list[str]:
             found.append(_by_subtask(mine, panels, lambda m, label: ratio(points[m["name"], label][0])))
             found.append(f"### {_draft(draft)}: facts, difference to lossless (points)")
             found.append(_by_subtask(mine, panels, lambda m, label: difference(points[m["name"], label][1])))
-    rows = bound_rows(result, best, points)
-    if rows:
-        kinds = [STRATEGY_TITLES[kind] for kind in dict.fromkeys(method["kind"] for method in best)]
-        header = ["Draft", "Subtask", *(f"{capital(kind)}, facts kept" for kind in kinds), "Answers"]
-        header += ["Harmless share of the rejections", "Oracle", "Oracle with a perfect fallback"]
-        found.append(f"## What bounds them\n\n{BOUNDS}\n\n{table(header, rows)}")
     return found
 
 
@@ -77,26 +59,6 @@ def lossy_table(result: Result) -> str:
         cells += [number(rounds.acceptance_rate(calls), 3), number(rounds.tokens_per_round(calls), 2)]
         rows.append([*cells, ratio(gain), difference(change)])
     return table(header, rows)
-
-
-def bound_rows(
-    result: Result, methods: Sequence[MethodDict], points: dict[tuple[str, str | None], Point]
-) -> list[list[str]]:
-    """One row per draft and subtask: what strategies reach with facts kept, harmless rejections, and the oracles."""
-    rows = []
-    for draft in dict.fromkeys(method["draft"] for method in methods):
-        for label in [*labels(result), None]:
-            found = rejections.bounds(result, draft, tradeoff.prompts_of(result, label))
-            if found is None:
-                continue
-            reached = []
-            for kind in dict.fromkeys(method["kind"] for method in methods):
-                mine = [points[m["name"], label] for m in methods if (m["kind"], m["draft"]) == (kind, draft)]
-                kept = [gain for gain, change in mine if gain is not None and tradeoff.kept(change)]
-                reached.append(ratio(max(kept, key=lambda gain: gain.value, default=None)))
-            bound = [str(found.answers), *map(ratio, (found.harmless, found.oracle, found.perfect))]
-            rows.append([_draft(draft), label or "all", *reached, *bound])
-    return rows
 
 
 def _by_subtask(
