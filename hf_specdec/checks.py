@@ -12,13 +12,14 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from torch.nn import Module
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_specdec.host.processors import check_stateless
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.cache_rollback import check_recurrence, check_rewindable, is_static_by_request
+from hf_specdec.models.traits import generating_parts, wrapped_model
 
 # Arguments that select another decoding mode of transformers.
 OTHER_MODES = {
@@ -78,8 +79,7 @@ def check_call(
                 f"{name}=True: a round's passes cover several tokens and drop some, so there is no such output per "
                 f"token; leave {name} out, or decode without speculation."
             )
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds: a draft can't read another model's embeddings, so pass input_ids instead.")
+    _check_embeddings(model, input_ids, model_kwargs)
     _check_mode(generation_config)
     check_stateless(processors, generation_config)
     check_model(model, "model")
@@ -93,6 +93,27 @@ def check_call(
         else:
             argument = f"model={type(model).__name__}"
         check_rewindable(cache, argument)
+
+
+def _check_embeddings(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Refuse embeddings of a decoder's prompt without the tokens that they stand for, or after a cache.
+
+    Raises:
+        ValueError: names the argument and its value, and says what to do instead.
+    """
+    embeddings, cache = model_kwargs.get("inputs_embeds"), cache_of(model_kwargs)
+    if embeddings is None or model.config.is_encoder_decoder:
+        return
+    if embeddings.shape[:2] != input_ids.shape:
+        raise ValueError(
+            f"inputs_embeds of the shape {list(embeddings.shape)} with input_ids of the shape {list(input_ids.shape)}: "
+            "a draft reads tokens, so pass the input_ids as well, one per embedding, or decode without speculation."
+        )
+    if cache is not None and cache.get_seq_length():
+        raise ValueError(
+            f"inputs_embeds together with {cache_argument(model)}={type(cache).__name__} with text in it: pass "
+            "input_ids instead, or leave the cache out."
+        )
 
 
 def _check_mode(generation_config: GenerationConfig) -> None:
@@ -132,16 +153,29 @@ def check_cache_implementation(model: PreTrainedModel, name: str | None) -> None
         )
 
 
-def check_is_loaded(model: Any) -> None:
-    """Refuse to enable a name or a class.
+def checked_target(model: Any) -> PreTrainedModel:
+    """The model whose `generate` transformers runs when that of `model`, or of what it wraps, is called.
 
     Raises:
-        ValueError: names the argument and its value, and says what to do instead.
+        ValueError: a name or a class, or none or several such models, so that speculation would never take place, or
+            not where it is meant to; names the argument and its value, and says what to do instead.
     """
-    if model is not None and not isinstance(model, Module):
+    if not isinstance(model, Module):
         raise ValueError(
             f"model={model!r} is not a loaded model: pass one, or leave it out to enable speculation for all models."
         )
+    found = generating_parts(model)
+    if len(found) == 1:
+        target: PreTrainedModel = found[0]
+        return target
+    target = wrapped_model(model)
+    names = [f"model.{name}" for name, part in target.named_modules() if any(part is other for other in found)]
+    way_out = f"pass the one that should speculate, of {', '.join(names)}" if names else "pass a model that does"
+    runs = " that runs those of several models" if names else " that does not run transformers'"
+    what = f"a generate{runs}" if hasattr(target, "generate") else "no generate"
+    raise ValueError(
+        f"model={type(target).__name__} has {what}: {way_out}, or leave it out to enable speculation for all models."
+    )
 
 
 def check_is_model(draft: Any) -> None:
@@ -150,8 +184,7 @@ def check_is_model(draft: Any) -> None:
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
     """
-    # PEFT adapters wrap a transformers model but are not instances of PreTrainedModel.
-    if isinstance(draft, Module) and hasattr(draft, "config") and getattr(draft, "can_generate", lambda: False)():
+    if isinstance(model := wrapped_model(draft), PreTrainedModel) and model.can_generate():
         return
     value = type(draft).__name__ if isinstance(draft, Module) else repr(draft)
     raise ValueError(
@@ -196,6 +229,10 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
             f"{named} is on the 'meta' device{empty and f' in its part {empty}'}, which holds no weights: load them, "
             "or give it a device_map that keeps its first layer on a real device."
         )
+    if argument == "model" and (own := _own_loop(model)) is not None:
+        raise ValueError(
+            f"{named} decodes in a loop of its own, {own}, which speculation would replace: decode without speculation."
+        )
     sharding = _sharding_of(model)
     if sharding is not None:
         raise ValueError(
@@ -239,6 +276,12 @@ def _empty_part(model: PreTrainedModel) -> str | None:
         if any(tensor.is_meta for tensor in own) and not f"{name}.".startswith(loaded):
             return name
     return None
+
+
+def _own_loop(model: PreTrainedModel) -> str | None:
+    """The method with which a model replaces a part of transformers' decoding loop; None if there is none."""
+    names = ("_sample", "_prefill")
+    return next((name for name in names if getattr(type(model), name) is not getattr(GenerationMixin, name)), None)
 
 
 def _sharding_of(model: PreTrainedModel) -> str | None:

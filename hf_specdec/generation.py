@@ -38,7 +38,14 @@ from hf_specdec.models.static_runner import (
     supports_recorded_row,
     supports_rows_cache,
 )
-from hf_specdec.models.traits import context_length, media_of, pass_mode, tensor_parallel_group, without_adapter_wrapper
+from hf_specdec.models.traits import (
+    context_length,
+    generating_parts,
+    media_of,
+    pass_mode,
+    tensor_parallel_group,
+    without_adapter_wrapper,
+)
 from hf_specdec.prepared import compiled_step, cuda_graphs
 from hf_specdec.prepared.compile_progress import tqdm_disabled
 from hf_specdec.prepared.engine import prepared_capacity
@@ -57,7 +64,7 @@ def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
 
     If several threads call `generate`, use `return_dict_in_generate=True` and the output's `speculation` instead.
     """
-    return _last.get(model)
+    return next((_last[target] for target in generating_parts(model) if target in _last), None)
 
 
 class SpeculativeDecoding:
@@ -273,7 +280,7 @@ def _decoder(
         # Custom processors may need gradients, which inference mode rules out.
         mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
         max_positions=None if positions is None else positions - cached,
-        drafts_in_first_round=_last_token_visible(model, model_kwargs) and not media_of(model_kwargs),
+        drafts_in_first_round=_last_token_visible(model, model_kwargs) and not _embedded(model_kwargs),
     )
 
 
@@ -323,6 +330,11 @@ def _last_token_visible(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     mask = model_kwargs.get(f"{prefix}attention_mask")
     return mask is None or bool(mask[:, -1].all())
+
+
+def _embedded(model_kwargs: dict[str, Any]) -> bool:
+    """Whether a part of the prompt reaches the model as something else than tokens."""
+    return bool(media_of(model_kwargs)) or model_kwargs.get("inputs_embeds") is not None
 
 
 def _cached_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:

@@ -28,14 +28,14 @@ from transformers import (
 from hf_specdec.checks import (
     check_cache_implementation,
     check_flags,
-    check_is_loaded,
     check_is_model,
     check_versions,
+    checked_target,
 )
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
 from hf_specdec.models.cache_names import OUTDATED_NAMES
-from hf_specdec.models.traits import media_of, wrapped_model
+from hf_specdec.models.traits import generating_parts, media_of
 from hf_specdec.prepared.engine_store import release
 
 ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
@@ -94,7 +94,7 @@ def enable(
     """Make `generate` accept `generation_strategy` and its settings.
 
     Args:
-        model: the target, held weakly; None for all models.
+        model: the target, in wrappers or not (PEFT, `torch.compile`, DDP); held weakly. None for all models.
         assistant_model, generation_strategy: defaults for later calls. If both are set, calls speculate without
             further arguments; `generation_strategy=None` in a call opts out.
         settings: defaults for the fields of `SpeculationConfig`.
@@ -105,10 +105,11 @@ def enable(
 
     Raises:
         ImportError: a version of torch or transformers that the package does not support.
-        ValueError: an unknown strategy or field, a value out of range, or an `assistant_model` that is not a model.
+        ValueError: an unknown strategy or field, a value out of range, an `assistant_model` that is not a model, or a
+            `model` whose own `generate` never runs transformers'.
     """
     check_versions()
-    check_is_loaded(model)
+    target = None if model is None else checked_target(model)
     check_fields(settings)
     if assistant_model is not _UNSET and assistant_model is not None:
         check_is_model(assistant_model)
@@ -117,7 +118,7 @@ def enable(
     else:
         SpeculationConfig(generation_strategy, **settings)
     given = {"assistant_model": assistant_model, "generation_strategy": generation_strategy, **settings}
-    enabled = Enabled(wrapped_model(model), {key: value for key, value in given.items() if value is not _UNSET})
+    enabled = Enabled(target, {key: value for key, value in given.items() if value is not _UNSET})
     with _changing:
         _stack.append(enabled)
         if not _installed:
@@ -133,10 +134,11 @@ def disable(model: PreTrainedModel | None = None) -> None:
 
     Also frees what compiled and captured rounds keep between calls, see `release`.
     """
-    release(None if model is None else wrapped_model(model))
+    release(model)
+    targets = [None] if model is None else generating_parts(model)
     with _changing:
         latest = (one for one in reversed(_stack) if one.alive)
-        _remove(next((one for one in latest if model is None or one.is_for(wrapped_model(model))), None))
+        _remove(next((one for one in latest if model is None or any(map(one.is_for, targets))), None))
 
 
 def _remove(enabled: Enabled | None) -> None:

@@ -18,6 +18,7 @@ from hf_specdec.models.cache_rollback import new_cache
 NOT_SHARED = (
     *CACHE_NAMES,
     "encoder_outputs",
+    "inputs_embeds",
     "logits_to_keep",
     "attention_mask",
     "decoder_attention_mask",
@@ -57,7 +58,7 @@ def draft_inputs(
         kwargs["encoder_outputs"] = (
             _encode(draft, model_kwargs, input_ids, inputs_tensor)
             if own_encoder
-            else _to_draft(model_kwargs["encoder_outputs"], draft)
+            else _to_draft(_readable(model_kwargs["encoder_outputs"], draft), draft)
         )
         masks = ["attention_mask", "decoder_attention_mask"] if own_encoder else []
     else:
@@ -99,16 +100,46 @@ def _encode(
             "encoder_outputs without inputs: the draft has to run its own encoder, so pass input_ids (or "
             "input_features) instead of encoder_outputs."
         )
+    if draft.main_input_name == "input_ids" and torch.is_floating_point(inputs_tensor):
+        raise ValueError(
+            f"inputs_embeds: assistant_model={type(draft).__name__} can't read the target's embeddings, so pass "
+            "input_ids instead, or choose drafter='lookup'."
+        )
     copies = len(input_ids) // len(inputs_tensor)
     encoder = draft.get_encoder()
     inputs = {draft.main_input_name: _to_draft(inputs_tensor, draft)}
     mask = model_kwargs.get("attention_mask")
     if mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters:
         inputs["attention_mask"] = mask[::copies].to(draft.device)
-    encoding = encoder(**inputs, return_dict=True)
+    try:
+        encoding = encoder(**inputs, return_dict=True)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or not torch.is_floating_point(inputs_tensor):
+            raise
+        raise ValueError(
+            f"assistant_model={type(draft).__name__} can't read the target's {draft.main_input_name} of the shape "
+            f"{list(inputs_tensor.shape)} ({str(error).splitlines()[0]}): choose a draft with inputs like the target's "
+            "(for Whisper, as many mel bins and the same window), or one that reads its encoding, as Distil-Whisper."
+        ) from error
     return type(encoding)(
         **{key: value.repeat_interleave(copies, 0) for key, value in encoding.items() if isinstance(value, Tensor)}
     )
+
+
+def _readable(encoding: ModelOutput, draft: PreTrainedModel) -> ModelOutput:
+    """The target's encoding for a decoder-only draft.
+
+    Raises:
+        ValueError: it has another width than what the draft reads.
+    """
+    config, found = draft.config.get_text_config(decoder=True), encoding[0].shape[-1]
+    expected = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
+    if found != expected:
+        raise ValueError(
+            f"assistant_model={type(draft).__name__} reads encodings of {expected} numbers per position, and the "
+            f"target's have {found}: choose a draft made for this target, or one with an encoder of its own."
+        )
+    return encoding
 
 
 def _encoded_media(

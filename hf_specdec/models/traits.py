@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from hf_specdec.models.recurrent_states import is_purely_recurrent
@@ -25,8 +27,57 @@ def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[tor
 
 
 def wrapped_model(model: Any) -> Any:
-    """The model that runs `generate`: an adapter model (PEFT) wraps another one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """The model that runs `generate`, inside wrappers: PEFT's, compiled modules, DDP and others with a `module`."""
+    model = _inside(model)
+    return _inside(model.get_base_model()) if hasattr(model, "get_base_model") else model
+
+
+def _inside(wrapper: Any) -> Any:
+    """What is in the wrappers of a model, down to PEFT's; a model as it is.
+
+    A compiled module hands out the `generate` of what it has compiled, and one that runs replicas has none.
+    """
+    while isinstance(wrapper, Module) and not isinstance(wrapper, PreTrainedModel):
+        inner = getattr(getattr(wrapper, "generate", None), "__self__", None) or getattr(wrapper, "module", None)
+        if inner is wrapper or not isinstance(inner, Module):
+            break
+        wrapper = inner
+    return wrapper
+
+
+def generating_parts(model: Any) -> list[Any]:
+    """Those of a model and its parts whose `generate` is transformers' and runs when the model's own is called.
+
+    That is the model itself, unless its class overrides `generate` without going on to transformers', as BLIP-2 does,
+    which runs its language model's. Code is read for this: the names used beside `generate` in the class's methods.
+    """
+    model = wrapped_model(model)
+    if not isinstance(model, Module):
+        return []
+    owners = [kind for kind in type(model).__mro__ if "generate" in vars(kind)]
+    overrides = [kind for kind in owners if kind is not GenerationMixin]
+    if len(overrides) < len(owners) and all(_goes_on(kind) for kind in overrides):
+        return [model]
+    named = {name for kind in overrides for method in _callers(kind) for name in method.__code__.co_names}
+    parts = [part for name, part in model.named_modules() if name and name.rpartition(".")[2] in named]
+    return [part for part in parts if isinstance(part, GenerationMixin) and generating_parts(part) == [part]]
+
+
+def _goes_on(kind: type) -> bool:
+    """Whether a method of a class calls the `generate` of another class, by the class's name or by `super`."""
+    for method in _callers(kind):
+        named = [method.__globals__.get(name) for name in method.__code__.co_names]
+        if "super" in method.__code__.co_names or any(
+            isinstance(one, type) and hasattr(one, "generate") for one in named
+        ):
+            return True
+    return False
+
+
+def _callers(kind: type) -> list[FunctionType]:
+    """The methods of a class that name `generate`."""
+    functions = (inspect.unwrap(getattr(value, "__func__", value)) for value in vars(kind).values())
+    return [each for each in functions if isinstance(each, FunctionType) and "generate" in each.__code__.co_names]
 
 
 # Prefixes of the arguments that pass pictures, video or sound to a model, encoded or not.
@@ -84,12 +135,13 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def without_adapter_wrapper(model: Any) -> Any:
-    """The model that a PEFT wrapper has put its adapters into, and which runs with them; other models unchanged.
+    """The model inside its wrappers, see `wrapped_model`. A PEFT wrapper has put its adapters into it.
 
     The wrapper's `forward` names neither positions nor caches. Only prompt learning needs the wrapper, which adds
     the virtual tokens.
     """
+    model = _inside(model)
     adapter = getattr(model, "active_peft_config", None)
     if adapter is None or adapter.is_prompt_learning:
         return model
-    return model.get_base_model()
+    return wrapped_model(model)

@@ -10,6 +10,7 @@ from weakref import finalize
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.models.traits import wrapped_model
 from hf_specdec.prepared.engine import Engine
 
 KEPT_BYTES = 2 << 30  # of idle engines on one device; the last used stays even if it is larger
@@ -95,6 +96,6 @@ def release(model: PreTrainedModel | None = None) -> None:
     Later calls prepare them anew.
 
     Args:
-        model: a target or draft; None for all models.
+        model: a target or draft, in wrappers or not; None for all models.
     """
-    STORE.release(model)
+    STORE.release(wrapped_model(model))

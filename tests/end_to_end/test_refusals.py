@@ -200,7 +200,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"num_beams": 3}, ["num_beams=3", "num_beams=1"]),
     ({"token_healing": True}, ["token_healing=True", "model.heal_tokens(input_ids, tokenizer)"]),
-    ({"inputs_embeds": torch.zeros(1, 4, 32, dtype=torch.float64)}, ["inputs_embeds", "input_ids"]),
+    ({"inputs_embeds": torch.zeros(1, 4, 32, dtype=torch.float64)}, ["inputs_embeds", "pass the input_ids as well"]),
     ({"guidance_scale": 1.5}, ["guidance_scale=1.5", "leave it out"]),
     (
         {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3]), "do_sample": True},

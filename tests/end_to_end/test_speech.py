@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,34 @@ def test_recordings(target: PreTrainedModel, draft: str, call: str, rows: int) -
     assert torch.equal(ours, plain)
     stats = last_speculation(target)
     assert stats is not None and stats.drafted > 0
+
+
+def resized(target: PreTrainedModel, **sizes: int) -> PreTrainedModel:
+    """An untrained Whisper of other sizes."""
+    config = WhisperConfig(**{**target.config.to_dict(), **sizes})
+    return WhisperForConditionalGeneration(config).to(torch.float64).eval()
+
+
+UNREADABLE: dict[str, tuple[Callable[[PreTrainedModel], PreTrainedModel], str]] = {
+    "more mel bins": (
+        lambda target: resized(target, num_mel_bins=16),
+        r"the shape \[1, 8, 40\] .*16 channels.*mel bins",
+    ),
+    "a shorter window": (lambda target: resized(target, max_source_positions=10), r"length 20, but found 40.*window"),
+    "a longer window": (lambda target: resized(target, max_source_positions=40), r"length 80, but found 40.*window"),
+    "a wider encoding": (lambda target: distilled(resized(target, d_model=48)), "48 numbers .* the target's have 32"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_draft_that_can_not_read_the_target_s_input_is_refused(target: PreTrainedModel, kind: str) -> None:
+    make, message = UNREADABLE[kind]
+    inputs = {"input_features": torch.randn(1, 8, FRAMES, dtype=torch.float64)}
+    with (
+        hf_specdec.enable(target, assistant_model=make(target), generation_strategy="speculative"),
+        pytest.raises(ValueError, match=rf"assistant_model=Whisper\w+ .*{message}"),
+    ):
+        target.generate(**inputs, attention_mask=torch.ones(1, FRAMES, dtype=torch.long), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("settings", [{}, {"chunk_length_s": 2, "batch_size": 3}, {"return_timestamps": True}])
