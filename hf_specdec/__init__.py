@@ -1,18 +1,34 @@
 """Speculative decoding and BiLD under `model.generate(assistant_model=...)` of Hugging Face transformers."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_specdec.config import SpeculationConfig
-from hf_specdec.generation import SpeculativeDecoding, last_speculation
-from hf_specdec.models.trimmed_head import TrimmedDraft, frequent_tokens, trim_draft_head
-from hf_specdec.plugin import disable, enable
-from hf_specdec.prepared.engine_store import release
-from hf_specdec.rules.round_statistics import Round, SpeculationStats
-
 if TYPE_CHECKING:
+    from hf_specdec.config import SpeculationConfig
+    from hf_specdec.generation import SpeculativeDecoding, last_speculation
     from hf_specdec.models.better_transformer import to_better_transformer
+    from hf_specdec.models.trimmed_head import TrimmedDraft, frequent_tokens, trim_draft_head
+    from hf_specdec.plugin import disable, enable
+    from hf_specdec.prepared.engine_store import release
+    from hf_specdec.rules.round_statistics import Round, SpeculationStats
 
 __version__ = "0.1.0"
+
+# Imported on first use, so that `hf_specdec.config` brings no torch, and the package no model's code.
+_PLACES = {
+    "Round": "rules.round_statistics",
+    "SpeculationConfig": "config",
+    "SpeculationStats": "rules.round_statistics",
+    "SpeculativeDecoding": "generation",
+    "TrimmedDraft": "models.trimmed_head",
+    "disable": "plugin",
+    "enable": "plugin",
+    "frequent_tokens": "models.trimmed_head",
+    "last_speculation": "generation",
+    "release": "prepared.engine_store",
+    "to_better_transformer": "models.better_transformer",
+    "trim_draft_head": "models.trimmed_head",
+}
 
 __all__ = [
     "Round",
@@ -32,9 +48,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports Better Transformer on first use: it brings BLOOM's modelling code with it."""
-    if name == "to_better_transformer":
-        from hf_specdec.models.better_transformer import to_better_transformer
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    globals()[name] = found
+    return found
 
-        return to_better_transformer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -26,6 +26,28 @@ LOOKUP_ASSISTANT_TOKENS = 10
 # The longest draft that "auto" chooses.
 MAX_ASSISTANT_TOKENS = 16
 T5_MODEL_TYPES = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers"})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What may be given for a setting, and what it does.
+
+    Args:
+        help: one line.
+        choices: the values, where these are words.
+        least, most: the range, where values are numbers; both ends belong to it.
+        advice: why the range is what it is, and what to pass.
+    """
+
+    help: str
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    advice: str = ""
+
+
+def _setting(default: Any, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"setting": Setting(help, **more)})
 
 
 @dataclass(frozen=True)
@@ -78,81 +100,52 @@ class SpeculationConfig:
         ValueError: a value is out of range; the message names it and the valid ones.
     """
 
-    strategy: str = "speculative"
-    num_assistant_tokens: int | Literal["auto"] | None = None
-    fallback_threshold: float = 0.6
-    rollback_threshold: float = 3.0
-    lenience: float = 0.5
-    posterior_threshold: float = 0.09
-    assistant_ensemble_weight: float = 0.5
-    drafter: str = "model"
-    verification: str = "token"
-    entropy_threshold: float | None = None
-    compile: bool = False
-    on_draft_error: str = "raise"
-    disable_tqdm: bool = False
+    strategy: str = _setting("speculative", "how drafts are used", choices=STRATEGIES)
+    num_assistant_tokens: int | Literal["auto"] | None = _setting(
+        None, "most tokens drafted per round, or auto", least=1
+    )
+    fallback_threshold: float = _setting(
+        0.6, "BiLD: a draft ends where its best token has a probability below it", least=0, most=1,
+        advice="it is compared with a probability, so pass a number from 0 (never fall back) to 1 (fall back unless "
+        "the draft is certain)",
+    )  # fmt: skip
+    rollback_threshold: float = _setting(
+        3.0, "BiLD: a drafted token is rejected if the target's -ln p exceeds it, in nats", least=0,
+        advice="it is a distance in nats, so pass a number of at least 0 (0 is lossless; float('inf') never rolls "
+        "back)",
+    )  # fmt: skip
+    lenience: float = _setting(
+        0.5, "lenient: keep if p > L max p; in sampling with chance min(1, p / (L q))", least=0, most=1,
+        advice="the draft's probability is multiplied by it, so pass a number from 0 (accept what the target does not "
+        "rule out) to 1 (lossless)",
+    )  # fmt: skip
+    posterior_threshold: float = _setting(
+        0.09, "typical: keep if p > min(E, sqrt(E) exp(-H))", least=0,
+        advice="it bounds a probability, so pass a number of at least 0 (0 accepts all that the target does not rule "
+        "out; float('inf') is lossless)",
+    )  # fmt: skip
+    assistant_ensemble_weight: float = _setting(
+        0.5, "ensemble: drafts are judged by W target + (1 - W) draft", least=0, most=1,
+        advice="it is the target's share in a mixture, so pass a number from 0 (accept every draft) to 1 (lossless)",
+    )  # fmt: skip
+    drafter: str = _setting("model", "who drafts", choices=DRAFTERS)
+    verification: str = _setting("token", "how sampling judges drafted tokens", choices=VERIFICATIONS)
+    entropy_threshold: float | None = _setting(
+        None, "a draft ends after a token with 1 - sqrt(0.2 entropy) below it", least=0, most=1,
+        advice="it is compared with a lower bound on a probability, so pass a number from 0 to 1 (1 stops unless the "
+        "draft is certain), or None to disable",
+    )  # fmt: skip
+    compile: bool = _setting(False, "compile the rounds")
+    on_draft_error: str = _setting("raise", "what follows an error of the draft", choices=DRAFT_ERRORS)
+    disable_tqdm: bool = _setting(False, "show no progress bar while compiling")
 
     def __post_init__(self) -> None:
-        for name in ("compile", "disable_tqdm"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name}={value!r} is not a boolean: pass True or False.")
-        if not _is_one_of(self.strategy, STRATEGIES):
-            raise ValueError(
-                f"generation_strategy={self.strategy!r} is unknown: choose one of {', '.join(map(repr, STRATEGIES))}, "
-                "or None for transformers' own decoding."
-            )
-        for name, known in (
-            ("drafter", DRAFTERS),
-            ("verification", VERIFICATIONS),
-            ("on_draft_error", DRAFT_ERRORS),
-        ):
-            value = getattr(self, name)
-            if not _is_one_of(value, known):
-                raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, known))}.")
-        tokens = self.num_assistant_tokens
-        if not (tokens is None or _is_one_of(tokens, ("auto",)) or (_is_integer(tokens) and int(tokens) >= 1)):
-            raise ValueError(
-                f"num_assistant_tokens={tokens!r} is not a length: pass a whole number of at least 1, or 'auto'."
-            )
-        if not (_is_number(self.fallback_threshold) and 0.0 <= self.fallback_threshold <= 1.0):
-            raise ValueError(
-                f"fallback_threshold={self.fallback_threshold!r} is out of range: it is compared with a probability, "
-                "so pass a number from 0 (never fall back) to 1 (fall back unless the draft is certain)."
-            )
-        if not (_is_number(self.rollback_threshold) and self.rollback_threshold >= 0.0):
-            raise ValueError(
-                f"rollback_threshold={self.rollback_threshold!r} is out of range: it is a distance in nats, so pass "
-                "a number of at least 0 (0 is lossless; float('inf') never rolls back)."
-            )
-        self._check_relaxations()
-        entropy = self.entropy_threshold
-        if entropy is not None and not (_is_number(entropy) and 0.0 <= entropy <= 1.0):
-            raise ValueError(
-                f"entropy_threshold={entropy!r} is out of range: it is compared with a lower bound on a "
-                "probability, so pass a number from 0 to 1 (1 stops unless the draft is certain), or None to disable."
-            )
-        for name, value in list(vars(self).items()):
+        for one in fields(self):
+            value = getattr(self, one.name)
+            _check(one.name, value, SETTINGS[one.name], optional=one.default is None)
             if isinstance(value, Real) and not isinstance(value, bool):
                 # numpy's numbers are not constants to a compiler
-                object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))
-
-    def _check_relaxations(self) -> None:
-        if not (_is_number(self.lenience) and 0.0 <= self.lenience <= 1.0):
-            raise ValueError(
-                f"lenience={self.lenience!r} is out of range: the draft's probability is multiplied by it, so pass a "
-                "number from 0 (accept what the target does not rule out) to 1 (lossless)."
-            )
-        if not (_is_number(self.posterior_threshold) and self.posterior_threshold >= 0.0):
-            raise ValueError(
-                f"posterior_threshold={self.posterior_threshold!r} is out of range: it bounds a probability, so pass a "
-                "number of at least 0 (0 accepts all that the target does not rule out; float('inf') is lossless)."
-            )
-        weight = self.assistant_ensemble_weight
-        if not (_is_number(weight) and 0.0 <= weight <= 1.0):
-            raise ValueError(
-                f"assistant_ensemble_weight={weight!r} is out of range: it is the target's share in a mixture, so pass "
-                "a number from 0 (accept every draft) to 1 (lossless)."
-            )
+                object.__setattr__(self, one.name, int(value) if isinstance(value, Integral) else float(value))
         if self.strategy == "ensemble" and self.drafter in ("lookup", "hybrid"):
             raise ValueError(
                 f"drafter={self.drafter!r} with generation_strategy='ensemble': copies have no probabilities to mix "
@@ -189,7 +182,8 @@ class SpeculationConfig:
         return replace(self, num_assistant_tokens=default)
 
 
-FIELDS = tuple(field.name for field in fields(SpeculationConfig) if field.name != "strategy")
+SETTINGS: dict[str, Setting] = {one.name: one.metadata["setting"] for one in fields(SpeculationConfig)}
+FIELDS = tuple(name for name in SETTINGS if name != "strategy")
 
 
 def check_fields(settings: dict[str, Any]) -> None:
@@ -210,8 +204,28 @@ def check_fields(settings: dict[str, Any]) -> None:
             )
 
 
-def _is_one_of(value: Any, known: tuple[str, ...]) -> bool:
-    return isinstance(value, str) and value in known
+def _check(name: str, value: Any, setting: Setting, *, optional: bool) -> None:
+    if optional and value is None:
+        return
+    if name == "num_assistant_tokens":
+        if not ((isinstance(value, str) and value == "auto") or (_is_integer(value) and int(value) >= 1)):
+            raise ValueError(
+                f"num_assistant_tokens={value!r} is not a length: pass an integer of at least 1, or 'auto'."
+            )
+    elif setting.choices:
+        if not (isinstance(value, str) and value in setting.choices):
+            shown, none = (
+                ("generation_strategy", ", or None for transformers' own decoding")
+                if name == "strategy"
+                else (name, "")
+            )
+            known = ", ".join(map(repr, setting.choices))
+            raise ValueError(f"{shown}={value!r} is unknown: choose one of {known}{none}.")
+    elif setting.least is None:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is not a boolean: pass True or False.")
+    elif not (_is_number(value) and setting.least <= value and (setting.most is None or value <= setting.most)):
+        raise ValueError(f"{name}={value!r} is out of range: {setting.advice}.")
 
 
 def _is_integer(value: Any) -> bool:

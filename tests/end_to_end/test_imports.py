@@ -18,9 +18,9 @@ from transformers.generation import CandidateGenerator
 facts, loaded = {}, set(sys.modules)
 before = dict(vars(GenerationMixin))
 import hf_specdec
-facts["package"] = sorted(set(sys.modules) - loaded)
 facts["changed"] = [dict(vars(GenerationMixin)) != before]
 hf_specdec.enable()
+facts["package"] = sorted(set(sys.modules) - loaded)
 facts["changed"].append(dict(vars(GenerationMixin)) != before)
 hf_specdec.disable()
 facts["changed"].append(dict(vars(GenerationMixin)) != before)
@@ -54,6 +54,11 @@ def test_the_package_loads_nothing_that_transformers_has_not_loaded(facts: dict[
     assert "hf_specdec.decoding" in facts["package"]
     assert {name.split(".")[0] for name in facts["package"]} == {"hf_specdec"}
     assert "hf_specdec.bench" not in facts["package"]
+
+
+def test_settings_are_known_without_torch() -> None:
+    code = "import sys, hf_specdec.config; assert not {'torch', 'transformers'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_better_transformer_is_exported_and_imported_late(facts: dict[str, Any]) -> None:

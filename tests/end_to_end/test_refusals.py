@@ -47,8 +47,8 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("generation_strategy", "contrastive", "'speculative', 'bild'"),
     ("num_assistant_tokens", 0, "at least 1"),
     ("num_assistant_tokens", -3, "at least 1"),
-    ("num_assistant_tokens", 2.5, "whole number"),
-    ("num_assistant_tokens", True, "whole number"),
+    ("num_assistant_tokens", 2.5, "integer"),
+    ("num_assistant_tokens", True, "integer"),
     ("fallback_threshold", -0.1, "from 0"),
     ("fallback_threshold", 1.01, "to 1"),
     ("fallback_threshold", math.nan, "number"),
@@ -70,7 +70,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
         (name, value, way_out)
         for name, way_out in {
             "generation_strategy": "'speculative', 'bild'",
-            "num_assistant_tokens": "whole number",
+            "num_assistant_tokens": "integer",
             "lenience": "to 1",
             "drafter": "'model', 'lookup'",
             "compile": "boolean",
