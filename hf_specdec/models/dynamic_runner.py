@@ -19,7 +19,7 @@ from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
-from hf_specdec.models.traits import has_default_inputs, media_of, on_device, pass_mode
+from hf_specdec.models.traits import Outputs, has_default_inputs, media_of, on_device, pass_mode
 
 # What later passes of a text model may need besides masks, positions and tokens.
 LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
@@ -74,7 +74,7 @@ class DynamicRunner:
         self._prompt = prompt_length - read  # tokens of it that are still to be read
         self._width = read + hidden
         self._device = input_ids.device
-        self._keeps_logits = "logits_to_keep" in parameters
+        self._outputs = Outputs.of(model)
         self._mode, self._kernels = pass_mode(model), kernels(model)
         prefix = "decoder_" if model.config.is_encoder_decoder else ""
         self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
@@ -125,8 +125,7 @@ class DynamicRunner:
         # A model that prepares its own inputs gets them whole, as from `generate`, and cuts them itself.
         first_slot = 0 if self.cache is None or self._own_inputs else self._width
         inputs = self._inputs(tokens, text, self._slot_kwargs(lags, first_slot, last_slot))
-        if self._keeps_logits:
-            inputs["logits_to_keep"] = count
+        inputs |= self._outputs.last(count)
         with self._mode(), self._kernels():
             outputs = self.model(**inputs, return_dict=True)
         if self._text is not None:

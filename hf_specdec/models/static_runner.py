@@ -6,7 +6,6 @@ are looked up by slot, so a ragged batch costs as much as an even one. Finished 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from hf_specdec.models.masks import (
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
 from hf_specdec.models.static_cache import CacheSize, RowsCache
-from hf_specdec.models.traits import has_default_inputs, on_device, pass_mode
+from hf_specdec.models.traits import Outputs, has_default_inputs, on_device, pass_mode
 
 Masks = Tensor | dict[str, Tensor] | None
 
@@ -86,7 +85,7 @@ class StaticRunner:
         visible: `[m, capacity]` bool, the slots without padding of the m rows in use, by place.
         positions: `[m, capacity]`, the position of each slot's token, likewise.
         windows: see `attention_windows`.
-        keeps_logits: whether the model can return the last logits only (`logits_to_keep`).
+        outputs: what passes return.
     """
 
     rewinds_far = True
@@ -121,7 +120,7 @@ class StaticRunner:
         self._mode, self._kernels = pass_mode(model), kernels(model)
         self._recorded = recorded_passes(model, kernels)
         self._weights = [] if self._recorded is None else [*model.parameters(), *model.buffers()]
-        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.outputs = Outputs.of(model)
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """As `DynamicRunner.forward`."""
@@ -136,10 +135,9 @@ class StaticRunner:
             if self._recorded is not None and self.passes and any(read) and width <= MAX_MASKED_TOKENS:
                 logits = self._recorded_pass(self._recorded, tokens, slots, span)
             else:
-                kept = count if self.keeps_logits else None
-                masks = self._masks_of(slots, span)
+                masks, asked = self._masks_of(slots, span), self.outputs.last(count)
                 logits = masked_pass(
-                    self.model, self.cache, tokens, slots, self.positions, masks, span=span, count=kept
+                    self.model, self.cache, tokens, slots, self.positions, masks, span=span, asked=asked
                 )
         self.passes += 1
         for row in self._fed:
@@ -154,11 +152,11 @@ class StaticRunner:
 
     def _recorded_pass(self, recorded: RecordedPasses, tokens: Tensor, slots: Tensor, span: int) -> Tensor:
         """A pass over few tokens, recorded after a while; it returns all logits, so one recording serves all counts."""
-        masks = self._ready_masks(slots, span)
+        masks, asked = self._ready_masks(slots, span), self.outputs.last(None)
 
         def step(tokens: Tensor, slots: Tensor, positions: Tensor, *rest: Tensor, model: Any = self.model) -> Tensor:
             given, looked_at = _by_kind(dict(zip(masks, rest, strict=False))), rest[0].shape[-1]
-            return masked_pass(model, self.cache, tokens, slots, positions, given, span=looked_at, count=None)
+            return masked_pass(model, self.cache, tokens, slots, positions, given, span=looked_at, asked=asked)
 
         inputs = [tokens, slots, self.positions, *masks.values(), *self.cache.tensors(), *self._weights]
         return recorded.of(len(self._fed)).run(step, inputs, span, self.model)
@@ -245,7 +243,7 @@ def static_pass(
     windows: dict[str, int | None],
     *,
     span: int,
-    count: int | None,
+    asked: dict[str, Any],
 ) -> Tensor:
     """A forward pass that writes to given slots: a function of tensors that can be captured or compiled.
 
@@ -254,13 +252,13 @@ def static_pass(
         positions, visible: `[B, capacity]`, by slot.
         windows: see `attention_windows`.
         span: slots that attention looks at.
-        count: how many last positions to return logits for; None for all.
+        asked: what to return, see `Outputs.last`.
 
     Returns:
-        Logits `[B, count, V]`.
+        Logits `[B, count, V]`, or of all tokens `[B, k, V]`.
     """
     masks = slot_masks(slots, visible[:, :span], windows, model.dtype)
-    return masked_pass(model, cache, tokens, slots, positions, masks, span=span, count=count)
+    return masked_pass(model, cache, tokens, slots, positions, masks, span=span, asked=asked)
 
 
 def masked_pass(
@@ -272,11 +270,10 @@ def masked_pass(
     masks: Masks,
     *,
     span: int,
-    count: int | None,
+    asked: dict[str, Any],
 ) -> Tensor:
     """`static_pass` with given masks: 4-D ones, or for a prompt the 2-D one of `generate`."""
     cache.slots.next_pass(slots, span)
-    kept = {} if count is None else {"logits_to_keep": count}
     logits: Tensor = model(
         input_ids=tokens,
         attention_mask=masks,
@@ -284,6 +281,6 @@ def masked_pass(
         use_cache=True,
         return_dict=True,
         **{CACHE_NAME: cache},
-        **kept,
+        **asked,
     ).logits
     return logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -99,6 +100,37 @@ def context_length(model: PreTrainedModel) -> int | None:
     """The most positions that the model supports (`max_position_embeddings`); None where it has no limit."""
     length: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return length
+
+
+# Outputs that a configuration can ask for and decoding never reads. Some are computed from the mask, as if it were 2-D.
+UNREAD = ("output_router_logits", "output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model's passes return: logits, and nothing that its configuration asks for beside.
+
+    Args:
+        keeps_logits: whether `forward` can return the last logits only (`logits_to_keep`).
+        unread: the arguments that leave other outputs out.
+    """
+
+    keeps_logits: bool
+    unread: Mapping[str, bool]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Outputs:
+        """Those of a model in its present configuration."""
+        parameters = inspect.signature(model.forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        configs = (model.config, model.config.get_text_config(decoder=True))
+        asked = [name for name in UNREAD if any(getattr(config, name, False) for config in configs)]
+        unread = {name: False for name in asked if takes_any or name in parameters}
+        return cls("logits_to_keep" in parameters, unread)
+
+    def last(self, count: int | None) -> dict[str, Any]:
+        """The arguments of a pass that returns at least the last `count` logits; all if None."""
+        return {**self.unread, "logits_to_keep": count} if self.keeps_logits and count is not None else {**self.unread}
 
 
 def has_default_inputs(model: PreTrainedModel) -> bool:

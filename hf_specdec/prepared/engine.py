@@ -280,7 +280,7 @@ def _outside_inference_mode() -> Iterator[None]:
 
 def _side(runner: StaticRunner) -> Side:
     positions, visible = _bounded_positions(runner).clone(), runner.visible.clone()
-    return Side(weakref.ref(runner.model), runner.cache, positions, visible, runner.keeps_logits)
+    return Side(weakref.ref(runner.model), runner.cache, positions, visible, runner.outputs)
 
 
 def _bounded_positions(runner: StaticRunner) -> Tensor:

@@ -19,6 +19,7 @@ from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import static_pass
+from hf_specdec.models.traits import Outputs
 from hf_specdec.rules import sampling
 from hf_specdec.rules.verification import Rule
 
@@ -31,14 +32,14 @@ class Side:
         held: the draft or the target, by a weak reference: engines do not keep models alive.
         cache: the model's keys and values.
         positions, visible: `[B, capacity]`, see `StaticRunner`.
-        keeps_logits: whether the model's `forward` takes `logits_to_keep`.
+        outputs: what the model's passes return.
     """
 
     held: Callable[[], PreTrainedModel | None]
     cache: RowsCache
     positions: Tensor
     visible: Tensor
-    keeps_logits: bool
+    outputs: Outputs
 
     def read(self, tokens: Tensor, slots: Tensor, count: int) -> Tensor:
         """Logits `[B, count, V]` in float32 after reading `tokens` into `slots`, `[B, k]`."""
@@ -53,7 +54,7 @@ class Side:
             self.visible,
             attention_windows(model.config),
             span=self.cache.capacity,
-            count=count if self.keeps_logits else None,
+            asked=self.outputs.last(count),
         )
         return logits[:, -count:].float()
 

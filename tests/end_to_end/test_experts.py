@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,19 @@ import pytest
 import torch
 import transformers
 from helpers.families import prompts
+from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.recurrent_families import ATTENTION, COMMON, noisy
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_specdec
+from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.engine_store import STORE
 
 DECODER = {**COMMON, **ATTENTION, "num_hidden_layers": 2, "max_position_embeddings": 128, "head_dim": 16}
 SETTINGS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
@@ -103,3 +108,49 @@ def test_mixtures_of_experts(family: str) -> None:
             assert torch.equal(out.sequences, plain), (batch_size, strategy)
             rates.append(out.speculation.acceptance_rate)
     assert any(rate is not None and 0 < rate < 1 for rate in rates)
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no cache": {"use_cache": False},
+    "static": {"cache_implementation": "static"},
+    "captured": {"cache_implementation": "static"},
+    "compiled": {"compile": True},
+}
+PREPARED = ("captured", "compiled")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss"])
+def test_router_logits_that_a_configuration_asks_for_are_not_computed(
+    family: str, engine: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain `generate` computes them, and a loss that takes the mask for padding, and drops both."""
+    target, call = mixture(family), {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
+    draft = noisy(target)
+    if engine == "captured":
+        monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+    elif engine == "compiled":
+        interpret_compiled_steps(monkeypatch)
+        for model in (target.float(), draft.float()):  # eager experts read values
+            model.set_experts_implementation("batched_mm")
+    plain = target.generate(**prompts(rows), **call)
+    for model in (target, draft):
+        model.config.output_router_logits = model.config.output_hidden_states = True
+    if rows == 1:
+        assert torch.equal(target.generate(**prompts(rows), **call, output_hidden_states=False), plain)
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        sys.modules[type(target).__module__], "load_balancing_loss_func", lambda *_: seen.append("loss")
+    )
+    if engine not in PREPARED:  # they leave models with hooks alone
+        for model in (target, draft):
+            model.register_forward_hook(lambda *args: seen.extend((args[-1].router_logits, args[-1].hidden_states)))
+    settings = {"num_assistant_tokens": 3, **ENGINES[engine]}
+    call |= {"return_dict_in_generate": True, "output_hidden_states": False}
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        out = target.generate(**prompts(rows), **call, **settings)
+    assert torch.equal(out.sequences, plain) and 0 < out.speculation.acceptance_rate < 1
+    assert not any(seen) and (len(seen) > 4) == (engine not in PREPARED)
+    assert any(kept.runs(target) and kept.steps for kept in STORE.of_all()) == (engine in PREPARED)
