@@ -58,12 +58,12 @@ class SpeculationConfig:
         strategy: `"speculative"` is lossless (Leviathan et al. 2023, algorithm 1). The others trade quality for speed:
             `"bild"` (Kim et al. 2023), `"lenient"` (Leviathan et al. 2023, appendix A.5), `"typical"` (Cai et al. 2024,
             Medusa) and `"ensemble"` (transformers' `assistant_ensemble_weight`).
-        num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` uses 4, 7 for
-            targets of the T5 family, and 10 for `drafter="lookup"`. `"auto"` chooses the length of each round, from
-            0 to 16, based on the acceptance and the times measured so far, including earlier calls of the same
-            models. Sampled text can therefore differ between runs with the same seed; its distribution does not.
-            Where rounds are compiled or captured, `"auto"` chooses among 0, 1, 2, 4, 8 and 16. With different
-            tokenizers it uses 4.
+        num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` uses what the draft's
+            own `generation_config` says, else 4, 7 for T5 targets, and 10 for `drafter="lookup"`. `"auto"`
+            chooses the length of each round, from 0 to 16, based on the acceptance and the times measured so far,
+            including earlier calls of the same models. Sampled text can therefore differ between runs with the same
+            seed; its distribution does not. Where rounds are compiled or captured, `"auto"` chooses among 0, 1, 2, 4, 8
+            and 16. With different tokenizers it uses 4.
         fallback_threshold: BiLD only, a probability in [0, 1]. If the draft's highest probability for the next token
             is below it, the token is not drafted and the target takes over. 0 never falls back.
         rollback_threshold: BiLD only, nats, at least 0. A drafted token is rolled back if its distance -ln p_target
@@ -78,12 +78,15 @@ class SpeculationConfig:
         drafter: `"model"` drafts with the assistant model. `"lookup"` needs no model: it finds the last tokens earlier
             in the text (or in the encoder's input) and copies what followed them. `"hybrid"` looks up first and uses
             the model where nothing matches. `"none"` decodes without drafts in the same loop, as a baseline. Copies
-            have no draft probabilities, so `fallback_threshold` and `entropy_threshold` don't apply to them.
+            have no draft probabilities, so `fallback_threshold`, `entropy_threshold` and
+            `assistant_confidence_threshold` don't apply to them.
         verification: how sampling verifies drafts; both are lossless. `"token"` decides token by token (Leviathan et
             al. 2023). `"block"` decides on the draft as a whole (Sun et al. 2024) and accepts at least as many tokens
             in expectation. Greedy decoding is the same with both.
         entropy_threshold: a number in [0, 1], or None to disable it. Drafting stops after a token if 1 - sqrt(0.2 H)
             is below the threshold, where H is the entropy, in nats, of the distribution that the token was drawn from.
+        assistant_confidence_threshold: a probability in [0, 1], or None to disable it. Drafting stops after a token if
+            the draft's highest probability at its place is below the threshold (transformers' dynamic length).
         compile: compile the draft's steps and the verification. Compiling takes 15 to 50 seconds, and the result is
             kept for later calls (see `release`). It is done once per pair of models, batch size, bucket of lengths,
             and processors with their settings (a new temperature compiles again); with `num_assistant_tokens="auto"`,
@@ -134,6 +137,11 @@ class SpeculationConfig:
         None, "a draft ends after a token with 1 - sqrt(0.2 entropy) below it", least=0, most=1,
         advice="it is compared with a lower bound on a probability, so pass a number from 0 to 1 (1 stops unless the "
         "draft is certain), or None to disable",
+    )  # fmt: skip
+    assistant_confidence_threshold: float | None = _setting(
+        None, "a draft ends after a token where its best one has a probability below it", least=0, most=1,
+        advice="it is compared with a probability, so pass a number from 0 to 1 (1 stops unless the draft is "
+        "certain), or None to disable",
     )  # fmt: skip
     compile: bool = _setting(False, "compile the rounds")
     on_draft_error: str = _setting("raise", "what follows an error of the draft", choices=DRAFT_ERRORS)

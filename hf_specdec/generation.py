@@ -45,6 +45,7 @@ from hf_specdec.models.traits import (
     pass_mode,
     tensor_parallel_group,
     without_adapter_wrapper,
+    wrapped_model,
 )
 from hf_specdec.prepared import compiled_step, cuda_graphs
 from hf_specdec.prepared.compile_progress import tqdm_disabled
@@ -132,6 +133,7 @@ class SpeculativeDecoding:
         drafter: str | None = None,
         verification: str | None = None,
         entropy_threshold: float | None = None,
+        assistant_confidence_threshold: float | None = None,
         compile: bool | None = None,
         on_draft_error: str | None = None,
         disable_tqdm: bool | None = None,
@@ -152,12 +154,15 @@ class SpeculativeDecoding:
             "drafter": drafter,
             "verification": verification,
             "entropy_threshold": entropy_threshold,
+            "assistant_confidence_threshold": assistant_confidence_threshold,
             "compile": compile,
             "on_draft_error": on_draft_error,
             "disable_tqdm": disable_tqdm,
         }
         config = replace(self.config, **{name: value for name, value in settings.items() if value is not None})
         self._check_draft(config)
+        if self.assistant_model is not None and config.drafts_by_model:
+            config = _with_settings_of(self.assistant_model, config)
         return self._decode(
             config.resolve(model.config.model_type),
             model,
@@ -243,6 +248,20 @@ class SpeculativeDecoding:
             keep_scores=bool(returns_dict and generation_config.output_scores),
             keep_logits=bool(returns_dict and generation_config.output_logits),
         )
+
+
+def _with_settings_of(draft: PreTrainedModel, config: SpeculationConfig) -> SpeculationConfig:
+    """The settings, and those that are not set from the draft's `generation_config`, where transformers reads them."""
+    own: Any = wrapped_model(draft).generation_config
+    names = "num_assistant_tokens", "assistant_confidence_threshold"
+    stored = {name: getattr(own, name, None) for name in names if getattr(config, name) is None}
+    schedule = getattr(own, "num_assistant_tokens_schedule", None)
+    if "num_assistant_tokens" in stored and schedule not in (None, "constant"):
+        warn_caller(
+            f"num_assistant_tokens_schedule={schedule!r} in the generation_config of assistant_model="
+            f"{type(draft).__name__} is not followed: pass num_assistant_tokens='auto' for lengths that adapt."
+        )
+    return replace(config, **{name: value for name, value in stored.items() if value is not None})
 
 
 def _compilable(config: SpeculationConfig, device: torch.device) -> SpeculationConfig:

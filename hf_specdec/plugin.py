@@ -249,7 +249,8 @@ def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabl
 def _configured(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
     """An argument of transformers by precedence: the call, `generation_config`, the model's config; None if unset."""
     configs = (call.get("generation_config"), model.generation_config)
-    return call.get(name) or next((value for config in configs if (value := getattr(config, name, None))), None)
+    values = (call.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 def _unused(model: PreTrainedModel, call: dict[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Literal
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.host.relaxations import BildRollback, Ensemble, LenientArgmax, Relaxation, TypicalAcceptance
 from hf_specdec.lengths.auto_length import AutoLength, LengthHistory
-from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
+from hf_specdec.lengths.stop_rules import ConfidenceStop, EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.rules.verification import Lenient, Rule
 
 
@@ -47,6 +47,8 @@ def stop_rule(config: SpeculationConfig, known: LengthHistory | None = None) -> 
     rules = [length, *STRATEGY_TABLE[config.strategy].stops(config)]
     if config.entropy_threshold is not None:
         rules.append(EntropyStop(config.longest_draft, config.entropy_threshold))
+    if config.assistant_confidence_threshold is not None:
+        rules.append(ConfidenceStop(config.longest_draft, config.assistant_confidence_threshold))
     return FirstOf(*rules) if len(rules) > 1 else length
 
 

@@ -90,6 +90,27 @@ class EntropyStop(StopRule):
         return torch.special.entr(probs).sum(dim=-1) > self.most_entropy
 
 
+class ConfidenceStop(StopRule):
+    """Stop after a token at whose place the draft's highest probability is below a threshold.
+
+    transformers' `assistant_confidence_threshold`; in sampling, it takes the probability of the drawn token.
+
+    Args:
+        limit: the most tokens to draft in a round.
+        threshold: in [0, 1].
+    """
+
+    reads_probabilities = True
+
+    def __init__(self, limit: int, threshold: float) -> None:
+        super().__init__(limit)
+        self.threshold = threshold
+
+    def after_append(self, probs: Tensor) -> Tensor:
+        """See `StopRule.after_append`."""
+        return probs.amax(dim=-1) < self.threshold
+
+
 class FirstOf(StopRule):
     """Stop as soon as any of several rules does.
 

@@ -24,7 +24,7 @@ from hf_specdec.host.processors import SCORES_ONLY
 from hf_specdec.host.relaxations import BildRollback, Ensemble, LenientArgmax, TypicalAcceptance
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
-from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
+from hf_specdec.lengths.stop_rules import ConfidenceStop, EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, state_of, weights_of
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length, tensor_parallel_group
@@ -42,7 +42,7 @@ from hf_specdec.rules.round_statistics import Round, reached_overlap
 PROCESSORS = tuple(kind for kind in SCORES_ONLY if kind is not host.SuppressTokensLogitsProcessor)
 
 # They need nothing but the round's own draft probabilities, or a limit that is known before the round.
-KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop)
+KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop, ConfidenceStop)
 
 # They compute with tensors alone, from the round's scores and drafts.
 KNOWN_RELAXATIONS = (type(None), BildRollback, LenientArgmax, TypicalAcceptance, Ensemble)

@@ -32,6 +32,7 @@ LOSSLESS = {
     "auto, bild": {"num_assistant_tokens": "auto", "strategy": "bild", **STRATEGIES[1][1]},
     "auto, lookup, block": {"num_assistant_tokens": "auto", "drafter": "lookup", "verification": "block"},
     "entropy": {"entropy_threshold": 0.5},
+    "confidence": {"assistant_confidence_threshold": 0.5},
     "entropy, block": {"entropy_threshold": 0.5, "verification": "block"},
     "lenient": {"strategy": "lenient", "lenience": 1.0},
     "lenient, block": {"strategy": "lenient", "lenience": 1.0, "verification": "block"},

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import sys
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -200,6 +201,53 @@ def test_precedence_is_call_then_generation_config_then_enable(pair) -> None:
         by_config, by_call = speculates(target), speculates(target, **SPECULATIVE)
         assert by_config is not None and by_config.strategy == "bild"
         assert by_call is not None and by_call.strategy == "speculative"
+
+
+def test_the_draft_s_own_settings_count_where_no_others_are_given(pair) -> None:
+    """As in transformers' assisted generation, which reads them there; copies are not drafted by the model."""
+    target, draft = pair
+    call = {"assistant_model": draft, **SPECULATIVE}
+    with hf_specdec.enable():
+        assert longest(speculates(target, **call)) == 4
+        draft.generation_config.num_assistant_tokens = 6
+        assert longest(speculates(target, **call)) == 6
+        assert longest(speculates(target, custom_generate=SpeculativeDecoding(draft))) == 6
+        assert longest(speculates(target, **call, num_assistant_tokens=2)) == 2
+        with hf_specdec.enable(num_assistant_tokens=3):
+            assert longest(speculates(target, **call)) == 3
+        copied = speculates(target, **call, drafter="lookup", eos_token_id=None, max_new_tokens=60)
+        assert longest(copied) == 10
+        draft.generation_config.assistant_confidence_threshold = 1.0
+        assert longest(speculates(target, **call)) == 1, "the first unsure token ends a draft"
+        assert longest(speculates(target, **call, assistant_confidence_threshold=0.0)) == 6
+        assert longest(speculates(target, custom_generate=SpeculativeDecoding(draft))) == 1
+        draft.generation_config.num_assistant_tokens = 0
+        with pytest.raises(ValueError, match="num_assistant_tokens=0 is not a length"):
+            speculates(target, **call)
+
+
+def test_a_schedule_of_the_draft_that_is_not_followed_is_named(pair) -> None:
+    target, draft = pair
+    draft.generation_config.num_assistant_tokens_schedule = "heuristic"
+    call = {"assistant_model": draft, **SPECULATIVE}
+    with hf_specdec.enable():
+        with pytest.warns(UserWarning, match="num_assistant_tokens_schedule='heuristic' .*='auto'") as warned:
+            speculates(target, **call)
+        assert [Path(warning.filename).name for warning in warned] == [Path(__file__).name]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            speculates(target, **call, num_assistant_tokens=3)
+            draft.generation_config.num_assistant_tokens_schedule = "constant"
+            speculates(target, **call)
+
+
+def test_what_a_call_switches_off_is_off_whatever_a_configuration_says(pair) -> None:
+    target, draft = pair
+    target.generation_config.token_healing = True
+    with hf_specdec.enable(assistant_model=draft, **SPECULATIVE):
+        with pytest.raises(ValueError, match="token_healing=True"):
+            speculates(target)
+        assert speculates(target, token_healing=False)
 
 
 def test_zero_in_a_call_is_a_value(pair) -> None:

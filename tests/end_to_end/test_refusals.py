@@ -58,6 +58,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("verification", "tree", "'token', 'block'"),
     ("entropy_threshold", 1.5, "from 0 to 1"),
     ("entropy_threshold", "low", "from 0 to 1"),
+    ("assistant_confidence_threshold", 1.5, "from 0 to 1"),
     ("num_assistant_tokens", "many", "'auto'"),
     ("rollback_threshold", math.nan, "number"),
     ("lenience", 1.5, "to 1"),

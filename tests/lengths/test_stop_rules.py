@@ -7,7 +7,7 @@ from helpers.families import pair, prompts
 
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.lengths.auto_length import AutoLength
-from hf_specdec.lengths.stop_rules import EntropyStop, Fallback, FirstOf, StopRule
+from hf_specdec.lengths.stop_rules import ConfidenceStop, EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.rules.round_statistics import Round
 
 
@@ -31,6 +31,16 @@ def test_the_entropy_stop_goes_by_its_bound() -> None:
     """H = ln 2 gives 1 - sqrt(0.2 ln 2) = 0.6277; a certain token gives 1."""
     probs = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
     assert [EntropyStop(4, t).after_append(probs).tolist() for t in (0.62, 0.63, 1.0)] == [
+        [False, False],
+        [True, False],
+        [True, False],
+    ]
+
+
+def test_the_confidence_stop_goes_by_the_highest_probability() -> None:
+    probs = torch.tensor([[0.5, 0.25, 0.25], [0.0, 1.0, 0.0]])
+    assert [ConfidenceStop(4, t).after_append(probs).tolist() for t in (0.0, 0.5, 0.6, 1.0)] == [
+        [False, False],
         [False, False],
         [True, False],
         [True, False],

@@ -121,6 +121,7 @@ def test_statistics_are_those_of_the_general_rounds(fast_rounds) -> None:
 VARIANTS = [
     {},
     {"entropy_threshold": 0.2},
+    {"assistant_confidence_threshold": 0.1},
     {"generation_strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.1},
 ]
 
