@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from hf_specdec.host.processors import check_stateless
+from hf_specdec.host.processors import check_processors
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.cache_rollback import check_recurrence, check_rewindable, is_static_by_request
 from hf_specdec.models.traits import generating_parts, wrapped_model
@@ -81,7 +81,7 @@ def check_call(
             )
     _check_embeddings(model, input_ids, model_kwargs)
     _check_mode(generation_config)
-    check_stateless(processors, generation_config)
+    check_processors(processors)
     check_model(model, "model")
     check_cache_implementation(model, generation_config.cache_implementation)
     cache, implementation = cache_of(model_kwargs), generation_config.cache_implementation

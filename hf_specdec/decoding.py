@@ -22,6 +22,26 @@ from hf_specdec.rules.verification import Rule, Verification
 
 
 @dataclass(frozen=True)
+class Settled:
+    """What the target made of a proposal. Tuples hold one entry per row.
+
+    Args:
+        accepted, new_tokens, overlap, width: see `Round`.
+        steps_ahead: forward passes of the draft in the meantime.
+        seconds: from the pass until the result was known on the host.
+        seconds_shown: what criteria and the streamer took within the round.
+    """
+
+    accepted: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    overlap: tuple[float, ...]
+    steps_ahead: int
+    width: int
+    seconds: float
+    seconds_shown: float = 0.0
+
+
+@dataclass(frozen=True)
 class Decoder:
     """The parts that a round needs. `decode` runs rounds until the transcript is finished.
 
@@ -80,7 +100,26 @@ class Decoder:
         proposal = self.drafter.propose(transcript.ids, lengths, room)
         drafted = perf_counter()
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
-        tokens = torch.cat([last_tokens(transcript.ids, lengths, unread), proposal.tokens], dim=1)
+        settled = self._settle(transcript, last_tokens(transcript.ids, lengths, unread), proposal, open_rows)
+        return Round(
+            drafted=proposal.lengths,
+            accepted=settled.accepted,
+            new_tokens=settled.new_tokens,
+            overlap=settled.overlap,
+            draft_steps=proposal.steps + settled.steps_ahead,
+            width=settled.width,
+            draft_seconds=drafted - began,
+            verify_seconds=settled.seconds,
+            seconds=perf_counter() - began - settled.seconds_shown,
+            room=tuple(room),
+        )
+
+    def _settle(
+        self, transcript: Transcript, unread: Tensor, proposal: DraftProposal, open_rows: Sequence[int]
+    ) -> Settled:
+        """Verify a proposal after the `unread` tokens `[B, k]` of the texts, and add what is kept to the transcript."""
+        began = perf_counter()
+        tokens = torch.cat([unread, proposal.tokens], dim=1)
         verified, recorded = self._verify(transcript, tokens, proposal, open_rows)
         # One copy from device to host per round. float32 represents every token id below 2^24 exactly.
         decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
@@ -88,7 +127,7 @@ class Decoder:
         # On an accelerator, the verification is still running here, and the draft uses that time.
         steps_ahead = self.drafter.ahead()
         answers = decided.tolist()
-        checked = perf_counter()
+        seconds = perf_counter() - began
         accepted = tuple(int(n) for n, *_ in answers)
         lookahead = proposal.tokens.shape[1]
         new_tokens = [
@@ -97,21 +136,11 @@ class Decoder:
         kept = transcript.append(new_tokens)
         for kind, values in recorded.items():
             transcript.record(kind, values, kept)
-        return Round(
-            drafted=proposal.lengths,
-            accepted=accepted,
-            new_tokens=kept,
-            overlap=tuple(
-                reached_overlap(row[2:], n, drafted)
-                for row, n, drafted in zip(answers, accepted, proposal.lengths, strict=True)
-            ),
-            draft_steps=proposal.steps + steps_ahead,
-            width=tokens.shape[1],
-            draft_seconds=drafted - began,
-            verify_seconds=checked - drafted,
-            seconds=perf_counter() - began,
-            room=tuple(room),
+        overlap = tuple(
+            reached_overlap(row[2:], n, drafted)
+            for row, n, drafted in zip(answers, accepted, proposal.lengths, strict=True)
         )
+        return Settled(accepted, kept, overlap, steps_ahead, tokens.shape[1], seconds)
 
     def _most_drafts(self, lengths: Sequence[int]) -> float:
         """The most drafts that fit into a pass. A pass has the same width for all rows, so the longest row decides."""

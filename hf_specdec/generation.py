@@ -25,6 +25,7 @@ from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript, maximum_length
+from hf_specdec.in_order_decoding import InOrderDecoder
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
 from hf_specdec.models.dynamic_runner import DynamicRunner
@@ -213,7 +214,7 @@ class SpeculativeDecoding:
             draft=draft,
             tokenizers=(self.tokenizer, self.assistant_tokenizer),
             transcript=transcript,
-            processors=processors,
+            processors=processors.for_drafts(),
             generation_config=generation_config,
             model_kwargs=dict(model_kwargs),
             inputs_tensor=inputs_tensor,
@@ -223,7 +224,7 @@ class SpeculativeDecoding:
         )
         if static_size is not None:
             model_kwargs[cache_argument(model)] = static_cache(model, model_kwargs, static_size, "model")
-        decoder = _decoder(config, call, model_kwargs, input_ids, cached)
+        decoder = _decoder(config, call, processors, model_kwargs, input_ids, cached)
         # A local name as well, since other threads may replace the attribute.
         stats = self.stats = _last[model] = SpeculationStats(config.strategy)
         with among(tensor_parallel_group(*call.models)), tqdm_disabled(config.disable_tqdm):
@@ -274,22 +275,29 @@ def _compilable(config: SpeculationConfig, device: torch.device) -> SpeculationC
 
 
 def _decoder(
-    config: SpeculationConfig, call: DraftCall, model_kwargs: dict[str, Any], input_ids: Tensor, cached: int
+    config: SpeculationConfig,
+    call: DraftCall,
+    processors: HostProcessors,
+    model_kwargs: dict[str, Any],
+    input_ids: Tensor,
+    cached: int,
 ) -> Decoder:
     """The loop for a call, with its drafter and the target's runner.
 
     Args:
+        processors: the caller's; `call` has those that drafts pass through.
         model_kwargs: what the target is given, its cache included.
         cached: the number of tokens that the cache holds before `input_ids`.
     """
-    model, processors = call.model, call.processors
+    model = call.model
     # Made before the target's runner, which marks the cache: making the drafter may raise.
     drafter = make_drafter(config, call)
     target = runner_for(model, model_kwargs, input_ids, call.transcript.ids.shape[1], cached, call.kernels)
     do_sample = bool(call.generation_config.do_sample)
     strategy = STRATEGY_TABLE[config.strategy]
     positions = context_length(model)
-    return Decoder(
+    decoder = InOrderDecoder if processors.in_order else Decoder
+    return decoder(
         target=target,
         drafter=drafter,
         processors=processors,

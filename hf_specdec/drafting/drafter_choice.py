@@ -47,7 +47,7 @@ class DraftCall:
         model, draft: the target, and the draft model or None.
         tokenizers: the target's and the draft's; None for those that were not passed.
         transcript: the rows' texts.
-        processors: the caller's logits processors.
+        processors: the caller's logits processors that drafts pass through.
         generation_config, model_kwargs: what `generate` prepared for the target.
         inputs_tensor: `[B / num_return_sequences, ...]`, the inputs that were passed to `generate`.
         media: pictures and video as they were passed to `generate`, as far as they are known.

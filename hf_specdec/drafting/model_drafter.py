@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.drafting.drafter import BaseDrafter, DraftProposal, last_tokens, no_drafts
+from hf_specdec.host.forks import Forks
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import CertainWhereKept
 from hf_specdec.lengths.stop_rules import StopRule
@@ -109,12 +110,15 @@ class ModelDrafter(BaseDrafter):
         kept_probs: list[Tensor] = []
         unseen: list[Tensor] = []
         uniforms = sampling.uniforms(limit, len(ids), device=ids.device).unbind() if self.do_sample else None
+        forks = None
+        if self.processors.in_order:
+            forks = Forks(self.processors, ids[:, : max(lengths)], self._rows, self.eos_tokens)
         for step in range(limit):
             if self.draft_vocabulary < self.vocabulary:
                 tokens = tokens.clamp(max=self.draft_vocabulary - 1)
             logits = self.runner.forward(tokens, 1)[:, -1]
             probs, choice = self._choose(
-                ids, [n + step for n in lengths], logits, open_rows, uniforms[step] if uniforms else None
+                ids, [n + step for n in lengths], logits, open_rows, uniforms[step] if uniforms else None, forks
             )
             unseen.append(self._outcome(probs, choice))
             choice = choice.clamp(min=0) if self.do_sample or not self.processors.scores_only else choice
@@ -127,8 +131,11 @@ class ModelDrafter(BaseDrafter):
                 for outcome in torch.stack(unseen).tolist():
                     open_rows = self._after_step(outcome, open_rows, drafted, room)
                 unseen.clear()
-                if not open_rows:
+                # Forks see all rows at once, so there is none that could go on after a row without a next token.
+                if not open_rows or (forks is not None and any(outcome[0][row] < 0 for row in self._rows)):
                     break
+            if forks is not None:
+                forks.append(choice)
             tokens = choice.unsqueeze(1)
         longest = max(drafted)
         return DraftProposal(
@@ -205,7 +212,13 @@ class ModelDrafter(BaseDrafter):
             self.runner.rewind(self._read)
 
     def _choose(
-        self, ids: Tensor, lengths: Sequence[int], logits: Tensor, open_rows: Sequence[int], uniforms: Tensor | None
+        self,
+        ids: Tensor,
+        lengths: Sequence[int],
+        logits: Tensor,
+        open_rows: Sequence[int],
+        uniforms: Tensor | None,
+        forks: Forks | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The next token's distribution `[B, V]` (its scores, if only the argmax is needed) and the token `[B]`.
 
@@ -219,6 +232,8 @@ class ModelDrafter(BaseDrafter):
         scores = align_vocabulary(logits, self.vocabulary).to(ids.device, torch.float32, copy=not scores_only)
         if scores_only:
             scores = self.processors.process_flat(ids, scores)
+        elif forks is not None:
+            scores = forks.process(scores, open_rows)
         else:
             counts = [int(row in open_rows) for row in range(len(lengths))]
             scores = self.processors(ids, lengths, counts, scores.unsqueeze(1)).squeeze(1)

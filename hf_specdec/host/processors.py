@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
 # These only read the scores, row by row, so all positions can be processed at once.
@@ -24,13 +25,32 @@ SCORES_ONLY = (
     host.SuppressTokensLogitsProcessor,
 )
 
-# These keep state between calls or run a model, so they can't process drafts that may be rejected.
-STATEFUL = (
-    host.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    host.ClassifierFreeGuidanceLogitsProcessor,
-    host.SynthIDTextWatermarkLogitsProcessor,
+# These answer from the text and the scores alone: asked again about the same ones, they answer the same.
+ARGUMENTS_ONLY = (
+    *SCORES_ONLY,
+    host.AlternatingCodebooksLogitsProcessor,
+    host.BarkEosPrioritizerLogitsProcessor,
+    host.EncoderNoRepeatNGramLogitsProcessor,
+    host.EncoderRepetitionPenaltyLogitsProcessor,
+    host.ExponentialDecayLengthPenalty,
+    host.ForcedBOSTokenLogitsProcessor,
+    host.ForcedEOSTokenLogitsProcessor,
+    host.MinLengthLogitsProcessor,
+    host.MinNewTokensLengthLogitsProcessor,
+    host.NoBadWordsLogitsProcessor,
+    host.NoRepeatNGramLogitsProcessor,
+    host.PrefixConstrainedLogitsProcessor,
+    host.RepetitionPenaltyLogitsProcessor,
+    host.SequenceBiasLogitsProcessor,
+    host.SuppressTokensAtBeginLogitsProcessor,
+    host.TopHLogitsWarper,
+    host.WatermarkLogitsProcessor,
+    host.WhisperNoSpeechDetection,
+    host.WhisperTimeStampLogitsProcessor,
 )
 
+# These combine the scores of a text with those of a second row without it.
+TWO_ROWS_EACH = (host.ClassifierFreeGuidanceLogitsProcessor, host.DiaClassifierFreeGuidanceLogitsProcessor)
 
 CHUNK = 1 << 21  # the most scores that are processed at once
 
@@ -49,6 +69,8 @@ class HostProcessors:
 
     Attributes:
         scores_only: whether all of them are transformers' own and only read the scores.
+        in_order: whether some may keep state. They must see each kept text once and in order, see `next_scores`, and
+            nothing else; drafts pass through `for_drafts` only.
         can_exclude_all: whether they can leave no token of a draft whose head is trimmed.
     """
 
@@ -56,8 +78,10 @@ class HostProcessors:
         self.processors = processors
         self.pad_token = pad_token
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in processors)
+        self.in_order = not all(map(is_stateless, processors))
         suppresses = any(isinstance(processor, host.SuppressTokensLogitsProcessor) for processor in processors)
         self.can_exclude_all = suppresses or not self.scores_only
+        self._asked: set[int] = set()  # constraints
         self._answers: dict[tuple[int, int, tuple[int, ...]], Any] = {}  # by constraint, row and text
 
     def __bool__(self) -> bool:
@@ -69,6 +93,35 @@ class HostProcessors:
         return self.scores_only and not any(
             isinstance(held, Tensor) for p in self.processors for held in vars(p).values()
         )
+
+    def for_drafts(self) -> HostProcessors:
+        """Those that drafts may pass through: the stateless ones, and of the others those that can be forked."""
+        return self._with(p for p in self.processors if is_stateless(p) or hasattr(p, "fork"))
+
+    def forked(self) -> HostProcessors:
+        """The same, with a fork of each that keeps state: what the forks see changes nothing here."""
+        return self._with(p if is_stateless(p) else p.fork() for p in self.processors)
+
+    def _with(self, processors: Iterable[Any]) -> HostProcessors:
+        made = HostProcessors(LogitsProcessorList(processors), self.pad_token)
+        made._answers, made._asked = self._answers, self._asked
+        return made
+
+    def next_scores(self, ids: Tensor, scores: Tensor, rows: Sequence[int]) -> Tensor:
+        """Process the scores `[B, V]` of the next token of all rows, once, as plain `generate` does.
+
+        Args:
+            ids: `[B, n]`, the kept texts; rows that have ended are padded.
+            scores: `[B, V]` float32; may be modified in place.
+            rows: those that have not ended.
+        """
+        ids = ids.contiguous()
+        for processor in self.processors:
+            if isinstance(processor, host.PrefixConstrainedLogitsProcessor) and is_stateless(processor):
+                scores = self._constrain(processor, ids, scores, rows)
+            else:
+                scores = processor(ids, scores)
+        return scores
 
     def __call__(self, ids: Tensor, starts: Sequence[int], counts: Sequence[int], scores: Tensor) -> Tensor:
         """Process scores. Modifies `scores` in place unless `scores_only`.
@@ -124,10 +177,24 @@ class HostProcessors:
         """The tokens that a constraint allows after a row's `prefix` `[n]`; asked once a round.
 
         Drafting and verifying ask about the same texts, and constraints such as grammars are slow.
+
+        Raises:
+            ValueError: the constraint changes its own state, not only in its first answer, and so is no function of
+                its arguments.
         """
         key = (id(constraint), row, tuple(prefix.tolist()))
         if key not in self._answers:
-            found = constraint._prefix_allowed_tokens_fn(row, prefix)
+            function = constraint._prefix_allowed_tokens_fn
+            before = _bindings(function)
+            found = function(row, prefix)
+            if id(constraint) in self._asked and not hasattr(function, "stateless") and _bindings(function) != before:
+                name = getattr(function, "__qualname__", type(function).__name__)
+                raise ValueError(
+                    f"prefix_allowed_tokens_fn={name} keeps state, but is asked about drafts too, which may be "
+                    "rejected: set its attribute stateless=False, so that it is asked about each kept text once and in "
+                    "order, or stateless=True if its answers depend on its arguments alone."
+                )
+            self._asked.add(id(constraint))
             # A copy, since the function may fill the same list again.
             self._answers[key] = found.clone() if isinstance(found, Tensor) else list(found)
         return self._answers[key]
@@ -149,7 +216,7 @@ class HostProcessors:
             scores[rows, [positions[row] for row in rows]] = processed[rows]
 
     def _constrain(
-        self, processor: host.PrefixConstrainedLogitsProcessor, prefixes: Tensor, scores: Tensor, rows: list[int]
+        self, processor: host.PrefixConstrainedLogitsProcessor, prefixes: Tensor, scores: Tensor, rows: Sequence[int]
     ) -> Tensor:
         """`PrefixConstrainedLogitsProcessor.__call__` for some `rows` of a batch, called with their batch indices."""
         mask = torch.full_like(scores, -torch.inf)
@@ -174,22 +241,37 @@ class HostProcessors:
         return prefixes
 
 
-def check_stateless(processors: LogitsProcessorList, generation_config: GenerationConfig) -> None:
-    """Refuse processors that keep state between calls.
+def is_stateless(processor: LogitsProcessor) -> bool:
+    """Whether a processor's answer depends on its arguments alone, so that it may be asked about drafts, in any order.
+
+    transformers' own are known, and a `prefix_allowed_tokens_fn` is a function of its arguments by its contract. Any
+    other processor is taken to keep state. All of them may say otherwise by an attribute `stateless`.
+    """
+    asked = processor
+    if type(processor) is host.PrefixConstrainedLogitsProcessor:
+        asked = processor._prefix_allowed_tokens_fn
+    return bool(getattr(asked, "stateless", type(processor) in ARGUMENTS_ONLY))
+
+
+def check_processors(processors: LogitsProcessorList) -> None:
+    """Refuse processors that take twice as many rows of scores as there are texts.
 
     Raises:
-        ValueError: names the processor and the argument that it comes from, and says what to do instead.
+        ValueError: names the processor, and says what to do instead.
     """
     for processor in processors:
-        if isinstance(processor, STATEFUL):
-            name = type(processor).__name__
-            synthid = isinstance(processor, host.SynthIDTextWatermarkLogitsProcessor)
-            argument = "watermarking_config" if synthid else "guidance_scale"
-            value = getattr(generation_config, argument, None)
-            shown = value if value is None or argument == "guidance_scale" else value.to_dict()
-            # If the setting is unset, the processor itself was passed.
-            given = f"logits_processor=[{name}]" if value is None else f"{argument}={shown}"
+        if isinstance(processor, TWO_ROWS_EACH):
             raise ValueError(
-                f"{given}: {name} keeps state between calls, which can't be undone when a draft is rejected: leave it "
-                "out, or decode without speculation."
+                f"logits_processor=[{type(processor).__name__}] takes two rows of scores for each text, from a loop of "
+                "the model's own: leave it out, or decode without speculation."
             )
+
+
+def _bindings(function: Any) -> list[tuple[type, Any]]:
+    """What a function's own names stand for: numbers and strings by value, other objects by identity."""
+    held = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # a name without a value yet
+            held.append(cell.cell_contents)
+    held += getattr(getattr(function, "__self__", function), "__dict__", {}).values()
+    return [(type(item), repr(item) if isinstance(item, (int, float, str)) else id(item)) for item in held]

@@ -49,8 +49,9 @@ class Round:
 
     @property
     def reached(self) -> tuple[int, ...]:
-        """Drafted positions up to and including the first rejected one."""
-        return tuple(min(a + 1, d) for a, d in zip(self.accepted, self.drafted, strict=True))
+        """Drafted positions up to and including the first rejected one, which the target's own token replaces."""
+        rows = zip(self.accepted, self.drafted, self.new_tokens, strict=True)
+        return tuple(min(a + (n > a), d) for a, d, n in rows)
 
 
 @dataclass

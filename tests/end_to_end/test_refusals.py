@@ -16,11 +16,11 @@ from helpers.models import PAD, Passes, llama, noisy, prompts, t5
 from helpers.word_tokenizer import word_tokenizer
 from torch import Tensor
 from transformers import (
+    ClassifierFreeGuidanceLogitsProcessor,
     DynamicCache,
     GenerationMixin,
     LlamaForCausalLM,
     PreTrainedModel,
-    SynthIDTextWatermarkingConfig,
 )
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
@@ -202,10 +202,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_beams": 3}, ["num_beams=3", "num_beams=1"]),
     ({"token_healing": True}, ["token_healing=True", "model.heal_tokens(input_ids, tokenizer)"]),
     ({"inputs_embeds": torch.zeros(1, 4, 32, dtype=torch.float64)}, ["inputs_embeds", "pass the input_ids as well"]),
-    ({"guidance_scale": 1.5}, ["guidance_scale=1.5", "leave it out"]),
     (
-        {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3]), "do_sample": True},
-        ["watermarking_config={", "'ngram_len': 3", "SynthID", "leave it out"],
+        {"logits_processor": [ClassifierFreeGuidanceLogitsProcessor(1.5)]},
+        ["logits_processor=[ClassifierFreeGuidanceLogitsProcessor]", "two rows of scores", "leave it out"],
     ),
 ]
 
