@@ -19,6 +19,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from hf_specdec.host.processors import check_processors
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.cache_rollback import check_recurrence, check_rewindable, is_static_by_request
+from hf_specdec.models.decoder_states import STATES
 from hf_specdec.models.traits import generating_parts, wrapped_model
 
 # Arguments that select another decoding mode of transformers.
@@ -73,12 +74,7 @@ def check_call(
             f"num_beams={generation_config.num_beams}: speculation decodes one sequence per row, so set num_beams=1, "
             "or decode without speculation for beam search."
         )
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(generation_config, name, None):
-            raise ValueError(
-                f"{name}=True: a round's passes cover several tokens and drop some, so there is no such output per "
-                f"token; leave {name} out, or decode without speculation."
-            )
+    _check_states(model, generation_config, model_kwargs)
     _check_embeddings(model, input_ids, model_kwargs)
     _check_mode(generation_config)
     check_processors(processors)
@@ -93,6 +89,26 @@ def check_call(
         else:
             argument = f"model={type(model).__name__}"
         check_rewindable(cache, argument)
+
+
+def _check_states(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse `output_attentions` and `output_hidden_states` of decoder-only models, and after a cache with text in it.
+
+    Raises:
+        ValueError: names the argument and its value, and says what to do instead.
+    """
+    cache = cache_of(model_kwargs)
+    for name in STATES if generation_config.return_dict_in_generate else ():
+        if getattr(generation_config, name, None) and not model.config.is_encoder_decoder:
+            raise ValueError(
+                f"{name}=True: a round's passes cover several tokens and drop some, so there is no such output per "
+                f"token; leave {name} out, or decode without speculation."
+            )
+        if getattr(generation_config, name, None) and cache is not None and cache.get_seq_length():
+            raise ValueError(
+                f"{name}=True with {cache_argument(model)}={type(cache).__name__} with text in it: the whole text is "
+                f"read for this output, so leave one of them out, or decode without speculation."
+            )
 
 
 def _check_embeddings(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from hf_specdec.host.transcript import Transcript, maximum_length
 from hf_specdec.in_order_decoding import InOrderDecoder
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
+from hf_specdec.models.decoder_states import STATES, decoder_states
 from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.onednn_linears import onednn_linears
 from hf_specdec.models.runner_choice import runner_for
@@ -198,6 +199,7 @@ class SpeculativeDecoding:
     ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
         """Decode with a call's resolved settings."""
         check_call(model, input_ids, generation_config, logits_processor, model_kwargs)
+        model_kwargs = {name: value for name, value in model_kwargs.items() if name not in STATES}
         config = _compilable(config, input_ids.device)
         draft = None if self.assistant_model is None else without_adapter_wrapper(self.assistant_model)
         if draft is not None and config.drafts_by_model:
@@ -230,7 +232,15 @@ class SpeculativeDecoding:
         with among(tensor_parallel_group(*call.models)), tqdm_disabled(config.disable_tqdm):
             cache = _run(decoder, transcript, stats, compile=config.compile, keep_cache=returns_dict)
         transcript.end()
-        return _output(model, transcript, cache, stats) if returns_dict else transcript.sequences.clone()
+        if not returns_dict:
+            return transcript.sequences.clone()
+        asked = [name for name in STATES if getattr(generation_config, name, None)]
+        states = (
+            decoder_states(model, call.model_kwargs, transcript.sequences, transcript.prompt_length, asked)
+            if asked
+            else {}
+        )
+        return _output(model, transcript, cache, stats, states)
 
     def _transcript(
         self,
@@ -374,7 +384,11 @@ def _cached_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_c
 
 
 def _output(
-    model: PreTrainedModel, transcript: Transcript, cache: Cache | None, stats: SpeculationStats
+    model: PreTrainedModel,
+    transcript: Transcript,
+    cache: Cache | None,
+    stats: SpeculationStats,
+    states: dict[str, Any],
 ) -> SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
     """The output of `generate` with the statistics attached."""
     kind = SpeculativeEncoderDecoderOutput if model.config.is_encoder_decoder else SpeculativeDecoderOnlyOutput
@@ -382,6 +396,7 @@ def _output(
         sequences=transcript.sequences.clone(),
         scores=transcript.scores,
         logits=transcript.logits,
+        **states,
         **{CACHE_NAME: cache},
     )
     output.speculation = stats

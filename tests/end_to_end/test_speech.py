@@ -44,6 +44,7 @@ def whisper() -> PreTrainedModel:
         max_source_positions=FRAMES // 2,
         max_target_positions=64,
         init_std=0.3,
+        median_filter_width=3,
         bos_token_id=END,
         eos_token_id=END,
         pad_token_id=END,
@@ -56,6 +57,7 @@ def whisper() -> PreTrainedModel:
         "no_timestamps_token_id": NO_TIMES,
         "is_multilingual": False,
         "prev_sot_token_id": BEGIN,
+        "alignment_heads": [[0, 0], [1, 1]],
     }.items():
         setattr(model.generation_config, name, value)
     return model
@@ -136,7 +138,38 @@ def test_a_draft_that_can_not_read_the_target_s_input_is_refused(target: PreTrai
         target.generate(**inputs, attention_mask=torch.ones(1, FRAMES, dtype=torch.long), max_new_tokens=4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"chunk_length_s": 2, "batch_size": 3}, {"return_timestamps": True}])
+@pytest.mark.parametrize(
+    ("frames", "settings"),
+    [
+        (FRAMES, {}),
+        (FRAMES, {"return_dict_in_generate": True}),
+        (3 * FRAMES, {"return_timestamps": True, "return_segments": True}),
+    ],
+)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_times_of_words(draft: str, frames: int, settings: dict[str, Any]) -> None:
+    """They come from the attention that each token, and the padding after a row's end, pays to the recording."""
+    target = whisper()
+    torch.manual_seed(1)
+    mask = torch.ones(3, frames, dtype=torch.long)
+    mask[1:, -FRAMES // 2 :] = 0
+    call = {"input_features": torch.randn(3, 8, frames, dtype=torch.float64), "attention_mask": mask}
+    call |= {"do_sample": False, "max_new_tokens": 20, "return_token_timestamps": True, **settings}
+    plain = target.generate(**call)
+    assert len(plain["token_timestamps"].unique()) > 3
+    with hf_specdec.enable(target, assistant_model=DRAFTS[draft](target), generation_strategy="speculative"):
+        ours = target.generate(**call)
+    assert last_speculation(target).accepted > 0
+    for name in ("sequences", "token_timestamps"):
+        assert torch.equal(ours[name], plain[name])
+    assert [[part["token_timestamps"].tolist() for part in row] for row in ours.get("segments", ())] == [
+        [part["token_timestamps"].tolist() for part in row] for row in plain.get("segments", ())
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"chunk_length_s": 2, "batch_size": 3}, {"return_timestamps": True}, {"return_timestamps": "word"}]
+)
 def test_the_pipeline_for_speech(target: PreTrainedModel, settings: dict[str, Any]) -> None:
     special = {"<|endoftext|>": END, "<|startoftranscript|>": BEGIN, "<|notimestamps|>": NO_TIMES}
     vocabulary = {byte: token for token, byte in enumerate(sorted(ByteLevel.alphabet()))}

@@ -44,6 +44,63 @@ def test_autograd_may_use_everything_that_is_returned(family: str) -> None:
     assert not any(tensor.is_inference() for tensor in kept)
 
 
+STATES = ("encoder_attentions", "encoder_hidden_states")
+STATES += ("decoder_attentions", "cross_attentions", "decoder_hidden_states")
+
+
+def _tensors(states: Any) -> list[torch.Tensor]:
+    return [states] if isinstance(states, torch.Tensor) else [tensor for part in states for tensor in _tensors(part)]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_states_of_each_token_are_those_of_plain_generate(family: str, rows: int) -> None:
+    """Of every place, layer and row, those that ended early included; in sampling, those of the drawn text."""
+    target, draft = pair(family)
+    target.set_attn_implementation("eager")
+    call = {**prompts(rows), "max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    call |= {"output_attentions": True, "output_hidden_states": True, "decoder_input_ids": torch.full((rows, 2), 1)}
+    end = int(target.generate(**call).sequences[-1, 6])
+    plain = target.generate(**call, eos_token_id=end)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        ours = target.generate(**call, eos_token_id=end)
+    assert torch.equal(ours.sequences, plain.sequences) and ours.speculation.drafted > 0
+    for name in STATES:
+        expected, found = _tensors(plain[name]), _tensors(ours[name])
+        assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected] != []
+        assert all(torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
+        assert not any(tensor.is_inference() for tensor in found)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_states_are_only_computed_where_a_dict_is_requested(family: str) -> None:
+    target, draft = pair(family)
+    call = {**prompts(2), "max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(**call)
+    target.generation_config.output_attentions = target.generation_config.output_hidden_states = True
+    passes: list[dict[str, Any]] = []
+    for model in (target, draft):
+        model.register_forward_pre_hook(lambda model, args, kwargs: passes.append(kwargs), with_kwargs=True)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**call), plain)
+    assert passes and not any(
+        kwargs.get(f"output_{states}") for kwargs in passes for states in ("attentions", "hidden_states")
+    )
+
+
+def test_states_after_a_cache_with_text_in_it_are_refused(t5_pair) -> None:
+    target, draft = t5_pair
+    call = {**prompts(1), "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    first = target.generate(**call)
+    more = {**call, "decoder_input_ids": first.sequences, CACHE_NAME: cache_of(first), "output_hidden_states": True}
+    message = f"output_hidden_states=True with {CACHE_NAME}=EncoderDecoderCache with text in it"
+    with (
+        hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"),
+        pytest.raises(ValueError, match=message),
+    ):
+        target.generate(**more)
+
+
 def test_a_given_cache_can_be_trained_on_afterwards() -> None:
     target, draft = pair("llama")
     cache = DynamicCache(config=target.config)
