@@ -8,7 +8,6 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +19,6 @@ from helpers.tiny_pair import save_pair
 from transformers import PreTrainedModel
 
 import hf_specdec
-from hf_specdec.models import jit_traces
 from hf_specdec.prepared import compiled_step, cuda_graphs
 from hf_specdec.prepared.prepared_decoder import PreparedDecoder
 
@@ -42,12 +40,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     refusal = compiled_step.compile_refusal(torch.device("cpu"))
     if refusal is not None and item.get_closest_marker("compiles"):
         pytest.skip(refusal)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _traces_of_this_module_only() -> None:
-    """A process records a limited number of passes, which all tests together exceed."""
-    jit_traces._traces = count(1)
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,11 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_specdec.models.stored_tensors import stored_tensors
+from hf_specdec.models.stored_tensors import PLAIN, stored_tensors
 
 # PEFT's layers say here which adapter is active. Other private attributes are bookkeeping of `generate`.
 _ADAPTERS = frozenset({"_active_adapter", "_disable_adapters"})
@@ -53,19 +54,47 @@ def state_of(model: PreTrainedModel) -> Hashable:
 
 def weights_of(model: PreTrainedModel) -> Hashable:
     """The identity and address of each weight and buffer, or of the tensors that a quantized one consists of."""
+    return tuple((_serial(t), _address(t)) for tensors in (model.parameters(), model.buffers()) for t in tensors)
+
+
+def _address(weight: Tensor) -> Hashable:
+    # Tensor subclasses have no address of their own, and some don't name their parts either.
+    return tuple((_serial(part), part.data_ptr()) for part in stored_tensors(weight) if _is_strided(part))
+
+
+def forms_of(*models: torch.nn.Module) -> Hashable:
+    """All that a pass depends on of weights and buffers besides their numbers and where these are.
+
+    These are shapes, strides and types, by module and name, and which weights are one tensor, also across models.
+    """
+    known: dict[int, int] = {}
+
+    def form(tensor: Tensor | None) -> Hashable:
+        return None if tensor is None else (known.setdefault(id(tensor), len(known)), _form(tensor))
+
     return tuple(
-        (_serial(t), _address(t), t.dtype) for tensors in (model.parameters(), model.buffers()) for t in tensors
+        tuple((name, form(tensor)) for name, tensor in held.items())
+        for model in models
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        if held
     )
 
 
-def _address(weight: torch.Tensor) -> Hashable:
-    # Tensor subclasses have no address of their own, and some don't name their parts either.
-    return tuple((_serial(part), part.data_ptr()) for part in stored_tensors(weight))
+def _form(tensor: Tensor) -> Hashable:
+    """Shape, strides and type of a tensor, or of each that a quantized one consists of."""
+    kind = type(tensor)
+    if kind in PLAIN:
+        return tuple(tensor.shape), tensor.stride() if _is_strided(tensor) else tensor.layout, tensor.dtype
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return kind, tuple(tensor.shape), tensor.dtype, _value(vars(tensor))
+    names, context = tensor.__tensor_flatten__()
+    parts = (getattr(tensor, name) for name in names)
+    return kind, _value(context), tuple(None if part is None else _form(part) for part in parts)
 
 
-def shapes_of(model: torch.nn.Module) -> Hashable:
-    """The shape and dtype of each weight and buffer."""
-    return tuple((tuple(t.shape), t.dtype) for tensors in (model.parameters(), model.buffers()) for t in tensors)
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def kind_of(layer: torch.nn.Module) -> Hashable:
@@ -74,7 +103,7 @@ def kind_of(layer: torch.nn.Module) -> Hashable:
         (name, _behaviour_of(part, (pair for pair in _attributes_of(part) if pair[0] != "layer_idx")))
         for name, part in layer.named_modules()
     ]
-    return tuple(parts), shapes_of(layer)
+    return tuple(parts), forms_of(layer)
 
 
 def has_custom_hooks(model: PreTrainedModel) -> bool:
@@ -122,7 +151,8 @@ def _runs_custom_python(module: torch.nn.Module) -> bool:
 
 
 def _module_state(module: torch.nn.Module) -> Hashable:
-    return _serial(module), _behaviour_of(module, _attributes_of(module))
+    parts = tuple((name, _serial(part)) for name, part in module._modules.items())
+    return _serial(module), parts, _behaviour_of(module, _attributes_of(module))
 
 
 def _attributes_of(module: torch.nn.Module) -> list[tuple[str, Any]]:
@@ -160,6 +190,8 @@ def _value(value: Any) -> Hashable:
         return tuple((_value(key), _value(part)) for key, part in value.items())
     if isinstance(value, partial):
         return _value((value.func, value.args, value.keywords))
+    if isinstance(value, Tensor):
+        return _serial(value), _form(value), _address(value)
     return _serial(value)
 
 

@@ -59,9 +59,8 @@ class OneDnnLinears(TorchFunctionMode):
     """While active in a thread, `torch.nn.functional.linear` runs in oneDNN where that is faster."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.linear and not kwargs and _is_served(*args[:2]):
-            bias = args[2] if len(args) > 2 else None
-            return _linear(args[0], args[1], bias)
+        if func is torch.nn.functional.linear and not kwargs and _is_served(*args):
+            return _linear(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -73,7 +72,7 @@ def onednn_linears(model: PreTrainedModel) -> Callable[[], AbstractContextManage
     return OneDnnLinears if served else nullcontext
 
 
-def _linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     operation = torch.ops.mkldnn._linear_pointwise
     if torch.jit.is_tracing():
         # A trace can't hold the other variant's arguments. The sum with zeros takes up to a tenth more time.
@@ -90,7 +89,9 @@ def _is_available() -> bool:
     return torch.backends.mkldnn.is_available() and all(hasattr(operation, one) for one in ("default", "binary"))
 
 
-def _is_served(tokens: Tensor, weight: Tensor) -> bool:
+def _is_served(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    if bias is not None and not bias.is_contiguous():  # oneDNN reads it as if it were
+        return False
     where, width = faster_range(), tokens.shape[-1]
     in_range = where.least_rows * width <= tokens.numel() <= where.most_rows * width
     if not (in_range and tokens.dtype is torch.float32 and torch.backends.mkldnn.enabled and _is_known(weight)):

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hf_specdec.models.fingerprint import has_fixed_rope, runs_custom_python, shapes_of, state_of
-from hf_specdec.models.jit_traces import replay, traced
+from hf_specdec.models.fingerprint import forms_of, has_fixed_rope, runs_custom_python, state_of
+from hf_specdec.models.jit_traces import Trace, can_trace, replay, traced
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.per_target import PerTarget
 from hf_specdec.models.shared_layers import trace_with_shared_layers
@@ -59,7 +59,7 @@ class RecordedStep:
 
     def __init__(self, slowest: float = math.inf) -> None:
         self._slowest = slowest
-        self._recordings: list[Step] = []
+        self._recordings: list[Trace] = []
         self._shapes: dict[tuple[int, ...], _Shape] = {}
         self._refused = False
         self._trying = threading.Lock()
@@ -129,7 +129,7 @@ class RecordedStep:
         return step(*inputs)
 
 
-def _shared(step: Step, inputs: Sequence[Tensor], model: PreTrainedModel | None, result: Tensor) -> Step | None:
+def _shared(step: Step, inputs: Sequence[Tensor], model: PreTrainedModel | None, result: Tensor) -> Trace | None:
     """The trace with shared layers; None where it gives another result, since layers know their place in the model."""
     if model is None:
         return None
@@ -220,12 +220,7 @@ _known: PerTarget[RecordedPasses] = PerTarget()
 
 def recordable(model: PreTrainedModel) -> bool:
     """Whether passes of a model can be recorded: on the CPU, by models that run layers only."""
-    return (
-        model.device.type == "cpu"
-        and hasattr(torch.jit, "trace")
-        and has_fixed_rope(model)
-        and not runs_custom_python(model)
-    )
+    return model.device.type == "cpu" and can_trace() and has_fixed_rope(model) and not runs_custom_python(model)
 
 
 def recorded_passes(model: PreTrainedModel, kernels: Kernels = onednn_linears) -> RecordedPasses | None:
@@ -237,7 +232,7 @@ def recorded_passes(model: PreTrainedModel, kernels: Kernels = onednn_linears) -
     if not recordable(model):
         return None
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    return _known.of(model, (state_of(model), shapes_of(model), kernels), partial(RecordedPasses, layers))
+    return _known.of(model, (state_of(model), forms_of(model), kernels), partial(RecordedPasses, layers))
 
 
 def recordings_of(model: PreTrainedModel) -> int:

@@ -1,6 +1,6 @@
 """Traces of a pass in which layers that compute alike are one function, which is traced once and called for each.
 
-torch keeps about 3 MB for every layer that it traces, and tracing takes long. A pass therefore runs on a twin of the
+A trace takes about 3 MB for every layer, and tracing takes long. A pass therefore runs on a twin of the
 model, whose layers are stand-ins: the first of each kind is traced, with everything that it reads as an input, and the
 others call that trace.
 """
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from hf_specdec.models.fingerprint import kind_of
-from hf_specdec.models.jit_traces import replay, traced
+from hf_specdec.models.jit_traces import Trace, replay, traced
 from hf_specdec.models.static_cache import RowsCache, Slots
 
 
@@ -28,7 +28,7 @@ class UnshareableError(Exception):
 
 def trace_with_shared_layers(
     step: Callable[..., Tensor], model: PreTrainedModel, inputs: Sequence[Tensor]
-) -> torch.jit.ScriptFunction | None:
+) -> Trace | None:
     """The trace of `step(*inputs, model=model)` with a function for each kind of layer; None where none is shared.
 
     Args:
@@ -48,7 +48,9 @@ def trace_with_shared_layers(
     ]
     twin = _with_module(model, name.split("."), torch.nn.ModuleList(stand_ins))
     step(*inputs, model=twin)  # traces the layers
-    return traced(lambda *inputs: step(*inputs, model=twin), inputs)
+    return traced(
+        lambda *inputs: step(*inputs, model=twin), inputs, [function.trace for function in functions.values()]
+    )
 
 
 def _layers_of(model: PreTrainedModel) -> tuple[str, Sequence[torch.nn.Module]]:
@@ -80,7 +82,7 @@ class _Function:
     """
 
     form: tuple[Any, ...]
-    trace: Callable[..., Sequence[Tensor]]
+    trace: Trace
     result: pytree.TreeSpec
 
 
@@ -154,7 +156,7 @@ def _twice(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors))
 
 
-def _holds_tensors(trace: torch.jit.ScriptFunction) -> bool:
+def _holds_tensors(trace: Trace) -> bool:
     """Whether a trace has tensors of its own, which would be those of the first layer."""
-    graph: Any = trace.graph  # whose annotations leave out its methods
+    graph: Any = trace.function.graph  # whose annotations leave out its methods
     return any(isinstance(node.output().toIValue(), Tensor) for node in graph.findAllNodes("prim::Constant"))

@@ -18,7 +18,7 @@ from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.running import warming
 from hf_specdec.bench.running.methods import ours, plain
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.models import jit_traces, recorded_passes
+from hf_specdec.models import recorded_passes
 
 PROMPTS = [Prompt(0, "qa", (1, 2, 3))]
 
@@ -90,8 +90,6 @@ def test_what_such_calls_took_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recordings_are_counted(saved_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Other tests of this process may have made as many traces as it may make.
-    monkeypatch.setattr(jit_traces, "_traces", count(1))
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     target, draft = map(str, saved_pair)
     settings = Settings(model_name=target, assistant_model=draft, assisted_generation=True, max_new_tokens=12)

@@ -28,7 +28,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     seen: list[tuple[int, ...]] = []
     linear = onednn_linears._linear
 
-    def noted(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def noted(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         seen.append(tuple(tokens.shape))
         return linear(tokens, weight, bias)
 
@@ -55,6 +55,7 @@ def test_only_large_products_of_float32_are_served(served: list[tuple[int, ...]]
         functional.linear(tokens.double(), weight.double())
         functional.linear(tokens.bfloat16(), weight.bfloat16())
         functional.linear(tokens[:, :0], weight)
+        functional.linear(tokens, weight, torch.randn(2 * len(weight))[::2])  # it would read neighbouring numbers
         torch.backends.mkldnn.enabled, before = False, torch.backends.mkldnn.enabled
         try:
             functional.linear(tokens, weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from types import MethodType
 import pytest
 import torch
 from helpers.families import FAMILIES, pair, prompts
+from helpers.memory import resident
 from helpers.models import llama, noisy
 from torch.overrides import BaseTorchFunctionMode
 from transformers.models.llama import modeling_llama
@@ -63,8 +65,8 @@ def test_replayed_passes_are_the_model_s_own_to_the_bit(
 
 def test_few_recordings_serve_all_widths_and_lengths(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    trace = torch.jit.trace
-    monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: (made.append(1), trace(*args, **kwargs))[1])
+    trace = torch._C._create_graph_by_tracing
+    monkeypatch.setattr(torch._C, "_create_graph_by_tracing", lambda *args: (made.append(1), trace(*args))[1])
     target, draft = pair("llama")
     for lookahead in range(1, 9):
         for length in (7, 12):
@@ -276,6 +278,22 @@ def test_recordings_keep_no_model_alive(replays: list[int]) -> None:
     assert not any(weight() is not None for weight in gone)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory the process takes")
+def test_a_process_that_serves_model_after_model_takes_no_more_memory(replays: list[int]) -> None:
+    """A recording that stayed would take two megabytes."""
+
+    def serve(models: int) -> int:
+        for seed in range(models):
+            target = llama(seed)
+            with hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"):
+                target.generate(**prompts(1), max_new_tokens=12, do_sample=False, num_assistant_tokens=2)
+        return resident()
+
+    before = serve(2)
+    seen = len(replays)
+    assert serve(6) < before + 5e6 and len(replays) > seen
+
+
 def test_a_model_in_training_under_autocast_or_a_function_mode_is_left_alone() -> None:
     target, _ = pair("llama")
     assert recordable(target)
@@ -332,14 +350,31 @@ def test_without_torchscript_nothing_is_replayed(replays: list[int]) -> None:
     assert not replays
 
 
-def test_a_process_makes_a_limited_number_of_traces(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps every trace for good."""
-    monkeypatch.setattr(jit_traces, "_traces", count(jit_traces.MAX_TRACES))
-    steps = [RecordedStep() for _ in range(3)]
-    for step in steps:
-        for _ in range(5):
-            assert step.run(torch.neg, [torch.ones(2)], 1).tolist() == [-1.0, -1.0]
-    assert [len(step._recordings) for step in steps] == [1, 0, 0]
+def test_a_trace_is_freed_with_the_last_reference_to_it() -> None:
+    """Of those that it calls, too."""
+
+    def constant() -> tuple[torch.Tensor, Callable[[], int]]:
+        """A tensor that the trace of a function holds, and the count of those who hold it."""
+        tensor = torch.ones(2)
+        return tensor, tensor._use_count
+
+    one, holders_of_one = constant()
+    calls = [jit_traces.traced(lambda x: x + one, [torch.zeros(2)])]
+    outer = jit_traces.traced(lambda x: jit_traces.replay(calls[0], [x]) * 2, [torch.zeros(2)], calls)
+    calls.clear()
+    assert outer is not None and holders_of_one() > 1
+    assert jit_traces.replay(outer, [torch.ones(2)]).tolist() == [4.0, 4.0]
+    del outer
+    gc.collect()
+    assert holders_of_one() == 1
+
+
+def test_without_what_tracing_takes_passes_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = pair("llama")
+    assert recordable(target)
+    monkeypatch.delattr(torch._C, "_create_function_from_graph")
+    assert not recordable(target)
+    assert jit_traces.traced(torch.neg, [torch.ones(2)]) is None
 
 
 def test_tracing_hides_no_warning_of_another_thread() -> None:

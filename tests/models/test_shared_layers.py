@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     trace: FunctionType = jit_traces.traced
 
-    def noted(step: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[..., Tensor] | None:
+    def noted(step: Callable[..., Tensor], *given: Sequence[Any]) -> jit_traces.Trace | None:
         names.append(step.__name__)
-        return trace(step, inputs)
+        return trace(step, *given)
 
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     for module in (recorded_passes, shared_layers):
