@@ -16,11 +16,12 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.processors import check_processors
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.cache_rollback import check_recurrence, check_rewindable, is_static_by_request
 from hf_specdec.models.decoder_states import STATES
-from hf_specdec.models.traits import generating_parts, wrapped_model
+from hf_specdec.models.traits import embedded, generating_parts, wrapped_model
 
 # Arguments that select another decoding mode of transformers.
 OTHER_MODES = {
@@ -76,6 +77,7 @@ def check_call(
         )
     _check_states(model, generation_config, model_kwargs)
     _check_embeddings(model, input_ids, model_kwargs)
+    _check_chunks(generation_config, model_kwargs)
     _check_mode(generation_config)
     check_processors(processors)
     check_model(model, "model")
@@ -130,6 +132,26 @@ def _check_embeddings(model: PreTrainedModel, input_ids: Tensor, model_kwargs: d
             f"inputs_embeds together with {cache_argument(model)}={type(cache).__name__} with text in it: pass "
             "input_ids instead, or leave the cache out."
         )
+
+
+def _check_chunks(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse a `prefill_chunk_size` that is no size, or without a cache; warn where pictures rule chunks out.
+
+    Raises:
+        ValueError: names the argument and its value, and says what to do instead.
+    """
+    size: Any = generation_config.prefill_chunk_size
+    if size is None:
+        return
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"prefill_chunk_size={size!r} is not a size: pass a whole number of at least 1, or None.")
+    if cache_of(model_kwargs) is None:
+        raise ValueError(
+            f"prefill_chunk_size={size} without a cache: each chunk would be read with all before it, so leave it or "
+            "use_cache=False out."
+        )
+    if embedded(model_kwargs):
+        warn_caller(f"prefill_chunk_size={size}: a prompt with pictures, sound or embeddings is read in one pass.")
 
 
 def _check_mode(generation_config: GenerationConfig) -> None:

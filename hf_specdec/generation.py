@@ -42,8 +42,8 @@ from hf_specdec.models.static_runner import (
 )
 from hf_specdec.models.traits import (
     context_length,
+    embedded,
     generating_parts,
-    media_of,
     pass_mode,
     tensor_parallel_group,
     without_adapter_wrapper,
@@ -302,7 +302,8 @@ def _decoder(
     model = call.model
     # Made before the target's runner, which marks the cache: making the drafter may raise.
     drafter = make_drafter(config, call)
-    target = runner_for(model, model_kwargs, input_ids, call.transcript.ids.shape[1], cached, call.kernels)
+    capacity, chunk = call.transcript.ids.shape[1], call.generation_config.prefill_chunk_size
+    target = runner_for(model, model_kwargs, input_ids, capacity, cached, call.kernels, chunk)
     do_sample = bool(call.generation_config.do_sample)
     strategy = STRATEGY_TABLE[config.strategy]
     positions = context_length(model)
@@ -317,7 +318,7 @@ def _decoder(
         # Custom processors may need gradients, which inference mode rules out.
         mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
         max_positions=None if positions is None else positions - cached,
-        drafts_in_first_round=_last_token_visible(model, model_kwargs) and not _embedded(model_kwargs),
+        drafts_in_first_round=_last_token_visible(model, model_kwargs) and not embedded(model_kwargs),
     )
 
 
@@ -367,11 +368,6 @@ def _last_token_visible(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     mask = model_kwargs.get(f"{prefix}attention_mask")
     return mask is None or bool(mask[:, -1].all())
-
-
-def _embedded(model_kwargs: dict[str, Any]) -> bool:
-    """Whether a part of the prompt reaches the model as something else than tokens."""
-    return bool(media_of(model_kwargs)) or model_kwargs.get("inputs_embeds") is not None
 
 
 def _cached_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:

@@ -171,7 +171,8 @@ def _draft_runner(
         size = CacheSize(tokens, grows=True)
     if size is not None and not (size.grows and outgrows_windows(draft, tokens)):
         kwargs[cache_argument(draft)] = static_cache(draft, kwargs, size, "assistant_model")
-    runner = runner_for(draft, kwargs, prompts, tokens, kernels=call.kernels)
+    chunk = call.generation_config.prefill_chunk_size
+    runner = runner_for(draft, kwargs, prompts, tokens, kernels=call.kernels, chunk=chunk)
     if places is None:
         return runner, 0
     text_only = TextOnlyRunner(runner, columns, input_ids.shape[1])

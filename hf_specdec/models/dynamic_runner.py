@@ -19,7 +19,7 @@ from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
-from hf_specdec.models.traits import Outputs, has_default_inputs, media_of, on_device, pass_mode
+from hf_specdec.models.traits import Outputs, embedded, has_default_inputs, on_device, pass_mode
 
 # What later passes of a text model may need besides masks, positions and tokens.
 LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
@@ -39,6 +39,7 @@ class DynamicRunner:
         capacity: the most tokens of a row, drafts included.
         hidden: tokens in a given cache that precede `input_ids`.
         kernels: what passes run in.
+        chunk: the most tokens of the prompt that a pass reads, see `in_chunks`; None for no limit.
     """
 
     rewinds_far = True  # to any length, not only to those since the last time
@@ -51,6 +52,7 @@ class DynamicRunner:
         capacity: int,
         hidden: int = 0,
         kernels: Kernels = onednn_linears,
+        chunk: int | None = None,
     ) -> None:
         self.model = model
         self.passes = 0
@@ -71,7 +73,9 @@ class DynamicRunner:
             cached = cache_rollback.cached_length(self.cache, self._cache_key)
             read = max(min(cached - hidden, prompt_length - 1), 0)
         self.read = [read] * batch_size
-        self._prompt = prompt_length - read  # tokens of it that are still to be read
+        self._prompt_length = prompt_length
+        self._embedded = embedded(self.kwargs)
+        self._chunk = None if self._embedded or self.cache is None else chunk
         self._width = read + hidden
         self._device = input_ids.device
         self._outputs = Outputs.of(model)
@@ -104,17 +108,20 @@ class DynamicRunner:
             self._causal = CausalMasks(total, None, model.dtype, model.device)
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
-        """Append `tokens` `[B, k]` to the rows in one pass.
+        """Append `tokens` `[B, k]` to the rows, in one pass or in chunks.
 
         Returns:
             Logits `[B, count, V]` of the last `count` appended positions, in the model's dtype.
         """
         tokens = tokens.to(self._device)
-        if self._prompt < tokens.shape[1] and self.passes == 0 and media_of(self.kwargs):
+        pieces = in_chunks(tokens, count, self._chunk)
+        unread = self._prompt_length - self.read[0]
+        if self._embedded and not self.passes and unread < tokens.shape[1]:
             # A placeholder behind the prompt would be taken for one of its pictures'.
-            self._pass(tokens[:, : self._prompt], 1)
-            tokens = tokens[:, self._prompt :]
-        return self._pass(tokens, count)
+            pieces = tokens[:, :unread], tokens[:, unread:]
+        for piece in pieces[:-1]:
+            self._pass(piece, 1)
+        return self._pass(pieces[-1], count)
 
     def _pass(self, tokens: Tensor, count: int) -> Tensor:
         appended = tokens.shape[1]
@@ -193,7 +200,12 @@ class DynamicRunner:
         if self.passes and self._prepared:
             return {self._ids_key: tokens, self._cache_key: self.cache, **slot_kwargs, **self.kwargs}
         prepare = self.model.prepare_inputs_for_generation
-        given = {self._cache_key: self.cache, **slot_kwargs, **self.kwargs, "is_first_iteration": self.passes == 0}
+        given = {
+            self._cache_key: self.cache,
+            **slot_kwargs,
+            **self.kwargs,
+            "is_first_iteration": self.read[0] < self._prompt_length,
+        }
         if self.cache is None or not self._own_inputs:
             return prepare(tokens, **given)
         inputs = prepare(text, next_sequence_length=tokens.shape[1], **given)
@@ -247,6 +259,7 @@ class RowByRowRunner:
         capacity: int,
         hidden: int = 0,
         kernels: Kernels = onednn_linears,
+        chunk: int | None = None,
     ) -> None:
         given, argument = cache_of(model_kwargs), cache_argument(model)
         if given is not None and given.get_seq_length() > 0:
@@ -262,7 +275,7 @@ class RowByRowRunner:
             kwargs[argument] = (
                 cache_rollback.new_cache(model, "model", cross_attention=cross_attention) if given is not None else None
             )
-            self.rows.append(DynamicRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden, kernels))
+            self.rows.append(DynamicRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden, kernels, chunk))
         self._fed: Sequence[int] = range(len(self.rows))
 
     @property
@@ -295,6 +308,15 @@ class RowByRowRunner:
         """As `DynamicRunner.end`."""
         for runner in self.rows:
             runner.end(length)
+
+
+def in_chunks(tokens: Tensor, count: int, size: int | None) -> Sequence[Tensor]:
+    """`tokens` `[B, k]` for passes of `size` tokens each; the last holds `count` of them and what is left of a chunk.
+
+    This is transformers' `prefill_chunk_size`: what a pass computes for each token of a long prompt takes less memory.
+    """
+    whole = 0 if size is None else (tokens.shape[1] - count) // size * size
+    return [*tokens[:, :whole].split(size or 1, dim=1), tokens[:, whole:]] if whole > 0 else [tokens]
 
 
 def extend_mask(mask: Tensor | None, total: int) -> Tensor | None:

@@ -31,8 +31,9 @@ class RecurrentRunner(DynamicRunner):
         capacity: int,
         hidden: int = 0,
         kernels: Kernels = onednn_linears,
+        chunk: int | None = None,
     ) -> None:
-        super().__init__(model, model_kwargs, input_ids, capacity, hidden, kernels)
+        super().__init__(model, model_kwargs, input_ids, capacity, hidden, kernels, chunk)
         self._states = RecurrentStates(self.cache, recurrences.places(model))
         self._counting: Sequence[int] = range(len(self.read))
 

@@ -26,12 +26,14 @@ def runner_for(
     capacity: int,
     hidden: int = 0,
     kernels: Kernels = onednn_linears,
+    chunk: int | None = None,
 ) -> Runner:
     """The runner for a model, a batch of `input_ids` `[B, P]` and its cache; arguments as `DynamicRunner`."""
     cache = cache_of(model_kwargs)
     if isinstance(cache, RowsCache):
-        return StaticRunner(model, model_kwargs, input_ids, kernels)
+        return StaticRunner(model, model_kwargs, input_ids, kernels, chunk)
     if recurrent_layers(cache):
-        return RecurrentRunner(model, model_kwargs, input_ids, capacity, hidden, kernels)
+        return RecurrentRunner(model, model_kwargs, input_ids, capacity, hidden, kernels, chunk)
     batched = len(input_ids) == 1 or takes_row_positions(model)
-    return (DynamicRunner if batched else RowByRowRunner)(model, model_kwargs, input_ids, capacity, hidden, kernels)
+    kind = DynamicRunner if batched else RowByRowRunner
+    return kind(model, model_kwargs, input_ids, capacity, hidden, kernels, chunk)

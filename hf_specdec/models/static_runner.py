@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.cache_rollback import new_cache
-from hf_specdec.models.dynamic_runner import extend_count, extend_mask, prompt_positions
+from hf_specdec.models.dynamic_runner import extend_count, extend_mask, in_chunks, prompt_positions
 from hf_specdec.models.masks import (
     MAX_MASKED_TOKENS,
     CausalMasks,
@@ -77,6 +77,7 @@ class StaticRunner:
         model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as its cache.
         input_ids: `[B, P]` prompts; only their shape and device matter here.
         kernels: what passes run in.
+        chunk: as in `DynamicRunner`.
 
     The rows in use occupy the first places of the cache, so a pass reads them without copying. A row that is left
     out changes places with one from further back and keeps its content, since the cache may be returned.
@@ -96,8 +97,10 @@ class StaticRunner:
         model_kwargs: dict[str, Any],
         input_ids: Tensor,
         kernels: Kernels = onednn_linears,
+        chunk: int | None = None,
     ) -> None:
         self.model = model
+        self._chunk = chunk
         self.passes = 0
         self.cache: RowsCache = model_kwargs[CACHE_NAME]
         batch_size, prompt_length = input_ids.shape
@@ -124,7 +127,12 @@ class StaticRunner:
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """As `DynamicRunner.forward`."""
-        tokens = tokens.to(self.positions.device)
+        *pieces, last = in_chunks(tokens.to(self.positions.device), count, self._chunk)
+        for piece in pieces:
+            self._pass(piece, 1)
+        return self._pass(last, count)
+
+    def _pass(self, tokens: Tensor, count: int) -> Tensor:
         if self._left_out:
             tokens = tokens.index_select(0, self._fed_rows)
         width, read = tokens.shape[1], [self.read[row] for row in self._fed]

@@ -91,6 +91,11 @@ def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if not (isinstance(value, Mapping) and not value)}
 
 
+def embedded(model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a part of the prompt reaches the model as something else than tokens."""
+    return bool(media_of(model_kwargs)) or model_kwargs.get("inputs_embeds") is not None
+
+
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """`[n]`: integers, copied to CUDA without waiting for it: it stages pageable memory before the call returns."""
     return torch.tensor(numbers, device="cpu").to(device, non_blocking=device.type == "cuda")
