@@ -42,11 +42,11 @@ from hf_specdec.models.static_runner import (
 )
 from hf_specdec.models.traits import (
     context_length,
+    drafting_model,
     embedded,
     generating_parts,
     pass_mode,
     tensor_parallel_group,
-    without_adapter_wrapper,
     wrapped_model,
 )
 from hf_specdec.prepared import compiled_step, cuda_graphs
@@ -201,7 +201,7 @@ class SpeculativeDecoding:
         check_call(model, input_ids, generation_config, logits_processor, model_kwargs)
         model_kwargs = {name: value for name, value in model_kwargs.items() if name not in STATES}
         config = _compilable(config, input_ids.device)
-        draft = None if self.assistant_model is None else without_adapter_wrapper(self.assistant_model)
+        draft = None if self.assistant_model is None else drafting_model(self.assistant_model)
         if draft is not None and config.drafts_by_model:
             check_model(draft, "assistant_model")
             check_kinds(model, draft)
@@ -263,7 +263,7 @@ class SpeculativeDecoding:
 
 def _with_settings_of(draft: PreTrainedModel, config: SpeculationConfig) -> SpeculationConfig:
     """The settings, and those that are not set from the draft's `generation_config`, where transformers reads them."""
-    own: Any = wrapped_model(draft).generation_config
+    own: Any = wrapped_model(drafting_model(draft)).generation_config
     names = "num_assistant_tokens", "assistant_confidence_threshold"
     stored = {name: getattr(own, name, None) for name in names if getattr(config, name) is None}
     schedule = getattr(own, "num_assistant_tokens_schedule", None)
