@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,9 +43,20 @@ class Settled:
     seconds_shown: float = 0.0
 
 
+class Rounds(Protocol):
+    """A way to make rounds: the general one of `Decoder`, or another with the same results."""
+
+    @property
+    def mode(self) -> Callable[[], AbstractContextManager[Any]]:
+        """The context manager for a round."""
+
+    def make_round(self, transcript: Transcript) -> Round:
+        """Draft, verify, accept and commit once."""
+
+
 @dataclass(frozen=True)
 class Decoder:
-    """The parts that a round needs. `decode` runs rounds until the transcript is finished.
+    """The parts that a round needs, and the general way to make one. `decode` makes rounds until all rows have ended.
 
     Args:
         target: runs the target model.
@@ -69,24 +82,26 @@ class Decoder:
     max_positions: int | None
     drafts_in_first_round: bool
 
-    def decode(self, transcript: Transcript, stats: SpeculationStats) -> None:
+    def decode(self, transcript: Transcript, stats: SpeculationStats, rounds: Rounds | None = None) -> None:
         """Decode until every row has ended, and append each round to `stats`.
 
         Afterwards, even if an exception was raised, the cache holds all shown tokens except the last, as after plain
         `generate`. If rows ended at different lengths, it holds the tokens of the shortest row's length; continuing
         from the cache reads the rest, padding included, again.
         """
+        rounds = rounds or self
         try:
             while not transcript.finished:
-                with self.mode():
-                    stats.rounds.append(with_shared_times(self._round(transcript)))
+                with rounds.mode():
+                    stats.rounds.append(with_shared_times(rounds.make_round(transcript)))
                 self.drafter.observe(stats.rounds[-1])
                 transcript.show()
         finally:
             # Only once, at the end: after a sliding window has dropped tokens, it can't be rolled back again.
             self.target.end(transcript.common_length - 1)
 
-    def _round(self, transcript: Transcript) -> Round:
+    def make_round(self, transcript: Transcript) -> Round:
+        """See `Rounds.make_round`."""
         began = perf_counter()
         lengths, room = list(transcript.lengths), transcript.room
         open_rows = [row for row, space in enumerate(room) if space > 0]

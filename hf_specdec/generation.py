@@ -42,18 +42,18 @@ from hf_specdec.models.static_runner import (
 )
 from hf_specdec.models.traits import (
     context_length,
-    drafting_model,
     embedded,
     generating_parts,
     pass_mode,
     tensor_parallel_group,
+    without_adapter_wrapper,
     wrapped_model,
 )
 from hf_specdec.prepared import compiled_step, cuda_graphs
 from hf_specdec.prepared.compile_progress import tqdm_disabled
 from hf_specdec.prepared.engine import prepared_capacity
 from hf_specdec.prepared.pass_kernels import pass_kernels
-from hf_specdec.prepared.prepared_decoder import with_prepared_rounds
+from hf_specdec.prepared.prepared_rounds import prepared_rounds
 from hf_specdec.rules.round_statistics import SpeculationStats
 from hf_specdec.rules.shared_decisions import among
 from hf_specdec.rules.verification import SAMPLING_RULES, greedy
@@ -201,7 +201,7 @@ class SpeculativeDecoding:
         check_call(model, input_ids, generation_config, logits_processor, model_kwargs)
         model_kwargs = {name: value for name, value in model_kwargs.items() if name not in STATES}
         config = _compilable(config, input_ids.device)
-        draft = None if self.assistant_model is None else drafting_model(self.assistant_model)
+        draft = None if self.assistant_model is None else without_adapter_wrapper(self.assistant_model)
         if draft is not None and config.drafts_by_model:
             check_model(draft, "assistant_model")
             check_kinds(model, draft)
@@ -263,7 +263,7 @@ class SpeculativeDecoding:
 
 def _with_settings_of(draft: PreTrainedModel, config: SpeculationConfig) -> SpeculationConfig:
     """The settings, and those that are not set from the draft's `generation_config`, where transformers reads them."""
-    own: Any = wrapped_model(drafting_model(draft)).generation_config
+    own: Any = wrapped_model(draft).generation_config
     names = "num_assistant_tokens", "assistant_confidence_threshold"
     stored = {name: getattr(own, name, None) for name in names if getattr(config, name) is None}
     schedule = getattr(own, "num_assistant_tokens_schedule", None)
@@ -327,9 +327,9 @@ def _run(
 ) -> Cache | None:
     """Decode, and return the cache for the caller, usable outside inference mode; None if the caller gets none."""
     target = decoder.target
-    with with_prepared_rounds(decoder, transcript, compile=compile) as running:
+    with prepared_rounds(decoder, transcript, compile=compile) as rounds:
         try:
-            running.decode(transcript, stats)
+            decoder.decode(transcript, stats, rounds)
         finally:
             kept = keep_cache or getattr(target.cache, "_is_user_defined", False)
             if isinstance(target, DynamicRunner) and kept and target.cache is not None:

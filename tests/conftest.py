@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import hf_specdec
 from hf_specdec.prepared import compiled_step, cuda_graphs
-from hf_specdec.prepared.prepared_decoder import PreparedDecoder
+from hf_specdec.prepared.prepared_rounds import PreparedRounds
 
 torch.set_num_threads(1)
 
@@ -71,18 +71,18 @@ def enabled() -> Iterator[None]:
 
 
 @pytest.fixture
-def fast_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreparedDecoder]]:
+def fast_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreparedRounds]]:
     """Rounds run as on CUDA, on a CPU uncaptured; lists who ran them."""
-    ran: list[PreparedDecoder] = []
-    run_round = PreparedDecoder._round
+    ran: list[PreparedRounds] = []
+    run_round = PreparedRounds.make_round
 
-    def listed(self: PreparedDecoder, *args: object) -> object:
+    def listed(self: PreparedRounds, *args: object) -> object:
         ran.append(self)
         return run_round(self, *args)
 
     monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
     monkeypatch.setattr(compiled_step, "compile_refusal", lambda device: None)
-    monkeypatch.setattr(PreparedDecoder, "_round", listed)
+    monkeypatch.setattr(PreparedRounds, "make_round", listed)
     with hf_specdec.enable(generation_strategy="speculative"):
         yield ran
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,26 @@ class DraftProposal:
     steps: int = 0
 
 
+@dataclass(frozen=True)
+class PreparedDrafting:
+    """How prepared rounds make a drafter's drafts: by the passes of one model, one token each.
+
+    Args:
+        rule: when drafting stops.
+        runner: runs the draft; None where nothing is drafted.
+        vocabulary, draft_vocabulary, keep_probs, max_positions: see `ModelDrafter`.
+        resume: takes over again after prepared rounds, given how many tokens of each row the draft has read.
+    """
+
+    rule: StopRule
+    runner: Any = None
+    vocabulary: int = 0
+    draft_vocabulary: int = 0
+    keep_probs: bool = False
+    max_positions: int | None = None
+    resume: Callable[[Sequence[int]], None] = lambda read: None
+
+
 class Drafter(Protocol):
     """The interface between the decoding loop and a drafter."""
 
@@ -57,6 +77,9 @@ class Drafter(Protocol):
 
     def observe(self, finished: Round) -> None:
         """Learn from a finished round."""
+
+    def for_prepared_rounds(self) -> PreparedDrafting | None:
+        """How prepared rounds would draft in its place; None if they can't."""
 
 
 class BaseDrafter(CandidateGenerator):
@@ -87,6 +110,10 @@ class BaseDrafter(CandidateGenerator):
     def observe(self, finished: Round) -> None:
         """See `Drafter.observe`."""
         self.rule.observe(finished)
+
+    def for_prepared_rounds(self) -> PreparedDrafting | None:
+        """See `Drafter.for_prepared_rounds`; a drafter that can be replaced so says it itself."""
+        return None
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """`CandidateGenerator.get_candidates` for batch size 1: the text with its drafts, and their log-probabilities.
@@ -122,6 +149,10 @@ class NoDrafter(BaseDrafter):
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`."""
         return no_drafts(ids)
+
+    def for_prepared_rounds(self) -> PreparedDrafting:
+        """See `Drafter.for_prepared_rounds`."""
+        return PreparedDrafting(self.rule)
 
 
 def write_drafts(ids: Tensor, lengths: Sequence[int], tokens: Tensor, counts: Sequence[int]) -> None:

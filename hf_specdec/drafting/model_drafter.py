@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_specdec.drafting.drafter import BaseDrafter, DraftProposal, last_tokens, no_drafts
+from hf_specdec.drafting.drafter import BaseDrafter, DraftProposal, PreparedDrafting, last_tokens, no_drafts
 from hf_specdec.host.forks import Forks
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import CertainWhereKept
@@ -72,6 +72,20 @@ class ModelDrafter(BaseDrafter):
     def retain(self, rows: Sequence[int]) -> None:
         """See `Drafter.retain`."""
         self._rows, self._fed = rows, self.runner.retain(rows)
+
+    def for_prepared_rounds(self) -> PreparedDrafting | None:
+        """See `Drafter.for_prepared_rounds`; drafters that are built on this one draft in other ways."""
+        if type(self) is not ModelDrafter:
+            return None
+        return PreparedDrafting(
+            self.rule,
+            self.runner,
+            self.vocabulary,
+            self.draft_vocabulary,
+            self.keep_probs,
+            self.max_positions,
+            self.resume,
+        )
 
     def resume(self, read: Sequence[int]) -> None:
         """Go on after rounds that were run elsewhere: how many tokens of each row the runner has read by now."""

@@ -52,6 +52,9 @@ class TolerantDrafter:
         if self._drafter is not None:
             self._drafter.observe(finished)
 
+    def for_prepared_rounds(self) -> None:
+        """See `Drafter.for_prepared_rounds`: errors in prepared rounds would not be the draft's alone."""
+
     def _drop(self, error: Exception) -> None:
         self._drafter = None
         warn_caller(f"on_draft_error='continue': the draft failed, so this call continues without drafts: {error!r}")

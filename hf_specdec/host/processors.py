@@ -88,6 +88,14 @@ class HostProcessors:
         return len(self.processors) > 0
 
     @property
+    def serve_prepared_rounds(self) -> bool:
+        """Whether they are made of operations on the scores and a few numbers, so that they can be compiled."""
+        # `SuppressTokens` holds a list of tokens.
+        return self.scores_only and not any(
+            isinstance(processor, host.SuppressTokensLogitsProcessor) for processor in self.processors
+        )
+
+    @property
     def portable(self) -> bool:
         """Whether the processors work on any device: they only read the scores and hold no tensors."""
         return self.scores_only and not any(

@@ -12,7 +12,13 @@ from transformers import LogitsProcessor
 
 
 class Relaxation(Protocol):
-    """Changes the target's processed scores so that the lossless rules accept more drafts."""
+    """Changes the target's processed scores so that the lossless rules accept more drafts.
+
+    Attributes:
+        serves_prepared_rounds: whether `relax` is made of operations on tensors alone, so that it can be compiled.
+    """
+
+    serves_prepared_rounds: bool
 
     def relax(self, scores: Tensor, draft_tokens: Tensor, lengths: Tensor, draft_probs: Tensor | None = None) -> Tensor:
         """Relax the scores of a round.
@@ -38,6 +44,8 @@ class CertainWhereKept(LogitsProcessor):
     In this package's loop, `relax` receives a whole round. As a `LogitsProcessor`, an instance only receives prefixes,
     so `hold` has to set the round's proposal first (batch size 1).
     """
+
+    serves_prepared_rounds = True
 
     def __init__(self) -> None:
         self._start = 0
@@ -148,6 +156,8 @@ class Ensemble:
     Args:
         weight: w, the target's share in [0, 1]; 1 is lossless, 0 accepts every draft.
     """
+
+    serves_prepared_rounds = True
 
     def __init__(self, weight: float) -> None:
         self.weight = weight

@@ -7,7 +7,7 @@ Times are passed in; nothing here reads a clock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
 from hf_specdec.lengths.estimates import PRIOR_ACCEPTANCE, PassTimes, PositionRates
@@ -91,14 +91,16 @@ class AutoLength(StopRule):
 
     Attributes:
         lengths: the lengths to choose from, ascending from 0.
-        ready: lengths that need no further preparation. Probes only use these.
+        is_ready: whether a length needs no further preparation. Probes only use these.
     """
+
+    serves_prepared_rounds = True
 
     def __init__(self, known: LengthHistory | None = None) -> None:
         super().__init__(1)
         self.known = self._general = known or LengthHistory()
         self.lengths: Sequence[int] = range(MAX_ASSISTANT_TOKENS + 1)
-        self.ready: Container[int] = self.lengths
+        self.is_ready: Callable[[int], bool] = _always
         self._rounds = 0
         self._unread = self._elapsed = self._probed = 0.0
         self._probing = False
@@ -107,13 +109,14 @@ class AutoLength(StopRule):
         if self.known.elapsed:
             self._begin()
 
-    def use_prepared(self, ready: Container[int]) -> None:
-        """Choose from `PREPARED_LENGTHS`, with a history for prepared rounds. Call this before the first round.
+    @property
+    def longest(self) -> int:
+        """See `StopRule.longest`."""
+        return self.lengths[-1]
 
-        Args:
-            ready: lengths whose rounds are already prepared; read again in every round.
-        """
-        self.lengths, self.ready = PREPARED_LENGTHS, ready
+    def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
+        """See `StopRule.use_prepared`: choose from `PREPARED_LENGTHS`, with a history for prepared rounds."""
+        self.lengths, self.is_ready = PREPARED_LENGTHS, is_ready
         with self.known.lock:
             prepared = self.known.prepared or LengthHistory(prepared=True)
             self.known.prepared = prepared
@@ -128,11 +131,11 @@ class AutoLength(StopRule):
             if known.elapsed:
                 for positions in (known.accepted, known.drafted, known.steps):
                     positions.weaken()
-        self.limit = best if best and best in self.ready else 1
+        self.limit = best if best and self.is_ready(best) else 1
 
     def use_general(self) -> None:
-        """Go on with general rounds, where rounds could not be prepared."""
-        self.lengths = self.ready = range(MAX_ASSISTANT_TOKENS + 1)
+        """See `StopRule.use_general`."""
+        self.lengths, self.is_ready = range(MAX_ASSISTANT_TOKENS + 1), _always
         self.known = self._general
 
     def observe(self, finished: Round) -> None:
@@ -209,7 +212,7 @@ class AutoLength(StopRule):
 
     def _best(self, rates: Sequence[float]) -> int:
         """The length with the highest of the `rates`, which are indexed by length; 0 if it gains too little."""
-        best = max(self._choice(), key=lambda n: rates[n] if n in self.ready else rates[n] / UNPREPARED_PENALTY)
+        best = max(self._choice(), key=lambda n: rates[n] if self.is_ready(n) else rates[n] / UNPREPARED_PENALTY)
         return best if rates[best] >= MIN_SPEEDUP * rates[0] else 0
 
     def _choice(self) -> Sequence[int]:
@@ -217,7 +220,7 @@ class AutoLength(StopRule):
 
         Times of much longer rounds than those that ran can't be extrapolated.
         """
-        longest = max((at for at, n in enumerate(self.lengths) if n in self.ready), default=0)
+        longest = max((at for at, n in enumerate(self.lengths) if self.is_ready(n)), default=0)
         return self.lengths[: longest + 2]
 
     def _rates(self) -> list[float]:
@@ -237,7 +240,7 @@ class AutoLength(StopRule):
         """The length of a probe, among the ready ones; 0 if its worst case exceeds the budget."""
         known = self.known
         plain = known.times.target(1)
-        lengths = [n for n in self.lengths if n and n in self.ready]
+        lengths = [n for n in self.lengths if n and self.is_ready(n)]
         if not lengths:
             return 0
         losses = {n: self._loss(n) for n in lengths if n <= 4 or n == lengths[0]}
@@ -254,3 +257,7 @@ class AutoLength(StopRule):
         times = self.known.times
         drafting = times.drafting(length) + times.catch_up(self._unread)
         return drafting + times.target(1 + length) - times.target(1)
+
+
+def _always(length: int) -> bool:
+    return True

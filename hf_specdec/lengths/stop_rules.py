@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,38 @@ class StopRule:
 
     Attributes:
         reads_probabilities: whether `before_append` and `after_append` have to be called.
+        serves_prepared_rounds: whether the limit is known before a round, and the answers are operations on the
+            probabilities alone, so that they can be compiled. A subclass has to say so itself.
     """
 
     reads_probabilities = False
+    serves_prepared_rounds: bool = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.serves_prepared_rounds = vars(cls).get("serves_prepared_rounds", False)
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that any round of a call may draft."""
+        return self.limit
+
+    def while_drafting(self) -> StopRule | None:
+        """The part that decides by probabilities while a draft is made; None if the limit alone ends drafts."""
+        return self if self.reads_probabilities else None
+
+    def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
+        """Choose limits for rounds that are compiled or captured. Call this before the first round.
+
+        Args:
+            is_ready: whether rounds of a lookahead are prepared already; asked anew before each round.
+        """
+
+    def use_general(self) -> None:
+        """Choose limits for general rounds again, after preparing has failed."""
 
     def before_append(self, probs: Tensor) -> Tensor | None:
         """Which rows stop before their next drafted token, leaving it out.
@@ -56,6 +83,7 @@ class Fallback(StopRule):
     """
 
     reads_probabilities = True
+    serves_prepared_rounds = True
 
     def __init__(self, limit: int, threshold: float) -> None:
         super().__init__(limit)
@@ -79,6 +107,7 @@ class EntropyStop(StopRule):
     """
 
     reads_probabilities = True
+    serves_prepared_rounds = True
     SCALE = 0.2
 
     def __init__(self, limit: int, threshold: float) -> None:
@@ -101,6 +130,7 @@ class ConfidenceStop(StopRule):
     """
 
     reads_probabilities = True
+    serves_prepared_rounds = True
 
     def __init__(self, limit: int, threshold: float) -> None:
         super().__init__(limit)
@@ -122,6 +152,28 @@ class FirstOf(StopRule):
         super().__init__(min(rule.limit for rule in rules))
         self.rules = rules
         self.reads_probabilities = any(rule.reads_probabilities for rule in rules)
+        self.serves_prepared_rounds = all(rule.serves_prepared_rounds for rule in rules)
+
+    @property
+    def longest(self) -> int:
+        """See `StopRule.longest`."""
+        return min(rule.longest for rule in self.rules)
+
+    def while_drafting(self) -> StopRule | None:
+        """See `StopRule.while_drafting`."""
+        parts = [part for rule in self.rules if (part := rule.while_drafting()) is not None]
+        return FirstOf(*parts) if len(parts) > 1 else next(iter(parts), None)
+
+    def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
+        """See `StopRule.use_prepared`."""
+        for rule in self.rules:
+            rule.use_prepared(is_ready)
+        self.limit = min(rule.limit for rule in self.rules)
+
+    def use_general(self) -> None:
+        """See `StopRule.use_general`."""
+        for rule in self.rules:
+            rule.use_general()
 
     def before_append(self, probs: Tensor) -> Tensor | None:
         """See `StopRule.before_append`."""

@@ -156,6 +156,10 @@ class Engine:
         """Whether a model is its target or its draft."""
         return any(side is not None and side.held() is model for side in (self.target, self.draft))
 
+    def is_ready(self, lookahead: int) -> bool:
+        """Whether rounds of a lookahead are prepared."""
+        return lookahead in self.steps
+
     def lengths(self, lookahead: int) -> range:
         """The lookaheads whose steps a round of up to `lookahead` needs: every length at which a burst can end it."""
         burst = burst_of(lookahead) if self.looks else lookahead

@@ -51,8 +51,8 @@ from hf_specdec import decoding
 from hf_specdec.drafting import drafter_choice
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.models import recorded_passes, static_runner
-from hf_specdec.prepared import cuda_graphs, lap_timer, prepared_decoder, round_steps
-from hf_specdec.prepared.prepared_decoder import PreparedDecoder
+from hf_specdec.prepared import cuda_graphs, lap_timer, prepared_rounds, round_steps
+from hf_specdec.prepared.prepared_rounds import PreparedRounds
 from hf_specdec.rules import sampling, verification
 from hf_specdec.rules.verification import SAMPLING_RULES, Verification
 
@@ -70,7 +70,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Combination],
         seconds[0] += numbers.random()
         return seconds[0]
 
-    for module in (decoding, prepared_decoder, lap_timer):
+    for module in (decoding, prepared_rounds, lap_timer):
         monkeypatch.setattr(module, "perf_counter", clock)
 
     def count(owner: Any, name: str) -> None:
@@ -86,7 +86,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Combination],
             monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
             count(recorded_passes, "replay")
         else:
-            count(PreparedDecoder, "_round")
+            count(PreparedRounds, "make_round")
             monkeypatch.setattr(cuda_graphs, "captures", lambda device: c.engine == "captured")
         return ran
 

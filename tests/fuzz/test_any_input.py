@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 import hf_specdec
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.prepared import cuda_graphs
-from hf_specdec.prepared.prepared_decoder import PreparedDecoder
+from hf_specdec.prepared.prepared_rounds import PreparedRounds
 from hf_specdec.rules.round_statistics import Round
 
 PACKAGE = Path(hf_specdec.__file__).parent
@@ -133,16 +133,16 @@ def attempt(target: Any, case: Case, call: dict[str, Any]) -> dict[str, Any] | E
 def engine(name: str) -> Iterator[list[Round]]:
     """One of `ENGINES`; yields the prepared rounds that have run. Failures that would be warned of are errors."""
     rounds: list[Round] = []
-    original = PreparedDecoder._round
+    original = PreparedRounds.make_round
 
-    def counted(self: PreparedDecoder, transcript: Transcript) -> Round:
+    def counted(self: PreparedRounds, transcript: Transcript) -> Round:
         rounds.append(original(self, transcript))
         return rounds[-1]
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*decoding goes on without, since preparing failed")
         warnings.filterwarnings("error", message=".*continues without drafts: (?!ValueError)")
-        patch.setattr(PreparedDecoder, "_round", counted)
+        patch.setattr(PreparedRounds, "make_round", counted)
         if name == "captured":
             patch.setattr(cuda_graphs, "captures", lambda device: True)
         elif name == "interpreted":

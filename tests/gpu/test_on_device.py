@@ -21,7 +21,7 @@ import hf_specdec
 from hf_specdec.bench.models import synthetic
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.engine_store import STORE
-from hf_specdec.prepared.prepared_decoder import PreparedDecoder
+from hf_specdec.prepared.prepared_rounds import PreparedRounds
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ EVERY_ENGINE = ["eager", "static", COMPILED]
 
 
 @pytest.fixture(autouse=True)
-def prepared(fast_rounds: list[PreparedDecoder]) -> Iterator[list[PreparedDecoder]]:
+def prepared(fast_rounds: list[PreparedRounds]) -> Iterator[list[PreparedRounds]]:
     """Lists the prepared rounds; whatever falls back from them with a warning fails."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*decoding goes on without")
@@ -61,7 +61,7 @@ def _plain(target: PreTrainedModel, inputs: dict[str, Tensor], **settings: objec
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt-neox"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_greedy_tokens_are_those_of_plain_generate(
-    rows: int, family: str, dtype: torch.dtype, engine: str, prepared: list[PreparedDecoder]
+    rows: int, family: str, dtype: torch.dtype, engine: str, prepared: list[PreparedRounds]
 ) -> None:
     target, draft = _pair(dtype, family)
     inputs = _prompts(rows)
@@ -160,7 +160,7 @@ def test_torch_s_own_graphs_leave_ours_alone(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["static", COMPILED])
-def test_memory_is_given_back(engine: str, prepared: list[PreparedDecoder]) -> None:
+def test_memory_is_given_back(engine: str, prepared: list[PreparedRounds]) -> None:
     """The first call also takes the work space of matrix products, which torch keeps for the process."""
     target, draft = _pair(torch.float32)
     inputs = _prompts(2)

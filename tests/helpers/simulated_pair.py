@@ -87,7 +87,7 @@ class Preparing(AutoLength):
     def __init__(self, known: LengthHistory | None = None) -> None:
         super().__init__(known)
         self.made: set[int] = set()
-        self.use_prepared(self.made)
+        self.use_prepared(self.made.__contains__)
 
     def observe(self, finished: Round) -> None:
         self.made.add(finished.draft_steps)

@@ -53,3 +53,18 @@ def test_a_draft_that_is_never_sure_drafts_the_token_whose_pass_is_paid_for() ->
     target.generate(**prompts(2), max_new_tokens=12, do_sample=False, eos_token_id=None, custom_generate=decoding)
     assert decoding.stats is not None
     assert {(r.draft_steps, max(r.drafted)) for r in decoding.stats.rounds[:-1]} == {(1, 1)}
+
+
+def test_rules_say_themselves_whether_rounds_can_be_prepared() -> None:
+    """A subclass may do anything in Python, so that it counts as one that can't until it says otherwise."""
+
+    class Changed(EntropyStop):
+        pass
+
+    class Compilable(EntropyStop):
+        serves_prepared_rounds = True
+
+    own = [StopRule(4), AutoLength(), Fallback(4, 0.5), EntropyStop(4, 0.5), ConfidenceStop(4, 0.5)]
+    assert all(rule.serves_prepared_rounds for rule in (*own, FirstOf(*own), Compilable(4, 0.5)))
+    assert not Changed(4, 0.5).serves_prepared_rounds
+    assert not FirstOf(StopRule(4), Changed(4, 0.5)).serves_prepared_rounds

@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers.families import pair, prompts
 
-from hf_specdec.prepared import prepared_decoder
+from hf_specdec.prepared import prepared_rounds
 from hf_specdec.prepared.freed_memory import return_freed_memory
-from hf_specdec.prepared.prepared_decoder import PreparedDecoder
+from hf_specdec.prepared.prepared_rounds import PreparedRounds
 
 BLOCK, BLOCKS, KEPT_EVERY = 2**16, 1024, 64
 
@@ -45,13 +45,13 @@ def test_other_systems_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("drafter", ["model", "none"])
 def test_memory_is_returned_after_each_large_prompt(
-    drafter: str, large: bool, fast_rounds: list[PreparedDecoder], monkeypatch: pytest.MonkeyPatch
+    drafter: str, large: bool, fast_rounds: list[PreparedRounds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default limit is far above the tiny models' prompts."""
     if large:
-        monkeypatch.setattr(prepared_decoder, "LARGE_PROMPT", 0)
+        monkeypatch.setattr(prepared_rounds, "LARGE_PROMPT", 0)
     returned = []
-    monkeypatch.setattr(prepared_decoder, "return_freed_memory", lambda: returned.append(len(fast_rounds)))
+    monkeypatch.setattr(prepared_rounds, "return_freed_memory", lambda: returned.append(len(fast_rounds)))
     target, draft = pair("llama")
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
     chosen = {"assistant_model": draft} if drafter == "model" else {"drafter": "none"}

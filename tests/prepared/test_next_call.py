@@ -11,14 +11,14 @@ from helpers.families import pair, prompts
 
 import hf_specdec
 from hf_specdec.prepared import round_steps
-from hf_specdec.prepared.prepared_decoder import PreparedDecoder
+from hf_specdec.prepared.prepared_rounds import PreparedRounds
 
 SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 STATIC = {**SETTINGS, "cache_implementation": "static", "num_assistant_tokens": 3}
 
 
 @pytest.fixture
-def prepared(fast_rounds: list[PreparedDecoder]) -> Iterator[list[PreparedDecoder]]:
+def prepared(fast_rounds: list[PreparedRounds]) -> Iterator[list[PreparedRounds]]:
     """`fast_rounds`, whose engines no other test finds."""
     yield fast_rounds
     hf_specdec.release()
@@ -27,7 +27,7 @@ def prepared(fast_rounds: list[PreparedDecoder]) -> Iterator[list[PreparedDecode
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("passes", [1, 3, 4, 6, 8])
 def test_a_call_that_broke_off_in_any_pass_leaves_nothing(
-    error: type[BaseException], passes: int, prepared: list[PreparedDecoder], monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], passes: int, prepared: list[PreparedRounds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three drafts and a verification take four passes."""
     target, draft = pair("llama")
@@ -50,7 +50,7 @@ def test_a_call_that_broke_off_in_any_pass_leaves_nothing(
     assert len(prepared) > rounds and len({id(decoder.engine) for decoder in prepared}) == 1
 
 
-def test_an_edited_configuration_gets_another_engine(prepared: list[PreparedDecoder]) -> None:
+def test_an_edited_configuration_gets_another_engine(prepared: list[PreparedRounds]) -> None:
     """Models read some of its values in every pass, which a captured or compiled pass would not."""
     target, draft = pair("gemma2")
     engines = []
@@ -62,7 +62,7 @@ def test_an_edited_configuration_gets_another_engine(prepared: list[PreparedDeco
 
 
 @pytest.mark.parametrize("lookahead", [3, "auto"])
-def test_prompts_of_two_tokens(lookahead: int | str, prepared: list[PreparedDecoder]) -> None:
+def test_prompts_of_two_tokens(lookahead: int | str, prepared: list[PreparedRounds]) -> None:
     """The first draft step reads both of them; no pass reads the prompt before it."""
     target, draft = pair("llama")
     inputs = {"input_ids": torch.tensor([[5, 9]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
@@ -73,7 +73,7 @@ def test_prompts_of_two_tokens(lookahead: int | str, prepared: list[PreparedDeco
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_probabilities_of_drafts_are_kept_only_where_the_rule_reads_them(
-    sampled: bool, prepared: list[PreparedDecoder]
+    sampled: bool, prepared: list[PreparedRounds]
 ) -> None:
     target, draft = pair("llama")
     target.generate(**prompts(2), **{**STATIC, "do_sample": sampled}, assistant_model=draft)

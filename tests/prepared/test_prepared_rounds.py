@@ -18,7 +18,7 @@ from helpers.pairwise import pairwise
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
-from hf_specdec.prepared import compiled_step, cuda_graphs, engine, prepared_decoder
+from hf_specdec.prepared import compiled_step, cuda_graphs, engine, prepared_rounds
 from hf_specdec.prepared.engine import Engine
 from hf_specdec.prepared.engine_store import kept_engines
 from hf_specdec.rules.sampling import draw
@@ -275,7 +275,7 @@ def test_under_autocast_the_general_rounds_serve(fast_rounds) -> None:
 
 def test_where_no_drafting_length_is_ready_auto_decodes_plainly() -> None:
     lengths = AutoLength()
-    lengths.use_prepared({0: None})
+    lengths.use_prepared(lambda length: length == 0)
     assert lengths._probe() == 0
 
 
@@ -287,7 +287,7 @@ def test_a_second_attempt_that_is_interrupted_leaves_no_steps(fast_rounds, monke
         raise next(errors)
 
     monkeypatch.setattr(Engine, "prepare", failing)
-    monkeypatch.setattr(prepared_decoder, "settle", lambda: None)
+    monkeypatch.setattr(prepared_rounds, "settle", lambda: None)
     target, draft = pair("llama")
     with pytest.raises(KeyboardInterrupt):
         target.generate(**prompts(2), **GREEDY, assistant_model=draft, cache_implementation="static")

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import hf_specdec
 from hf_specdec.models.cache_names import cache_of
-from hf_specdec.prepared import code_on_disk, compiled_step, cuda_graphs, lap_timer, prepared_decoder
+from hf_specdec.prepared import code_on_disk, compiled_step, cuda_graphs, lap_timer, prepared_rounds
 from hf_specdec.prepared.engine import Engine, prepared_capacity
 from hf_specdec.prepared.engine_store import KEPT_ENGINES, kept_engines
 
@@ -39,7 +39,7 @@ def test_preparing_is_no_part_of_a_round(fast_rounds, monkeypatch) -> None:
 
         return run
 
-    for module in (lap_timer, prepared_decoder):
+    for module in (lap_timer, prepared_rounds):
         monkeypatch.setattr(module, "perf_counter", clock)
     monkeypatch.setattr(cuda_graphs, "prepare", slow)
     choose_in_turn(monkeypatch, 4, 0, 2)
@@ -234,7 +234,7 @@ def test_what_goes_wrong_beside_inductors_thread_waits_for_it(error: type, fast_
         prepare(self, lookahead)
 
     monkeypatch.setattr(Engine, "prepare", failing)
-    monkeypatch.setattr(prepared_decoder, "settle", lambda: done.append("settled"))
+    monkeypatch.setattr(prepared_rounds, "settle", lambda: done.append("settled"))
     monkeypatch.setattr(cuda_graphs, "prepare", lambda step, *about, **how: step)
     target, draft = pair("llama")
     settings = {**GREEDY, "assistant_model": draft, "cache_implementation": "static"}
@@ -318,8 +318,8 @@ def test_models_with_hooks_and_rows_without_a_token_get_no_prepared_rounds(model
     """A replay would call no hook, and the last prompt token of a masked row would see itself."""
     monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
     plans: list[object] = []
-    plan_for = prepared_decoder.plan_for
-    monkeypatch.setattr(prepared_decoder, "plan_for", lambda *args: plans.append(plan_for(*args)) or plans[-1])
+    plan_for = prepared_rounds.plan_for
+    monkeypatch.setattr(prepared_rounds, "plan_for", lambda *args: plans.append(plan_for(*args)) or plans[-1])
     target, draft = pair("llama")
     inputs, settings = prompts(2), {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 

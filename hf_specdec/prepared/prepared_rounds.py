@@ -1,6 +1,6 @@
-"""`PreparedDecoder`: the decoding loop with rounds that run two prepared steps and copy once to the host.
+"""`PreparedRounds`: rounds that run two prepared steps, drafting and verification, and copy once to the host.
 
-The loop itself is `decoding.Decoder`'s. Calls that need what the steps lack keep the general round: processors that
+The loop is `decoding.Decoder`'s, which also makes the rounds of calls that need what the steps lack: processors that
 read the text, recorded scores, drafters other than a model, a cache passed in by the caller.
 """
 
@@ -10,60 +10,56 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import logits_process as host
 
-from hf_specdec.decoding import Decoder
-from hf_specdec.drafting.drafter import BaseDrafter, NoDrafter, last_tokens
-from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.decoding import Decoder, Rounds
+from hf_specdec.drafting.drafter import PreparedDrafting, last_tokens
 from hf_specdec.host.caller import warn_caller
-from hf_specdec.host.processors import SCORES_ONLY
-from hf_specdec.host.relaxations import BildRollback, Ensemble, LenientArgmax, TypicalAcceptance
 from hf_specdec.host.transcript import Transcript
-from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
-from hf_specdec.lengths.stop_rules import ConfidenceStop, EntropyStop, Fallback, FirstOf, StopRule
+from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, state_of, weights_of
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length, tensor_parallel_group
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.compiled_step import settle
 from hf_specdec.prepared.engine import Engine, ordinary_tensors
-from hf_specdec.prepared.engine_key import parts_of, plan_key
+from hf_specdec.prepared.engine_key import plan_key
 from hf_specdec.prepared.engine_store import STORE
 from hf_specdec.prepared.freed_memory import return_freed_memory
 from hf_specdec.prepared.lap_timer import LapTimer
 from hf_specdec.prepared.round_steps import Plan
 from hf_specdec.rules.round_statistics import Round, reached_overlap
 
-# They depend on the scores and a few numbers only. `SuppressTokens` holds a list of tokens instead.
-PROCESSORS = tuple(kind for kind in SCORES_ONLY if kind is not host.SuppressTokensLogitsProcessor)
-
-# They need nothing but the round's own draft probabilities, or a limit that is known before the round.
-KNOWN_RULES = (StopRule, AutoLength, Fallback, EntropyStop, ConfidenceStop)
-
-# They compute with tensors alone, from the round's scores and drafts.
-KNOWN_RELAXATIONS = (type(None), BildRollback, LenientArgmax, TypicalAcceptance, Ensemble)
-
 # Tokens times weights. Passes over smaller prompts take hardly longer than giving back what they have freed.
 LARGE_PROMPT = 2**31
 
 
 @dataclass(frozen=True)
-class PreparedDecoder(Decoder):
-    """`Decoder` whose rounds run on an engine.
+class PreparedRounds:
+    """Makes rounds on an engine.
 
     The runners of target and draft are used, uncompiled, for the prompt only; the draft's also for tokens of rounds
     without drafts.
+
+    Args:
+        general: makes the rounds after preparing has failed.
+        drafting: how drafts are made.
+        target: the target's runner.
+        engine: serves this call alone.
     """
 
+    general: Decoder
+    drafting: PreparedDrafting
+    target: StaticRunner
     engine: Engine
+    mode = torch.no_grad
 
-    def _round(self, transcript: Transcript) -> Round:
+    def make_round(self, transcript: Transcript) -> Round:
+        """See `decoding.Rounds.make_round`."""
         if self.engine.failed:
-            return super()._round(transcript)
+            return self.general.make_round(transcript)
         engine, first = self.engine, transcript.lengths[0] == transcript.prompt_length
         if first:
             engine.tails = transcript.sequences[:, -2:].tolist()
@@ -77,11 +73,10 @@ class PreparedDecoder(Decoder):
                 self._prepare(lookahead)
             except Exception as error:  # compilers and captures fail in many ways, none of which should end a call
                 self._give_up(error)
-                return self._round(transcript)
+                return self.make_round(transcript)
         began, laps = perf_counter(), LapTimer(transcript.device)
         caught_up = lookahead > 0 and self._catch_up(transcript)
         laps.mark()
-        assert isinstance(self.target, StaticRunner)
         with ordinary_tensors():
             drafts, lookahead = engine.run_draft(before, limits, lookahead)
             laps.mark()
@@ -136,16 +131,13 @@ class PreparedDecoder(Decoder):
         reason = f"{how}: decoding goes on without, since preparing failed: {kind}: {error}{way_out}"
         warn_caller(reason)
         self.engine.fail()
-        if self.engine.failed and isinstance(self.drafter, ModelDrafter):
-            self.drafter.resume(self._draft_runner.read)
-            for rule in parts_of(self.drafter.rule):
-                if isinstance(rule, AutoLength):
-                    rule.use_general()
+        if self.engine.failed and self.drafting.runner is not None:
+            self.drafting.resume(self.drafting.runner.read)
+            self.drafting.rule.use_general()
 
     def _lookahead(self, transcript: Transcript) -> int:
         """The stop rule's length, or a shorter prepared one if every row ends within it."""
-        assert isinstance(self.drafter, BaseDrafter)
-        limit = min(rule.limit for rule in parts_of(self.drafter.rule))
+        limit = self.drafting.rule.limit
         needed = min(limit, max(transcript.room) - 1)
         return min((n for n in self.engine.steps if needed <= n <= limit), default=limit)
 
@@ -156,7 +148,7 @@ class PreparedDecoder(Decoder):
         rows read equally many tokens, up to their last but two. A row shorter than that reads beyond its text, into
         slots that later passes overwrite.
         """
-        runner, lengths = self._draft_runner, transcript.lengths
+        runner, lengths = self.drafting.runner, transcript.lengths
         unread = max(n - 2 - read for n, read in zip(lengths, runner.read, strict=True))
         if unread <= 0:
             return False
@@ -176,17 +168,12 @@ class PreparedDecoder(Decoder):
     def _note_drafted(self, before: Sequence[int], after: Sequence[int], lookahead: int) -> None:
         """Note what the draft model has read: the text before the round and the accepted drafts except the last."""
         rows = zip(before, after, strict=True)
-        self._draft_runner.read = [min(old + lookahead - 1, new - 1) for old, new in rows]
-
-    @property
-    def _draft_runner(self) -> StaticRunner:
-        assert isinstance(self.drafter, ModelDrafter) and isinstance(self.drafter.runner, StaticRunner)
-        return self.drafter.runner
+        self.drafting.runner.read = [min(old + lookahead - 1, new - 1) for old, new in rows]
 
 
 @contextmanager
-def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) -> Iterator[Decoder]:
-    """The decoder with prepared rounds, or unchanged where `plan_for` finds none.
+def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) -> Iterator[Rounds]:
+    """Prepared rounds of a call, or the decoder's own where `plan_for` finds none.
 
     Args:
         compile: compile the steps. Without it, prepared rounds run on CUDA only, captured.
@@ -196,10 +183,9 @@ def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: b
     if plan is None or not (compile or cuda_graphs.captures(transcript.device)):
         yield decoder
         return
-    target = decoder.target
-    drafter = decoder.drafter if isinstance(decoder.drafter, ModelDrafter) else None
-    draft = None if drafter is None else drafter.runner
-    assert isinstance(target, StaticRunner) and (draft is None or isinstance(draft, StaticRunner))
+    target, drafting = decoder.target, decoder.drafter.for_prepared_rounds()
+    assert isinstance(target, StaticRunner) and drafting is not None
+    draft = drafting.runner
     models = [runner.model for runner in (target, draft) if runner is not None]
     states = tuple((state_of(model), weights_of(model)) for model in models)
     key = (compile, len(target.read), target.cache.capacity, plan_key(plan), states)
@@ -213,60 +199,47 @@ def with_prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: b
             yield decoder
             return
         engine.adopt(target, draft)
-    for rule in () if drafter is None else parts_of(drafter.rule):
-        if isinstance(rule, AutoLength):
-            rule.use_prepared(engine.steps)
-    fields = {name: getattr(decoder, name) for name in Decoder.__dataclass_fields__} | {"mode": torch.no_grad}
+    drafting.rule.use_prepared(engine.is_ready)
     try:
-        yield PreparedDecoder(**fields, engine=engine)
+        yield PreparedRounds(decoder, drafting, target, engine)
     finally:
         STORE.put(key, engine)
 
 
 def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
-    """How an engine would run this call, or None if only the general round can."""
-    target, drafter = decoder.target, decoder.drafter
-    processors = decoder.processors.processors
+    """How an engine would run this call, or None if only general rounds can."""
+    target, drafting = decoder.target, decoder.drafter.for_prepared_rounds()
     if (
-        not isinstance(target, StaticRunner)
+        drafting is None
+        or not drafting.rule.serves_prepared_rounds
+        or not isinstance(target, StaticRunner)
         or target.cache.grows
         or transcript.records
-        or not all(type(processor) in PROCESSORS for processor in processors)
-        or type(decoder.relaxation) not in KNOWN_RELAXATIONS
+        or not decoder.processors.serve_prepared_rounds
+        or not (decoder.relaxation is None or decoder.relaxation.serves_prepared_rounds)
         or not _runs_the_same_each_time(target, transcript)
         or not _within(context_length(target.model), transcript)
     ):
         return None
-    common: dict[str, Any] = {
-        "do_sample": decoder.do_sample,
-        "processors": tuple(processors),
-        "relaxation": decoder.relaxation,
-        "rule": decoder.rule,
-        "eos_tokens": tuple(sorted(transcript.eos_tokens)),
-    }
-    if type(drafter) is NoDrafter:
-        return Plan(0, 0, 0, keep_probs=False, stop=StopRule(0), **common)
-    if (
-        type(drafter) is not ModelDrafter
-        or not isinstance(drafter.runner, StaticRunner)
-        or not all(type(rule) in KNOWN_RULES for rule in parts_of(drafter.rule))
-        or drafter.runner.positions.device != transcript.device
-        or not _within(drafter.max_positions, transcript)
+    if drafting.runner is not None and (
+        not isinstance(drafting.runner, StaticRunner)
+        or drafting.runner.positions.device != transcript.device
+        or not _within(drafting.max_positions, transcript)
         or transcript.prompt_length < 2
-        or not _runs_the_same_each_time(drafter.runner, transcript)
+        or not _runs_the_same_each_time(drafting.runner, transcript)
     ):
         return None
-    parts = parts_of(drafter.rule)
-    adapts = any(isinstance(rule, AutoLength) for rule in parts)
-    # Rules that read no probabilities choose a length before the round.
-    stops = [rule for rule in parts if rule.reads_probabilities]
     return Plan(
-        PREPARED_LENGTHS[-1] if adapts else drafter.rule.limit,
-        drafter.vocabulary,
-        drafter.draft_vocabulary,
-        keep_probs=drafter.keep_probs,
-        stop=FirstOf(*stops) if stops else StopRule(0),
-        **common,
+        drafting.rule.longest,
+        drafting.vocabulary,
+        drafting.draft_vocabulary,
+        keep_probs=drafting.keep_probs,
+        stop=drafting.rule.while_drafting() or StopRule(0),
+        do_sample=decoder.do_sample,
+        processors=tuple(decoder.processors.processors),
+        relaxation=decoder.relaxation,
+        rule=decoder.rule,
+        eos_tokens=tuple(sorted(transcript.eos_tokens)),
     )
 
 
