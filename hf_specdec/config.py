@@ -25,6 +25,8 @@ T5_ASSISTANT_TOKENS = 7
 LOOKUP_ASSISTANT_TOKENS = 10
 # The longest draft that "auto" chooses.
 MAX_ASSISTANT_TOKENS = 16
+# New tokens that a call takes memory for before it needs it; a larger maximum length is often none.
+FORESEEN_TOKENS = 4096
 T5_MODEL_TYPES = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers"})
 
 
@@ -175,9 +177,9 @@ class SpeculationConfig:
         """The settings for a call whose rows have room for so many tokens. Requires resolved settings.
 
         A lookahead beyond the room, which would only take memory, becomes the next power of two: calls with little
-        room then share compiled rounds.
+        room then share compiled rounds. Beyond `FORESEEN_TOKENS`, none is longer than that.
         """
-        most = max(1 << (room - 1).bit_length(), MAX_ASSISTANT_TOKENS)
+        most = min(max(1 << (room - 1).bit_length(), MAX_ASSISTANT_TOKENS), FORESEEN_TOKENS)
         return replace(self, num_assistant_tokens=most) if self.longest_draft > most else self
 
     def resolve(self, model_type: str) -> SpeculationConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -206,7 +207,8 @@ class SpeculativeDecoding:
             check_model(draft, "assistant_model")
             check_kinds(model, draft)
         returns_dict = bool(generation_config.return_dict_in_generate)
-        config = config.within(max(maximum_length(stopping_criteria) - input_ids.shape[1], 1))
+        longest = min(maximum_length(stopping_criteria), context_length(model) or sys.maxsize)
+        config = config.within(max(longest - input_ids.shape[1], 1))
         transcript = self._transcript(config, input_ids, stopping_criteria, generation_config)
         processors = HostProcessors(logits_processor, _pad_token(generation_config) or 0)
         cached = _cached_tokens(input_ids, model_kwargs, generation_config)
@@ -302,7 +304,7 @@ def _decoder(
     model = call.model
     # Made before the target's runner, which marks the cache: making the drafter may raise.
     drafter = make_drafter(config, call)
-    capacity, chunk = call.transcript.ids.shape[1], call.generation_config.prefill_chunk_size
+    capacity, chunk = call.transcript.capacity, call.generation_config.prefill_chunk_size
     target = runner_for(model, model_kwargs, input_ids, capacity, cached, call.kernels, chunk)
     do_sample = bool(call.generation_config.do_sample)
     strategy = STRATEGY_TABLE[config.strategy]
@@ -348,8 +350,9 @@ def _static_size(
     recorded. In a batch, rows accept different numbers of tokens. A dynamic cache would have to move their entries in
     every round, which took longer than the passes.
     """
-    cache, tokens = cache_of(model_kwargs), transcript.ids.shape[1]
-    if is_static_by_request(cache) or (config.compile and is_unused_default(cache)):
+    cache, tokens = cache_of(model_kwargs), transcript.capacity
+    within_context = transcript.max_length <= (context_length(model) or sys.maxsize)  # as prepared rounds need it
+    if is_static_by_request(cache) or (config.compile and within_context and is_unused_default(cache)):
         prepared = config.compile or cuda_graphs.captures(transcript.device)
         return CacheSize(prepared_capacity(tokens) if prepared else tokens)
     serves = supports_rows_cache if transcript.batch_size > 1 else supports_recorded_row

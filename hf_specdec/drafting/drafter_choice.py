@@ -157,7 +157,7 @@ def _draft_runner(
     call: DraftCall, draft: PreTrainedModel, kwargs: dict[str, Any]
 ) -> tuple[Runner | TextOnlyRunner, int]:
     """The draft's runner, and how many columns of the prompts it leaves out."""
-    input_ids, tokens = call.transcript.sequences.to(draft.device), call.transcript.ids.shape[1]
+    input_ids, tokens = call.transcript.sequences.to(draft.device), call.transcript.capacity
     places = None
     if media_of(call.model_kwargs) and not media_of(kwargs):
         places = text_places(call.model, input_ids, kwargs.get("attention_mask"))

@@ -7,6 +7,7 @@ so they always see a whole batch. EOS and the maximum length end a row at once, 
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from hf_specdec.config import FORESEEN_TOKENS
 from hf_specdec.rules.shared_decisions import shared
 
 
@@ -28,6 +30,9 @@ class Transcript:
         streamer: receives one column `[B]` at a time.
         spare: extra columns after the maximum length, for drafts.
         keep_scores, keep_logits: whether to record processed scores and raw logits.
+
+    Attributes:
+        capacity: the most tokens of a row, drafts included.
 
     Raises:
         ValueError: the criteria set no maximum length.
@@ -53,17 +58,13 @@ class Transcript:
         )
         self._pad_token = pad_token if pad_token is not None else 0
         self._streamer = streamer
-        capacity = max(self.max_length, self.prompt_length + 1) + spare
-        self._ids = input_ids.new_full((self.batch_size, capacity), self._pad_token)
-        self._ids[:, : self.prompt_length] = input_ids
-        # The host decides about each token: asking an accelerator for it, or sending it alone, takes some 20 µs.
-        self._host = self._ids.cpu()
-        # A view, since reading and writing a few numbers through it takes a tenth of the time.
-        self._host_ids = self._host.numpy().data
+        self.capacity = max(self.max_length, self.prompt_length + 1) + spare
+        self._spare = spare
         self._unsent: dict[tuple[int, int], int] = {}  # tokens that the device lacks, by row and column
+        self._take(input_ids, min(self.capacity, self.prompt_length + FORESEEN_TOKENS + spare))
         self.lengths = [self.prompt_length] * self.batch_size
         self._shown = self.prompt_length
-        self._first_end = capacity  # length at which the first row ended, if rows are padded from there
+        self._first_end = self.capacity  # length at which the first row ended, if rows are padded from there
         self._done = [False] * self.batch_size
         self._at_eos = [False] * self.batch_size
         # Records for tokens that are not shown yet.
@@ -73,6 +74,15 @@ class Transcript:
             if kept
         }
         self._columns: dict[str, list[Tensor]] = {kind: [] for kind in self._rows}
+
+    def _take(self, ids: Tensor, columns: int) -> None:
+        """Make the working buffer, so many columns wide, that begins with `ids`."""
+        self._ids = ids.new_full((self.batch_size, columns), self._pad_token)
+        self._ids[:, : ids.shape[1]] = ids
+        # The host decides about each token: asking an accelerator for it, or sending it alone, takes some 20 µs.
+        self._host = self._ids.cpu()
+        # A view, since reading and writing a few numbers through it takes a tenth of the time.
+        self._host_ids = self._host.numpy().data
 
     @property
     def device(self) -> torch.device:
@@ -140,6 +150,9 @@ class Transcript:
         Raises:
             ValueError: a token is -1, so it could not be drawn, see `sampling.draw`.
         """
+        longest = max(self.lengths) + max(map(len, new_tokens)) + self._spare
+        if longest > self._ids.shape[1]:
+            self._take(self.ids, min(self.capacity, max(longest, 2 * self._ids.shape[1])))
         added = []
         for row, (tokens, room) in enumerate(zip(new_tokens, self.room, strict=True)):
             kept = list(tokens)[:room]
@@ -216,7 +229,7 @@ class Transcript:
 
 
 def maximum_length(criteria: StoppingCriteriaList) -> int:
-    """The length at which a text ends, from the criteria that `generate` built; a fraction counts as a whole token.
+    """The length at which a text ends, from the criteria that `generate` built; part of a token counts as one.
 
     Raises:
         ValueError: none of them sets a maximum length.
@@ -224,7 +237,7 @@ def maximum_length(criteria: StoppingCriteriaList) -> int:
     limits = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
     if not limits:
         raise ValueError("max_length=None: speculation needs a maximum length, so pass max_new_tokens or max_length.")
-    return math.ceil(min(limits))
+    return math.ceil(min(*limits, sys.maxsize))
 
 
 def _next_column(rows: Sequence[deque[Tensor]]) -> Tensor:

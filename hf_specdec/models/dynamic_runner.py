@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from hf_specdec.config import FORESEEN_TOKENS
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
@@ -84,10 +85,10 @@ class DynamicRunner:
         self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
         self._ids_key = f"{prefix}input_ids"
         self._takes_mask = self._mask_key in parameters
-        total = capacity + hidden
+        total = self._total = min(capacity, prompt_length + FORESEEN_TOKENS) + hidden
         self._mask = extend_mask(self.kwargs.pop(self._mask_key, None), total)
-        if self._mask is None and batch_size > 1 and self._takes_mask:
-            self._ones = input_ids.new_ones(batch_size, total)
+        needs_ones = self._mask is None and batch_size > 1 and self._takes_mask
+        self._ones = input_ids.new_ones(batch_size, total) if needs_ones else None
         positions = self.kwargs.pop(self._position_key, None)
         if positions is None and self._position_key in parameters:
             positions = prompt_positions(self._mask, prompt_length + hidden, input_ids.device)
@@ -128,6 +129,8 @@ class DynamicRunner:
         read = [n + appended for n in self.read]
         lags = [self._width - self.hidden - n for n in self.read]
         last_slot = self._width + appended
+        if last_slot > self._total:
+            self._lengthen(last_slot)
         text = tokens if self._text is None else torch.cat([self._text, tokens], dim=1)
         # A model that prepares its own inputs gets them whole, as from `generate`, and cuts them itself.
         first_slot = 0 if self.cache is None or self._own_inputs else self._width
@@ -143,6 +146,16 @@ class DynamicRunner:
         self._width, self.read = last_slot, read
         logits: Tensor = outputs.logits
         return logits if logits.shape[1] == count else logits[:, -count:]
+
+    def _lengthen(self, slots: int) -> None:
+        """Let the tables of masks, positions and token types reach so many slots, and as many again."""
+        total = self._total = 2 * slots
+        self._mask, self._positions = extend_mask(self._mask, total), extend_count(self._positions, total)
+        self._per_token = {key: _extend_last(values, total) for key, values in self._per_token.items()}
+        if self._ones is not None:
+            self._ones = self._ones.new_ones(self._ones.shape[0], total)
+        if self._causal is not None:
+            self._causal = CausalMasks(total, None, self.model.dtype, self.model.device)
 
     def _leave_unused_cache(self) -> None:
         """After the first pass: go on without a cache that the model has left empty."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from hf_specdec.config import FORESEEN_TOKENS
 from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.cache_rollback import new_cache
 from hf_specdec.models.dynamic_runner import extend_count, extend_mask, in_chunks, prompt_positions
@@ -107,6 +108,8 @@ class StaticRunner:
         self.read = [0] * batch_size
         self._fed, self._left_out = list(range(batch_size)), list[int]()  # rows by their places in the cache
         capacity = self.cache.capacity
+        if self.cache.grows:
+            capacity = min(capacity, prompt_length + FORESEEN_TOKENS)
         mask = extend_mask(model_kwargs.get("attention_mask"), capacity)
         self._padded = mask is not None
         positions = model_kwargs.get("position_ids")
@@ -137,6 +140,8 @@ class StaticRunner:
             tokens = tokens.index_select(0, self._fed_rows)
         width, read = tokens.shape[1], [self.read[row] for row in self._fed]
         span = max(read) + width
+        if span > self._all_slots.shape[1]:
+            self._lengthen(span)
         slots = self._slots(read, width)
         with self._mode(), self._kernels():
             self.cache.reserve(span)
@@ -151,6 +156,15 @@ class StaticRunner:
         for row in self._fed:
             self.read[row] += width
         return self._by_row(logits if logits.shape[1] == count else logits[:, -count:])
+
+    def _lengthen(self, slots: int) -> None:
+        """Let the tables of masks and positions reach so many slots, and as many again."""
+        positions = extend_count(self.positions, 2 * slots)
+        assert positions is not None
+        more = 2 * slots - self.visible.shape[1]
+        self.positions, self.visible = positions, torch.nn.functional.pad(self.visible, (0, more), value=True)
+        self._all_slots = torch.arange(2 * slots, device=self._all_slots.device).unsqueeze(0)
+        self._tables.clear()
 
     def _slots(self, read: Sequence[int], width: int) -> Tensor:
         """`[m, width]`: the next slots of each row."""
@@ -187,7 +201,8 @@ class StaticRunner:
             kind_of_table = CausalMasks if self._one_row else SlotMasks
             made_for = self.model.dtype, slots.device
             self._tables = {
-                kind: kind_of_table(self.cache.capacity, window, *made_for) for kind, window in self.windows.items()
+                kind: kind_of_table(self._all_slots.shape[1], window, *made_for)
+                for kind, window in self.windows.items()
             }
         return {kind: self._mask(table, slots, span) for kind, table in self._tables.items()}
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from helpers.families import EAGER, EOS, FAMILIES, PAD, bart, pair, prompts
+from helpers.families import EAGER, EOS, FAMILIES, PAD, VOCABULARY, bart, pair, prompts
+from helpers.memory import LargeStorages
 from helpers.pairwise import pairwise
 from packaging.version import Version
 from transformers import MarianConfig, MarianMTModel, PegasusConfig, PegasusForConditionalGeneration
 
 import hf_specdec
+from hf_specdec.host import transcript
+from hf_specdec.models import dynamic_runner, static_runner
 from hf_specdec.models.cache_names import cache_of
 from hf_specdec.models.traits import takes_row_positions
 
@@ -47,6 +50,34 @@ def test_greedy_tokens_are_those_of_plain_generate(family: str) -> None:
         rates.append(out.speculation.acceptance_rate)
     assert max(len(text[0].unique()) for text in texts) > 5, "a target that repeats itself proves little"
     assert any(0 < rate < 1 for rate in rates if rate is not None), "acceptance is neither 0 nor 1"
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_that_outgrow_what_memory_was_taken_for(family: str, batch_size: int, monkeypatch) -> None:
+    """Several times, in texts, masks and positions."""
+    for module in (transcript, dynamic_runner, static_runner):
+        monkeypatch.setattr(module, "FORESEEN_TOKENS", 2)
+    target, draft = pair(family, dtype=_dtype(family, batch_size))
+    call = {**prompts(batch_size), "max_new_tokens": 22, "do_sample": False}
+    for variant in ({}, {"use_cache": False} if batch_size == 1 else {"repetition_penalty": 1.1}):
+        plain = target.generate(**call, **variant)
+        with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+            assert torch.equal(target.generate(**call, **variant, num_assistant_tokens=3), plain), variant
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "t5"])
+def test_no_maximum_length_is_too_large(family: str) -> None:
+    """The `model_max_length` of a tokenizer that knows none is int(1e30)."""
+    target, draft = pair(family)
+    inputs = prompts(2)
+    call = {**inputs, "do_sample": False, "eos_token_id": list(range(3, VOCABULARY, 4))}
+    plain = target.generate(**call, max_new_tokens=100)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        for limit in ({"max_length": int(1e30)}, {"max_new_tokens": float("inf")}):
+            with LargeStorages(1 << 20) as large:
+                assert torch.equal(target.generate(**call, **limit), plain)
+            assert large.peak == 0
 
 
 def test_a_relaxed_target_gives_other_tokens() -> None:
