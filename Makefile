@@ -83,6 +83,6 @@ $(VENV)/.ready: requirements.txt
 $(OLDEST)/.ready: requirements.txt setup.py
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet torch==$(TORCH)
-	grep -v -e '^torch==' -e '^transformers==' -e '^triton==' requirements.txt > $(OLDEST)/requirements.txt
+	grep -v -e '^torch==' -e '^transformers==' -e '^triton==' -e '^xgrammar==' requirements.txt > $(OLDEST)/requirements.txt
 	$(OLDEST)/bin/pip install --quiet torch==$(TORCH) transformers==$(TRANSFORMERS) -r $(OLDEST)/requirements.txt
 	touch $@

@@ -59,6 +59,7 @@ setup(
             "ruff",
             "triton; platform_system == 'Linux'",
             "uvicorn",
+            "xgrammar",
         ],
     },
 )

@@ -95,7 +95,8 @@ class SpeculationConfig:
             also once per lookahead, when it is first chosen. Implies static caches.
             Some calls are decoded without compiled rounds, with the same output: models that don't support static
             caches (encoder-decoder, ALiBi), drafters other than `"model"` and `"none"`, processors that read the text
-            (repetition penalty), and recorded scores. On a CPU, they use the kernels of compiled rounds.
+            (repetition penalty) or are the caller's own, and recorded scores. On a CPU, they use the kernels of
+            compiled rounds.
         on_draft_error: `"raise"` passes on the draft's errors. `"continue"` warns once and decodes the rest of the call
             without drafts; with it, rounds are neither compiled nor captured.
         disable_tqdm: show no progress bar while `compile=True` compiles. `transformers.utils.logging.

@@ -195,7 +195,7 @@ class HostProcessors:
             function = constraint._prefix_allowed_tokens_fn
             before = _bindings(function)
             found = function(row, prefix)
-            if id(constraint) in self._asked and not hasattr(function, "stateless") and _bindings(function) != before:
+            if id(constraint) in self._asked and _said(function) is None and _bindings(function) != before:
                 name = getattr(function, "__qualname__", type(function).__name__)
                 raise ValueError(
                     f"prefix_allowed_tokens_fn={name} keeps state, but is asked about drafts too, which may be "
@@ -258,7 +258,8 @@ def is_stateless(processor: LogitsProcessor) -> bool:
     asked = processor
     if type(processor) is host.PrefixConstrainedLogitsProcessor:
         asked = processor._prefix_allowed_tokens_fn
-    return bool(getattr(asked, "stateless", type(processor) in ARGUMENTS_ONLY))
+    said = _said(asked)
+    return type(processor) in ARGUMENTS_ONLY if said is None else said
 
 
 def check_processors(processors: LogitsProcessorList) -> None:
@@ -273,6 +274,12 @@ def check_processors(processors: LogitsProcessorList) -> None:
                 f"logits_processor=[{type(processor).__name__}] takes two rows of scores for each text, from a loop of "
                 "the model's own: leave it out, or decode without speculation."
             )
+
+
+def _said(asked: Any) -> bool | None:
+    """What a function, a method or its object says of itself by an attribute `stateless`; None if nothing."""
+    said = getattr(asked, "stateless", getattr(getattr(asked, "__self__", None), "stateless", None))
+    return None if said is None else bool(said)
 
 
 def _bindings(function: Any) -> list[tuple[type, Any]]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.distributions import FALSE_FAILURE, NEW_TOKENS, chi_square_odds
-from helpers.models import EOS, PAD, noisy
+from helpers.distributions import FALSE_FAILURE, NEW_TOKENS, chi_square_odds, replayed
+from helpers.models import PAD, noisy
 from helpers.stateful import PROCESSORS
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
@@ -45,25 +45,6 @@ MADE: dict[str, Make] = {
 def close_pair(toy_pair) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Of four rows that agree less often, one would reject at once in nearly every round."""
     return toy_pair[0], noisy(toy_pair[0], 0.15)
-
-
-@torch.no_grad()
-def replayed(target: PreTrainedModel, make: Make) -> dict[tuple[int, ...], float]:
-    """The target's distribution over whole outputs, padded after EOS: each processor sees one output from the start."""
-    finished: dict[tuple[int, ...], float] = {}
-    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
-    while prefixes:
-        prefix, weight = prefixes.popitem()
-        if len(prefix) == NEW_TOKENS or EOS in prefix:
-            finished[(*prefix, *[PAD] * (NEW_TOKENS - len(prefix)))] = weight
-            continue
-        text = torch.cat([PROMPT, torch.tensor([prefix], dtype=torch.long)], dim=1)
-        logits, processor = target(text).logits.float(), make(target)
-        for length in range(PROMPT.shape[1], text.shape[1] + 1):
-            scores = processor(text[:, :length], logits[:, length - 1].clone())
-        probs = scores.double().softmax(-1)[0].tolist()
-        prefixes |= {(*prefix, token): weight * p for token, p in enumerate(probs) if p > 0}
-    return finished
 
 
 def outputs(pair: tuple[PreTrainedModel, PreTrainedModel], make: Make, rows: int, **settings: Any) -> Tensor:
@@ -103,24 +84,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MADE)
 def test_outputs_are_distributed_as_the_target_s_own(close_pair, name: str) -> None:
-    assert odds(outputs(close_pair, MADE[name], ROWS), replayed(close_pair[0], MADE[name])) > FALSE_FAILURE
+    assert odds(outputs(close_pair, MADE[name], ROWS), replayed(close_pair[0], PROMPT, MADE[name])) > FALSE_FAILURE
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_way_to_draft_and_to_verify_is_lossless(close_pair, variant: str) -> None:
     name = "counter" if "drafter" in VARIANTS[variant] else "forkable automaton"
     found = outputs(close_pair, MADE[name], ROWS, **VARIANTS[variant])
-    assert odds(found, replayed(close_pair[0], MADE[name])) > FALSE_FAILURE
+    assert odds(found, replayed(close_pair[0], PROMPT, MADE[name])) > FALSE_FAILURE
 
 
 def test_a_row_alone_is_distributed_as_the_target_s_own(close_pair) -> None:
-    assert odds(outputs(close_pair, MADE["automaton"], 1), replayed(close_pair[0], MADE["automaton"])) > FALSE_FAILURE
+    assert (
+        odds(outputs(close_pair, MADE["automaton"], 1), replayed(close_pair[0], PROMPT, MADE["automaton"]))
+        > FALSE_FAILURE
+    )
 
 
 def test_rows_that_wait_for_each_other_stay_independent(close_pair) -> None:
     """A row is cut short where another one rejects: its tokens must not tell."""
     found = outputs(close_pair, MADE["automaton"], ROWS)
-    alone = replayed(close_pair[0], MADE["automaton"])
+    alone = replayed(close_pair[0], PROMPT, MADE["automaton"])
     for column in range(NEW_TOKENS):
         one = Counts[int]()
         for output, weight in alone.items():
@@ -142,9 +126,9 @@ def test_control_a_draft_that_always_stands_fails(close_pair, monkeypatch) -> No
 
     monkeypatch.setattr(InOrderDecoder, "_judge", lax)
     found = outputs(close_pair, MADE["counter"], ROWS)
-    assert odds(found, replayed(close_pair[0], MADE["counter"])) < FALSE_FAILURE
+    assert odds(found, replayed(close_pair[0], PROMPT, MADE["counter"])) < FALSE_FAILURE
 
 
 def test_control_the_yardstick_tells_processors_apart(close_pair) -> None:
     found = outputs(close_pair, MADE["counter"], ROWS)
-    assert odds(found, replayed(close_pair[0], MADE["automaton"])) < FALSE_FAILURE
+    assert odds(found, replayed(close_pair[0], PROMPT, MADE["automaton"])) < FALSE_FAILURE

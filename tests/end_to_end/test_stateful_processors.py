@@ -109,6 +109,20 @@ def test_so_they_are_with_every_kind_of_cache(family: str, rows: int) -> None:
     )
 
 
+def test_so_they_are_where_other_rounds_are_prepared(pair, fast_rounds) -> None:
+    for rows in (1, 4):
+        compare(
+            pair,
+            lambda journal: {
+                "logits_processor": [ForkableAutomaton(journal)],
+                "cache_implementation": "static",
+                "generation_strategy": None,
+            },
+            prompts(rows),
+        )
+    assert not fast_rounds, "none of these"
+
+
 class Journal(BaseStreamer):
     """Writes what it is fed into a journal."""
 
@@ -292,10 +306,10 @@ def test_a_constraint_may_prepare_itself_and_remember_its_answers(pair) -> None:
             return super().__call__(row, text)
 
     call = {**repetitive(1), **CALL}
-    for kind in (Prepared, Counts):
+    for allowed in (Prepared(), Counts(), Counts().__call__):
         decoding = SpeculativeDecoding(pair[1])
         plain, ours = (
-            pair[0].generate(**call, prefix_allowed_tokens_fn=kind(), custom_generate=custom)
+            pair[0].generate(**call, prefix_allowed_tokens_fn=allowed, custom_generate=custom)
             for custom in (None, decoding)
         )
         assert torch.equal(plain, ours)

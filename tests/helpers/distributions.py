@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -64,6 +65,30 @@ def exact(target: PreTrainedModel, ids: Tensor, mask: Tensor, settings: dict[str
         open_prefixes = {p: w for p, w in grown_prefixes.items() if p[-1] != EOS}
     outputs = {**finished, **open_prefixes}
     return {(*prefix, *[PAD] * (NEW_TOKENS - len(prefix))): weight for prefix, weight in outputs.items()}
+
+
+@torch.no_grad()
+def replayed(
+    target: PreTrainedModel, prompt: Tensor, make: Callable[[PreTrainedModel], Any], new_tokens: int = NEW_TOKENS
+) -> dict[tuple, float]:
+    """The target's distribution over whole outputs after a prompt `[1, n]`, padded after EOS.
+
+    Each output has a processor of its own, which sees it from its first token on.
+    """
+    finished: dict[tuple, float] = {}
+    prefixes: dict[tuple, float] = {(): 1.0}
+    while prefixes:
+        prefix, weight = prefixes.popitem()
+        if len(prefix) == new_tokens or target.generation_config.eos_token_id in prefix:
+            finished[(*prefix, *[PAD] * (new_tokens - len(prefix)))] = weight
+            continue
+        text = torch.cat([prompt, torch.tensor([prefix], dtype=torch.long)], dim=1)
+        logits, processor = target(text).logits.float(), make(target)
+        for length in range(prompt.shape[1], text.shape[1] + 1):
+            scores = processor(text[:, :length], logits[:, length - 1].clone())
+        probs = scores.double().softmax(-1)[0].tolist()
+        prefixes |= {(*prefix, token): weight * p for token, p in enumerate(probs) if p > 0}
+    return finished
 
 
 def chi_square_odds(counts: Counter, expected: dict[tuple, float], samples: int) -> float:
