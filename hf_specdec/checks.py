@@ -30,6 +30,7 @@ OTHER_MODES = {
     "dola_layers": "DoLa",
     "force_words_ids": "constrained beam search",
     "prompt_lookup_num_tokens": "transformers' prompt lookup (ours is drafter='lookup')",
+    "speculation_type": "a kind of draft that only transformers' assisted generation knows",
     "use_mtp": "transformers' multi-token prediction",
 }
 
@@ -77,7 +78,7 @@ def check_call(
         )
     _check_states(model, generation_config, model_kwargs)
     _check_embeddings(model, input_ids, model_kwargs)
-    _check_chunks(generation_config, model_kwargs)
+    _check_sizes(generation_config, model_kwargs)
     _check_mode(generation_config)
     check_processors(processors)
     check_model(model, "model")
@@ -134,17 +135,19 @@ def _check_embeddings(model: PreTrainedModel, input_ids: Tensor, model_kwargs: d
         )
 
 
-def _check_chunks(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse a `prefill_chunk_size` that is no size, or without a cache; warn where pictures rule chunks out.
+def _check_sizes(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse sizes that are none, and chunks of a prompt without a cache; warn where pictures rule chunks out.
 
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
     """
-    size: Any = generation_config.prefill_chunk_size
+    for name in ("prefill_chunk_size", "max_matching_ngram_size"):
+        size: Any = getattr(generation_config, name)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{name}={size!r} is not a size: pass a whole number of at least 1, or None.")
+    size = generation_config.prefill_chunk_size
     if size is None:
         return
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"prefill_chunk_size={size!r} is not a size: pass a whole number of at least 1, or None.")
     if cache_of(model_kwargs) is None:
         raise ValueError(
             f"prefill_chunk_size={size} without a cache: each chunk would be read with all before it, so leave it or "

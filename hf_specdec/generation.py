@@ -21,6 +21,7 @@ from transformers import (
 from hf_specdec.checks import check_call, check_is_model, check_kinds, check_model
 from hf_specdec.config import SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
+from hf_specdec.drafting.draft_settings import with_settings_of
 from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
@@ -48,7 +49,6 @@ from hf_specdec.models.traits import (
     pass_mode,
     tensor_parallel_group,
     without_adapter_wrapper,
-    wrapped_model,
 )
 from hf_specdec.prepared import compiled_step, cuda_graphs
 from hf_specdec.prepared.compile_progress import tqdm_disabled
@@ -165,7 +165,7 @@ class SpeculativeDecoding:
         config = replace(self.config, **{name: value for name, value in settings.items() if value is not None})
         self._check_draft(config)
         if self.assistant_model is not None and config.drafts_by_model:
-            config = _with_settings_of(self.assistant_model, config)
+            config = with_settings_of(self.assistant_model, config)
         return self._decode(
             config.resolve(model.config.model_type),
             model,
@@ -261,20 +261,6 @@ class SpeculativeDecoding:
             keep_scores=bool(returns_dict and generation_config.output_scores),
             keep_logits=bool(returns_dict and generation_config.output_logits),
         )
-
-
-def _with_settings_of(draft: PreTrainedModel, config: SpeculationConfig) -> SpeculationConfig:
-    """The settings, and those that are not set from the draft's `generation_config`, where transformers reads them."""
-    own: Any = wrapped_model(draft).generation_config
-    names = "num_assistant_tokens", "assistant_confidence_threshold"
-    stored = {name: getattr(own, name, None) for name in names if getattr(config, name) is None}
-    schedule = getattr(own, "num_assistant_tokens_schedule", None)
-    if "num_assistant_tokens" in stored and schedule not in (None, "constant"):
-        warn_caller(
-            f"num_assistant_tokens_schedule={schedule!r} in the generation_config of assistant_model="
-            f"{type(draft).__name__} is not followed: pass num_assistant_tokens='auto' for lengths that adapt."
-        )
-    return replace(config, **{name: value for name, value in stored.items() if value is not None})
 
 
 def _compilable(config: SpeculationConfig, device: torch.device) -> SpeculationConfig:

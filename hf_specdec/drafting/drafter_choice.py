@@ -109,6 +109,8 @@ def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
 
 
 def _lookup(call: DraftCall, rule: StopRule, sizes: tuple[int, ...]) -> LookupDrafter:
+    if (most := call.generation_config.max_matching_ngram_size) is not None:
+        sizes = tuple(size for size in sizes if size <= most) or (most,)
     return LookupDrafter(
         rule,
         vocabulary=vocabulary_size(call.model),

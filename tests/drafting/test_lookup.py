@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
+from hf_specdec.drafting import drafter_choice
 from hf_specdec.drafting.lookup import LookupDrafter, NgramIndex, RowText
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.lengths.stop_rules import StopRule
@@ -32,6 +34,34 @@ def test_the_longest_match_goes_first_and_of_those_the_latest() -> None:
     assert copied([5, 3, 9, 8, 5, 3, 7, 8, 5, 3], count=2) == [7, 8]
     assert copied([1, 2, 3]) == []
     assert copied([1, 2, 1], count=0) == []
+
+
+@pytest.mark.parametrize(
+    ("drafter", "most", "sizes"),
+    [
+        ("lookup", None, (3, 2, 1)),
+        ("lookup", 2, (2, 1)),
+        ("lookup", 9, (3, 2, 1)),
+        ("hybrid", 3, (3,)),
+        ("hybrid", 2, (2,)),
+    ],
+)
+def test_matches_are_no_longer_than_the_caller_allows(
+    drafter: str, most: int | None, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, ...]] = []
+
+    class Seen(LookupDrafter):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            made.append(tuple(self.sizes))
+
+    monkeypatch.setattr(drafter_choice, "LookupDrafter", Seen)
+    target, draft = pair("llama")
+    call = {**prompts(1), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    decoding = SpeculativeDecoding(draft, drafter=drafter)
+    ours = target.generate(**call, custom_generate=decoding, max_matching_ngram_size=most)
+    assert torch.equal(ours, target.generate(**call)) and made == [sizes]
 
 
 def test_a_copy_that_reaches_the_end_goes_on_with_itself() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import (
     ClassifierFreeGuidanceLogitsProcessor,
     DynamicCache,
+    GenerationConfig,
     GenerationMixin,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -180,6 +181,7 @@ OTHER_MODES = {
     "force_words_ids": [[5]],
     "prompt_lookup_num_tokens": 3,
     "assistant_early_exit": 1,
+    **({"speculation_type": "dflash"} if hasattr(GenerationConfig(), "speculation_type") else {}),
 }
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     *(
