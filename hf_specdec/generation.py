@@ -44,11 +44,11 @@ from hf_specdec.models.static_runner import (
 )
 from hf_specdec.models.traits import (
     context_length,
+    drafting_model,
     embedded,
     generating_parts,
     pass_mode,
     tensor_parallel_group,
-    without_adapter_wrapper,
 )
 from hf_specdec.prepared import compiled_step, cuda_graphs
 from hf_specdec.prepared.compile_progress import tqdm_disabled
@@ -202,7 +202,7 @@ class SpeculativeDecoding:
         check_call(model, input_ids, generation_config, logits_processor, model_kwargs)
         model_kwargs = {name: value for name, value in model_kwargs.items() if name not in STATES}
         config = _compilable(config, input_ids.device)
-        draft = None if self.assistant_model is None else without_adapter_wrapper(self.assistant_model)
+        draft = None if self.assistant_model is None else drafting_model(self.assistant_model)
         if draft is not None and config.drafts_by_model:
             check_model(draft, "assistant_model")
             check_kinds(model, draft)

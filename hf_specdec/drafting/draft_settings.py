@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.host.caller import warn_caller
-from hf_specdec.models.traits import wrapped_model
+from hf_specdec.models.traits import drafting_model, wrapped_model
 
 
 def with_settings_of(draft: PreTrainedModel, config: SpeculationConfig) -> SpeculationConfig:
     """A call's settings; those that it leaves open are the draft's own, if it has any."""
-    own: Any = wrapped_model(draft).generation_config
+    own: Any = wrapped_model(drafting_model(draft)).generation_config
     names = "num_assistant_tokens", "assistant_confidence_threshold"
     stored = {name: getattr(own, name, None) for name in names if getattr(config, name) is None}
     schedule = getattr(own, "num_assistant_tokens_schedule", None)

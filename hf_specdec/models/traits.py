@@ -36,14 +36,12 @@ def wrapped_model(model: Any) -> Any:
 def _inside(wrapper: Any) -> Any:
     """What is in the wrappers of a model, down to PEFT's; a model as it is.
 
-    A compiled module hands out the `generate` of what it has compiled, and one that runs replicas has none.
+    A compiled module hands out the `generate` of what it has compiled; DDP and others hold a `module`.
     """
-    while isinstance(wrapper, Module) and not isinstance(wrapper, PreTrainedModel):
-        inner = getattr(getattr(wrapper, "generate", None), "__self__", None) or getattr(wrapper, "module", None)
-        if inner is wrapper or not isinstance(inner, Module):
-            break
-        wrapper = inner
-    return wrapper
+    if not isinstance(wrapper, Module) or isinstance(wrapper, PreTrainedModel):
+        return wrapper
+    held = getattr(getattr(wrapper, "generate", None), "__self__", None), getattr(wrapper, "module", None)
+    return next((_inside(one) for one in held if isinstance(one, Module) and one is not wrapper), wrapper)
 
 
 def generating_parts(model: Any) -> list[Any]:
@@ -169,6 +167,13 @@ def tensor_parallel_group(*models: PreTrainedModel) -> Any:
 def vocabulary_size(model: PreTrainedModel) -> int:
     """V, the number of logits per position."""
     return model.config.get_text_config(decoder=True).vocab_size
+
+
+def drafting_model(model: Any) -> Any:
+    """What drafts where `model` was passed as the draft: the part whose `generate` its own runs, or what it wraps."""
+    inner = without_adapter_wrapper(model)
+    parts = generating_parts(inner) if isinstance(inner, PreTrainedModel) else []
+    return parts[0] if len(parts) == 1 else inner
 
 
 def without_adapter_wrapper(model: Any) -> Any:

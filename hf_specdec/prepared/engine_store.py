@@ -10,7 +10,7 @@ from weakref import finalize
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.models.traits import wrapped_model
+from hf_specdec.models.traits import drafting_model, wrapped_model
 from hf_specdec.prepared.engine import Engine
 
 KEPT_BYTES = 2 << 30  # of idle engines on one device; the last used stays even if it is larger
@@ -98,4 +98,4 @@ def release(model: PreTrainedModel | None = None) -> None:
     Args:
         model: a target or draft, in wrappers or not; None for all models.
     """
-    STORE.release(wrapped_model(model))
+    STORE.release(wrapped_model(drafting_model(model)))

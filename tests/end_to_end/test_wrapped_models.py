@@ -41,12 +41,24 @@ def with_adapters(model: PreTrainedModel) -> torch.nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).to(model.dtype).eval()
 
 
+class Engine(torch.nn.Module):
+    """Holds a `module`, and has a `generate` of its own that runs it, as DeepSpeed's engine for inference."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.generate(*args, **kwargs)
+
+
 WRAPPERS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "compiled": lambda model: torch.compile(model, backend="eager"),
     "replicated": torch.nn.DataParallel,
     "in processes": DistributedDataParallel,
     "with adapters, compiled": lambda model: torch.compile(with_adapters(model), backend="eager"),
     "compiled, in processes": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
+    "an engine": Engine,
     "prepared by accelerate": lambda model: Accelerator(cpu=True).prepare(model),
     "prepared in bfloat16": lambda model: Accelerator(cpu=True, mixed_precision="bf16").prepare(model),
 }
@@ -172,6 +184,21 @@ def test_a_model_whose_generate_runs_another_s(kind: str, rows: int) -> None:
             pytest.raises(ValueError, match="inputs_embeds: assistant_model=T5ForConditionalGeneration"),
         ):
             target.generate(**inputs, **GREEDY)
+
+
+def test_a_draft_whose_generate_runs_another_s() -> None:
+    """What it runs drafts, and the draft's own settings are that one's."""
+    torch.manual_seed(0)
+    target, _, inputs = blip2(1, OPT)
+    _spread(target)
+    inputs["pixel_values"] = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    draft = noisy(target)
+    draft.language_model.generation_config.num_assistant_tokens = 2
+    plain = target.generate(**inputs, **GREEDY)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        assert torch.equal(target.generate(**inputs, **GREEDY), plain)
+    assert (stats := last_speculation(target)) is not None
+    assert stats.accepted > 0 and max(max(r.drafted) for r in stats.rounds) == 2
 
 
 def test_embeddings_without_their_tokens_are_refused(pair: Pair) -> None:
