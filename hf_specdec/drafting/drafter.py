@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import CandidateGenerator
 
+from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import CertainWhereKept
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
@@ -165,6 +166,30 @@ def write_drafts(ids: Tensor, lengths: Sequence[int], tokens: Tensor, counts: Se
 def no_drafts(ids: Tensor) -> DraftProposal:
     """An empty proposal for the rows of `ids`."""
     return DraftProposal(ids.new_zeros(len(ids), 0), (0,) * len(ids))
+
+
+def usable(tokens: list[int], vocabulary: int, eos_tokens: frozenset[int]) -> list[int]:
+    """Drafts that no model has made, up to the first EOS, or before the first token outside the vocabulary."""
+    for position, token in enumerate(tokens):
+        if not 0 <= token < vocabulary:
+            return tokens[:position]
+        if token in eos_tokens:
+            return tokens[: position + 1]
+    return tokens
+
+
+def point_masses(
+    ids: Tensor, lengths: Sequence[int], found: Sequence[Sequence[int]], processors: HostProcessors | None
+) -> DraftProposal:
+    """A proposal of each row's `found` tokens; if any processors read the text, also written to `ids`."""
+    longest = max(map(len, found))
+    if longest == 0:
+        return no_drafts(ids)
+    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in found], device=ids.device)
+    counts = tuple(map(len, found))
+    if processors is not None and not processors.scores_only:
+        write_drafts(ids, lengths, tokens, counts)
+    return DraftProposal(tokens, counts)
 
 
 def last_tokens(ids: Tensor, lengths: Sequence[int], count: int) -> Tensor:

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
+from hf_specdec.config import SpeculationConfig
 from hf_specdec.drafting.ahead_payoff import ahead_payoff
 from hf_specdec.drafting.draft_inputs import draft_inputs, source_tokens
 from hf_specdec.drafting.drafter import Drafter, NoDrafter
 from hf_specdec.drafting.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter, LookupDrafter
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.drafting.other_device import OtherDeviceDrafter, can_draft_ahead, is_on_other_device
-from hf_specdec.drafting.other_tokenizer import cross_tokenizer_drafter, needs_translation
+from hf_specdec.drafting.other_tokenizer import OtherTokenizerDrafter, of_any_vocabulary, translated_inputs
 from hf_specdec.drafting.tolerant import TolerantDrafter
+from hf_specdec.drafting.two_vocabularies import TwoVocabularies, needs_translation
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import LengthHistory, length_history
@@ -28,7 +29,7 @@ from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.runner_choice import Runner, runner_for
 from hf_specdec.models.static_cache import CacheSize
-from hf_specdec.models.static_runner import outgrows_windows, static_cache, supports_recorded_row
+from hf_specdec.models.static_runner import outgrows_windows, static_cache, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.text_only_runner import TextOnlyRunner, text_kwargs, text_places
 from hf_specdec.models.traits import context_length, media_of, vocabulary_size
 from hf_specdec.models.trimmed_head import head_tokens
@@ -171,46 +172,72 @@ def _draft_runner(
     if size is None and cache_of(kwargs) is not None and supports_recorded_row(draft, kwargs):
         # The target uses another kind of cache or another device, but recording the draft's passes still helps.
         size = CacheSize(tokens, grows=True)
-    if size is not None and not (size.grows and outgrows_windows(draft, tokens)):
-        kwargs[cache_argument(draft)] = static_cache(draft, kwargs, size, "assistant_model")
-    chunk = call.generation_config.prefill_chunk_size
-    runner = runner_for(draft, kwargs, prompts, tokens, kernels=call.kernels, chunk=chunk)
+    runner = _runner(call, draft, kwargs, prompts, tokens, size)
     if places is None:
         return runner, 0
     text_only = TextOnlyRunner(runner, columns, input_ids.shape[1])
     return text_only, text_only.left_out
 
 
+def _runner(
+    call: DraftCall,
+    draft: PreTrainedModel,
+    kwargs: dict[str, Any],
+    prompts: Tensor,
+    tokens: int,
+    size: CacheSize | None,
+) -> Runner:
+    """A runner over `prompts` `[B, P]`, for rows of at most `tokens`; with a static cache if there is a `size`."""
+    if size is not None and not (size.grows and outgrows_windows(draft, tokens)):
+        kwargs[cache_argument(draft)] = static_cache(draft, kwargs, size, "assistant_model")
+    chunk = call.generation_config.prefill_chunk_size
+    return runner_for(draft, kwargs, prompts, tokens, kernels=call.kernels, chunk=chunk)
+
+
 def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:
-    tokenizer, assistant_tokenizer = call.tokenizers
-    assert call.draft is not None and tokenizer is not None and assistant_tokenizer is not None
-    if config.drafter == "hybrid":
+    """A drafter that translates.
+
+    Raises:
+        ValueError: the strategy needs the draft's probabilities in the target's vocabulary.
+    """
+    draft, transcript, (tokenizer, assistant_tokenizer) = call.draft, call.transcript, call.tokenizers
+    assert draft is not None and tokenizer is not None and assistant_tokenizer is not None
+    if STRATEGY_TABLE[config.strategy].draft_probs == "always":
         raise ValueError(
-            "drafter='hybrid' with a different assistant_tokenizer: transformers' generators for two tokenizers draft "
-            "in every round, so choose drafter='lookup' or drafter='model'."
+            f"generation_strategy={config.strategy!r} with a different assistant_tokenizer: it mixes the draft's "
+            "probabilities with the target's, which are about other tokens, so choose a draft with the target's "
+            "tokenizer, or another strategy."
         )
-    if getattr(call.draft, "_is_stateful", False):
-        raise ValueError(
-            f"assistant_model={type(call.draft).__name__} with a different assistant_tokenizer: transformers' "
-            "generators for two tokenizers can't roll back recurrent states, so choose a draft with attention only."
-        )
-    if rule.reads_probabilities or STRATEGY_TABLE[config.strategy].draft_probs == "always":
-        raise ValueError(
-            f"generation_strategy={config.strategy!r}, entropy_threshold={config.entropy_threshold!r} with a "
-            "different assistant_tokenizer: BiLD's fallback, the ensemble and the entropy stop read the draft's "
-            "distributions token by token, so choose a draft with the target's tokenizer, or "
-            "generation_strategy='speculative' without entropy_threshold."
-        )
-    return cross_tokenizer_drafter(
-        call.draft,
-        tokenizer,
-        assistant_tokenizer,
-        call.transcript.sequences,
-        call.generation_config,
-        call.model_kwargs,
-        call.inputs_tensor,
-        vocabulary=vocabulary_size(call.model),
-        # transformers' generators draft in every round and with a fixed length.
-        lookahead=DEFAULT_ASSISTANT_TOKENS if config.num_assistant_tokens == "auto" else rule.limit,
-        eos_tokens=call.transcript.eos_tokens,
+    vocabularies = TwoVocabularies(tokenizer, assistant_tokenizer, transcript.eos_tokens, _ends(draft))
+    prompts, room = transcript.sequences, transcript.ids.shape[1] - transcript.prompt_length
+    inputs = translated_inputs(vocabularies, draft, prompts, room, call.model_kwargs, call.inputs_tensor)
+    texts, tokens = inputs.texts, inputs.texts.ids.shape[1]
+
+    def new_runner() -> Runner:
+        kwargs = draft_inputs(draft, inputs.model_kwargs, texts.prompts, inputs.inputs_tensor)
+        serves = supports_rows_cache if len(texts.rows) > 1 else supports_recorded_row
+        has_size = cache_of(kwargs) is not None and serves(draft, kwargs)
+        return _runner(call, draft, kwargs, texts.prompts, tokens, CacheSize(tokens, grows=True) if has_size else None)
+
+    positions = context_length(draft)
+    return OtherTokenizerDrafter(
+        new_runner(),
+        # Drafts are the most probable tokens, which these processors leave so; stop rules look at probabilities.
+        of_any_vocabulary(call.processors) if rule.reads_probabilities else HostProcessors(LogitsProcessorList()),
+        rule,
+        vocabulary=min(vocabulary_size(draft), len(assistant_tokenizer)),
+        eos_tokens=vocabularies.draft.special | frozenset(_ends(draft)),
+        max_positions=tokens - 1 if positions is None else min(positions, tokens - 1),
+        steps_per_sync=_steps_per_sync(draft.device, rule, config.longest_draft),
+        texts=texts,
+        new_runner=new_runner,
+        target_size=vocabulary_size(call.model),
+        target_ends=transcript.eos_tokens,
+        caller_processors=call.processors,
     )
+
+
+def _ends(model: PreTrainedModel) -> list[int]:
+    """The tokens that end a model's texts."""
+    tokens = model.generation_config.eos_token_id
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_specdec.drafting.drafter import BaseDrafter, Drafter, DraftProposal, no_drafts, write_drafts
+from hf_specdec.drafting.drafter import BaseDrafter, Drafter, DraftProposal, point_masses, usable
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import CertainWhereKept
 from hf_specdec.lengths.stop_rules import StopRule
@@ -126,15 +126,8 @@ class LookupDrafter(BaseDrafter):
         return self.proposal(ids, lengths, self.find(ids, lengths, room))
 
     def proposal(self, ids: Tensor, lengths: Sequence[int], found: Sequence[Sequence[int]]) -> DraftProposal:
-        """A proposal of the tokens that `find` returned; if any processors read the text, also written to `ids`."""
-        longest = max(map(len, found))
-        if longest == 0:
-            return no_drafts(ids)
-        tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in found], device=ids.device)
-        counts = tuple(map(len, found))
-        if self.processors is not None and not self.processors.scores_only:
-            write_drafts(ids, lengths, tokens, counts)
-        return DraftProposal(tokens, counts)
+        """A proposal of the tokens that `find` returned, see `point_masses`."""
+        return point_masses(ids, lengths, found, self.processors)
 
     def find(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> list[list[int]]:
         """Each row's copied tokens; [] if nothing matches or the row has no room. Arguments as in `propose`."""
@@ -151,20 +144,11 @@ class LookupDrafter(BaseDrafter):
             text = self._rows[row]
             text.own.extend(fresh[row][len(text.own.text) - first : lengths[row] - first])
             copied = text.continuation(min(self.rule.limit, room[row]))
-            copied = copied[: self._usable(copied)]
+            copied = usable(copied, self.vocabulary, self.eos_tokens)
             if copied and self.processors:
                 copied = copied[: self.processors.allowed(row, ids[row, : lengths[row]], copied)]
             found[row] = copied
         return found
-
-    def _usable(self, tokens: Sequence[int]) -> int:
-        """The number of tokens up to the first EOS, or before the first one outside the vocabulary."""
-        for position, token in enumerate(tokens):
-            if not 0 <= token < self.vocabulary:
-                return position
-            if token in self.eos_tokens:
-                return position + 1
-        return len(tokens)
 
 
 class HybridDrafter(BaseDrafter):

@@ -1,180 +1,266 @@
-"""Drafting with a model that has another tokenizer, using transformers' candidate generators. Batch size 1 only.
+"""Drafting with a model that has another tokenizer: it reads each row's text in its own vocabulary.
 
-The generators call the draft's `generate` in every round, as in transformers' assisted generation. The translator is
-created without pruning the draft's head, so the draft model is not modified.
+A round's text is encoded anew where it has changed, and the draft's cache is rolled back to what stays the same. Drafts
+are decoded, and encoded by the target's tokenizer. They are point masses, so that no probabilities have to be known in
+the target's vocabulary. Drawing from the tokens that both vocabularies have (Timor et al. 2025, arXiv 2502.05202,
+algorithm 4) was tried: of trained pairs, fewer tokens were accepted, in sampling, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.generation.candidate_generator import (
-    AssistantToTargetTranslator,
-    AssistedCandidateGeneratorDifferentTokenizers,
-    CandidateGenerator,
-    UniversalSpeculativeDecodingGenerator,
-)
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation import logits_process as host
 
-from hf_specdec.drafting.drafter import DraftProposal
-from hf_specdec.models.masks import attention_windows
-from hf_specdec.models.traits import vocabulary_size
-from hf_specdec.rules.round_statistics import Round
+from hf_specdec.drafting.drafter import DraftProposal, point_masses, usable
+from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.drafting.row_text import RowText
+from hf_specdec.drafting.two_vocabularies import TwoVocabularies
+from hf_specdec.host.processors import SCORES_ONLY, HostProcessors
+from hf_specdec.models.cache_rollback import has_recurrent_layers
+from hf_specdec.models.recurrent_runner import RecurrentRunner
+from hf_specdec.models.runner_choice import Runner
+from hf_specdec.models.traits import context_length, on_device, vocabulary_size
+
+# The most tokens of the draft per new token of the target for which there is room; longer texts get no drafts.
+MOST_TOKENS_PER_TOKEN = 8
 
 
-class CrossTokenizerDrafter(CandidateGenerator):
-    """Adapt one of transformers' generators for different tokenizers to `Drafter`.
-
-    Greedy decoding re-encodes the draft's text and returns point masses. Sampling draws from the tokens that both
-    vocabularies share (Timor et al. 2025, TLI) and returns their probabilities.
+class DraftTexts:
+    """The rows' texts in the draft's vocabulary, left-aligned after some padding.
 
     Args:
-        generator: the generator of transformers.
-        lookahead: the number of draft tokens per round, in the draft's tokenization.
-        eos_tokens: drafts end after one of these.
+        vocabularies: those of target and draft.
+        prompts: `[B, P]`, in the target's vocabulary.
+        mask: `[B, P]`, where the prompts are not padding; None if nowhere.
+        opening: what the draft's texts begin with.
+        new_tokens: the most tokens that a row of the target's can have after its prompt, drafts included.
+        positions: the draft's context length; None if it is unlimited.
+        size: the number of tokens that the draft knows.
+        rewrites: see `RowText`.
+
+    Attributes:
+        rows: a text per row.
+        lengths: their numbers of tokens, padding included.
+        prompts, mask: `[B, P']`, the texts at the beginning and where they are not padding, on the prompts' device.
+        ids: `[B, N]`, the texts, as long as they fit: `N` tokens, and no more than the draft has positions for.
     """
 
     def __init__(
         self,
-        generator: AssistedCandidateGeneratorDifferentTokenizers,
-        lookahead: int,
-        eos_tokens: frozenset[int],
+        vocabularies: TwoVocabularies,
+        prompts: Tensor,
+        mask: Tensor | None,
+        *,
+        opening: Sequence[int],
+        new_tokens: int,
+        positions: int | None,
+        size: int,
+        rewrites: bool,
     ) -> None:
-        self.generator = generator
-        self.eos_tokens = eos_tokens
-        generator.num_assistant_tokens = lookahead
-        generator.generation_config.assistant_confidence_threshold = 0.0
-        # Whatever cache the target uses: the generators crop the draft's, which has to be a dynamic one.
-        generator.generation_config.cache_implementation = None
-        keeps = _keeps_cache(generator.assistant_model)
-        generator.generation_config.use_cache = generator.assistant_kwargs["use_cache"] = keeps
+        self.rows = [RowText(vocabularies, rewrites=rewrites) for _ in range(len(prompts))]
+        seen = torch.ones_like(prompts).tolist() if mask is None else mask.tolist()
+        for row, tokens, visible in zip(self.rows, prompts.tolist(), seen, strict=True):
+            row.extend([token for token, shown in zip(tokens, visible, strict=True) if shown])
+            row.open(opening)
+        self._size = size
+        self._known = [prompts.shape[1]] * len(self.rows)  # the target's tokens that each row has
+        width = max(1, *(len(row.tokens) for row in self.rows))
+        self._padding = [width - len(row.tokens) for row in self.rows]
+        self.lengths = [width] * len(self.rows)
+        most = width + MOST_TOKENS_PER_TOKEN * new_tokens
+        most = most if positions is None else min(most, max(positions + 1, width))
+        self.ids = prompts.new_zeros(len(self.rows), most)
+        self._write(0)
+        self.prompts = self.ids[:, :width]
+        # A row without a text shows its last column, since no attention may be without a key.
+        shown = [min(padding, width - 1) for padding in self._padding]
+        columns, device = torch.arange(width, device=prompts.device), prompts.device
+        self.mask = (columns >= on_device(shown, device).unsqueeze(1)).long()
+        self._stale = width  # the first column of `ids` that may not be up to date
 
-    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `Drafter.propose`; takes a single row."""
-        length, space = lengths[0], room[0]
-        if space <= 0:
-            return DraftProposal(ids.new_zeros(1, 0), (0,))
-        candidates, logits = self.generator.get_candidates(ids[:, :length].clone())
-        tokens = candidates[:, length : length + space].to(ids.device)
-        for position, token in enumerate(tokens[0].tolist()):
-            if token in self.eos_tokens:
-                tokens = tokens[:, : position + 1]
-                break
-        drafted = tokens.shape[1]
-        ids[:, length : length + drafted] = tokens
-        probs = None
-        if logits is not None and drafted:
-            probs = torch.softmax(logits[:, :drafted].to(ids.device, torch.float32), dim=-1)
-        return DraftProposal(tokens, (drafted,), probs, steps=self.generator.num_assistant_tokens)
+    def follow(
+        self, ids: Tensor, lengths: Sequence[int], rows: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Read on in the target's texts.
 
-    def retain(self, rows: Sequence[int]) -> None:
-        """See `Drafter.retain`; does nothing, since there is only one row."""
+        Args:
+            ids, lengths: see `Drafter.propose`.
+            rows: the rows that go on.
+            drafts: what the draft has read after each row's last text.
 
-    def ahead(self) -> int:
-        """See `Drafter.ahead`; drafts nothing."""
-        return 0
+        Returns:
+            How many of each row's first tokens are what the draft has read.
+        """
+        same = list(self.lengths)
+        first = min(self._known[row] for row in rows)
+        added = ids[:, first : max(lengths)].tolist()
+        for row in rows:
+            more = added[row][self._known[row] - first : lengths[row] - first]
+            same[row] = self._padding[row] + self.rows[row].extend(more, drafts[row])
+            self._stale = min(self._stale, self.lengths[row], same[row])
+            self._known[row] = lengths[row]
+            self.lengths[row] = self._padding[row] + len(self.rows[row].tokens)
+        if max(self.lengths) <= self.ids.shape[1]:
+            self._write(self._stale)
+            self._stale = max(self.lengths)
+        return same
 
-    def observe(self, finished: Round) -> None:
-        """See `Drafter.observe`; does nothing, since the lookahead is fixed."""
+    def _write(self, first: int) -> None:
+        """Write the texts to `ids` from column `first` on."""
+        end = max(self.lengths)
+        columns = [self._columns(row, first, end) for row in range(len(self.rows))]
+        self.ids[:, first:end] = torch.tensor(columns, dtype=torch.long, device="cpu").clamp(max=self._size - 1)
 
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """`CandidateGenerator.get_candidates`, unchanged."""
-        return self.generator.get_candidates(input_ids, **kwargs)
+    def _columns(self, row: int, first: int, end: int) -> list[int]:
+        padding, tokens = self._padding[row], self.rows[row].tokens
+        found = [0] * max(padding - first, 0) + tokens[max(first - padding, 0) : end - padding]
+        return found + [0] * (end - first - len(found))
 
 
-def _keeps_cache(draft: PreTrainedModel) -> bool:
-    """Whether the draft's `generate` can make several passes over a cache that can be cropped afterwards.
+@dataclass(frozen=True)
+class TranslatedInputs:
+    """What the draft is given in place of the target's inputs.
 
-    In transformers 5.17, sliding windows then return more keys than their masks are for. Drafts with such windows read
-    their text anew in every pass.
+    Args:
+        texts: the prompts, and the texts that they grow into.
+        model_kwargs, inputs_tensor: as of `draft_inputs`.
     """
-    if not any(attention_windows(draft.config).values()):
-        return True
-    layer, token = DynamicSlidingWindowLayer(sliding_window=2), torch.zeros(1, 1, 1, 1)
-    layer.activate_past_recording()
-    for _ in range(3):
-        length, _ = layer.get_mask_sizes(1)
-        keys, _ = layer.update(token, token)
-    return bool(keys.shape[-2] == length)
+
+    texts: DraftTexts
+    model_kwargs: dict[str, Any]
+    inputs_tensor: Tensor | None
 
 
-def cross_tokenizer_drafter(
+def translated_inputs(
+    vocabularies: TwoVocabularies,
     draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    assistant_tokenizer: PreTrainedTokenizerBase,
-    input_ids: Tensor,
-    generation_config: GenerationConfig,
+    prompts: Tensor,
+    new_tokens: int,
     model_kwargs: dict[str, Any],
     inputs_tensor: Tensor | None,
-    *,
-    vocabulary: int,
-    lookahead: int,
-    eos_tokens: frozenset[int],
-) -> CrossTokenizerDrafter:
-    """Make the drafter for a target and a draft with different tokenizers.
+) -> TranslatedInputs:
+    """The target's inputs for a draft with another tokenizer.
 
-    Raises:
-        ValueError: there is more than one row, which transformers' generators don't support.
+    Args:
+        vocabularies: those of target and draft.
+        draft: the draft model.
+        prompts: `[B, P]`, the target's.
+        new_tokens: the most tokens that a row can have after its prompt, drafts included.
+        model_kwargs: what `generate` prepared for the target. Only masks and encodings are used: the rest, such as
+            token types, is about the target's tokens.
+        inputs_tensor: `[B / num_return_sequences, ...]`, the encoder's inputs.
     """
-    if len(input_ids) > 1:
-        raise ValueError(
-            f"a batch of {len(input_ids)} rows with different tokenizer and assistant_tokenizer: transformers' "
-            "candidate generators take one row, so call generate once per row or use a draft with the same tokenizer."
-        )
-    kwargs: dict[str, Any] = {
-        "input_ids": input_ids,
-        "assistant_model": draft,
-        "generation_config": generation_config,
-        "model_kwargs": model_kwargs,
-        "inputs_tensor": inputs_tensor,
-        "logits_processor": LogitsProcessorList(),
-        "target_tokenizer": tokenizer,
-        "assistant_tokenizer": assistant_tokenizer,
-    }
-    if generation_config.do_sample:
-        translator = AssistantToTargetTranslator(tokenizer, assistant_tokenizer, vocabulary, draft, False)
-        generator = UniversalSpeculativeDecodingGenerator(**kwargs, atm_translator=translator)
-    else:
-        generator = AssistedCandidateGeneratorDifferentTokenizers(**kwargs)
-    return CrossTokenizerDrafter(generator, lookahead, eos_tokens)
+    encoded = "encoder_outputs" in model_kwargs
+    prompt_mask = "decoder_attention_mask" if encoded else "attention_mask"
+    mask = model_kwargs.get(prompt_mask)
+    start = getattr(draft.generation_config, "decoder_start_token_id", None)
+    texts = DraftTexts(
+        vocabularies,
+        prompts.to(draft.device),
+        None if mask is None else mask[:, -prompts.shape[1] :],
+        opening=vocabularies.draft.opening if not encoded else [start] if isinstance(start, int) else [],
+        new_tokens=new_tokens,
+        positions=context_length(draft),
+        size=vocabulary_size(draft),
+        rewrites=not has_recurrent_layers(draft),
+    )
+    kwargs: dict[str, Any] = {key: model_kwargs[key] for key in ("use_cache", "encoder_outputs") if key in model_kwargs}
+    kwargs[prompt_mask] = texts.mask
+    if encoded:
+        kwargs["attention_mask"] = model_kwargs.get("attention_mask")
+        if inputs_tensor is not None and not torch.is_floating_point(inputs_tensor) and int(inputs_tensor.min()) >= 0:
+            copies = len(prompts) // len(inputs_tensor)
+            inputs_tensor, mask = _translated_source(vocabularies, inputs_tensor, kwargs["attention_mask"], copies)
+            kwargs["attention_mask"] = mask.repeat_interleave(copies, 0)
+    return TranslatedInputs(texts, kwargs, inputs_tensor)
 
 
-def tokenizers_disagree(
-    tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None
-) -> bool:
-    """Whether both are given and have different vocabularies."""
-    if tokenizer is None or assistant_tokenizer is None or tokenizer is assistant_tokenizer:
-        return False
-    return tokenizer.get_vocab() != assistant_tokenizer.get_vocab()
+def _translated_source(
+    vocabularies: TwoVocabularies, source: Tensor, mask: Tensor | None, copies: int
+) -> tuple[Tensor, Tensor]:
+    """An encoder's inputs `[B', S]` in the draft's vocabulary, padded on the right, and their mask.
 
-
-MAX_VOCABULARY_PADDING = 1024
-
-
-def needs_translation(
-    model: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    assistant_tokenizer: PreTrainedTokenizerBase | None,
-) -> bool:
-    """Whether drafts have to be translated from one vocabulary to the other.
-
-    Raises:
-        ValueError: the vocabulary sizes differ by more than padding, and a tokenizer is missing.
+    Args:
+        vocabularies: those of target and draft.
+        source: `[B', S']`, the target's.
+        mask: `[B' * copies, S']`, their mask; None if nothing is padding.
+        copies: rows per input.
     """
-    if tokenizers_disagree(tokenizer, assistant_tokenizer):
-        return True
-    sizes = vocabulary_size(model), vocabulary_size(draft)
-    if abs(sizes[0] - sizes[1]) <= MAX_VOCABULARY_PADDING:
-        return False
-    if tokenizer is None or assistant_tokenizer is None:
-        raise ValueError(
-            f"assistant_model={type(draft).__name__} has a vocabulary of {sizes[1]} tokens and the target one of "
-            f"{sizes[0]}, which is more than padding: choose a draft with the target's tokenizer, or pass both "
-            "tokenizer= and assistant_tokenizer=."
-        )
-    return False
+    rows = []
+    for tokens, shown in zip(source, source == source if mask is None else mask[::copies], strict=True):
+        text = RowText(vocabularies)
+        text.extend(tokens[shown.bool()].tolist())
+        rows.append(text.tokens or [0])
+    width, device = max(map(len, rows)), source.device
+    padded = [row + [0] * (width - len(row)) for row in rows]
+    lengths = on_device([len(row) for row in rows], device)
+    shown = (torch.arange(width, device=device) < lengths.unsqueeze(1)).long()
+    return torch.tensor(padded, device="cpu").to(device), shown
+
+
+def of_any_vocabulary(processors: HostProcessors) -> HostProcessors:
+    """Those of the processors that depend on scores and a few numbers only."""
+    fitting = (
+        p for p in processors.processors if type(p) in SCORES_ONLY and type(p) is not host.SuppressTokensLogitsProcessor
+    )
+    return HostProcessors(LogitsProcessorList(fitting))
+
+
+class OtherTokenizerDrafter(ModelDrafter):
+    """Draft in the draft's vocabulary and translate the drafts as text. They are point masses.
+
+    Args:
+        runner, processors, rule, settings: see `ModelDrafter`; all that concerns tokens is in the draft's vocabulary.
+        texts: the rows' texts in the draft's vocabulary.
+        new_runner: makes a runner that has read nothing, in place of one that can't be rolled back as far as need be.
+        target_size: the size of the target's vocabulary.
+        target_ends: the target's tokens that end a text.
+        caller_processors: the caller's processors, which may read the drafts.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        texts: DraftTexts,
+        new_runner: Callable[[], Runner],
+        target_size: int,
+        target_ends: frozenset[int],
+        caller_processors: HostProcessors,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*args, **settings)
+        self._texts = texts
+        self._new_runner = new_runner
+        self._target_size, self._target_ends = target_size, target_ends
+        self._caller_processors = caller_processors
+        self._drafts: list[list[int]] = [[] for _ in texts.rows]  # the last round's, in the draft's vocabulary
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """See `Drafter.propose`."""
+        same = self._texts.follow(ids, lengths, self._rows, self._drafts)
+        self._read = [min(pair) for pair in zip(self._read, same, strict=True)]
+        self._renew_runner_if_out_of_reach()
+        room = [space if text.tokens else 0 for space, text in zip(room, self._texts.rows, strict=True)]
+        proposal = super().propose(self._texts.ids, self._texts.lengths, room)
+        self._drafts = [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths, strict=True)]
+        found = []
+        for text, drafts, space in zip(self._texts.rows, self._drafts, room, strict=True):
+            tokens = text.translated(drafts)[: min(space, self.rule.limit)] if drafts else []
+            found.append(usable(tokens, self._target_size, self._target_ends))
+        return replace(point_masses(ids, lengths, found, self._caller_processors), steps=proposal.steps)
+
+    def _renew_runner_if_out_of_reach(self) -> None:
+        """Read the texts from their beginning where a recurrent draft can't go back to what stays the same."""
+        if not isinstance(self.runner, RecurrentRunner):
+            return
+        # The last token of each text is read to draft.
+        if not self.runner.reaches([min(n, end - 1) for n, end in zip(self._read, self._texts.lengths, strict=True)]):
+            self.runner = self._new_runner()
+            self.runner.retain(self._rows)
+            self._read = list(self.runner.read)

@@ -48,6 +48,10 @@ class RecurrentRunner(DynamicRunner):
             self._states.forget(cuts, self._counting)
         super().rewind(lengths)
 
+    def reaches(self, lengths: Sequence[int]) -> bool:
+        """Whether `rewind` can go back to `lengths`."""
+        return max(self.read[row] - lengths[row] for row in self._counting) <= self._states.reach
+
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
         """As `DynamicRunner.retain`."""
         self._counting = rows

@@ -1,4 +1,4 @@
-"""Pairs that differ in vocabulary, dtype or tokenizer, and calls that continue a cache: plain `generate`'s tokens."""
+"""Pairs that differ in vocabulary or dtype, and calls that continue a cache: plain `generate`'s tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import PAD, encoder_prompts, llama, noisy, prompts, resized, t5
-from helpers.word_tokenizer import word_tokenizer
+from helpers.models import PAD, encoder_prompts, noisy, prompts, resized, t5
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -129,83 +128,6 @@ def _with_window(window: int) -> PreTrainedModel:
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     return Qwen2ForCausalLM(config).to(torch.float64).eval()
-
-
-@pytest.fixture(scope="module")
-def strangers() -> dict[str, Any]:
-    """A draft whose tokenizer has the same words under other ids, and not all of them."""
-    target = llama()
-    draft = llama(seed=7, vocab_size=50)
-    with torch.no_grad():
-        ours, theirs = word_tokenizer().get_vocab(), word_tokenizer(50, order=-1).get_vocab()
-        shared = [word for word in theirs if word in ours]
-        mine, other = [ours[w] for w in shared], [theirs[w] for w in shared]
-        draft.load_state_dict({**noisy(target).state_dict(), **_rows_of(target, mine, other, len(theirs))})
-    tokenizers = {"tokenizer": word_tokenizer(), "assistant_tokenizer": word_tokenizer(50, order=-1)}
-    return {"target": target, "draft": draft, "tokenizers": tokenizers}
-
-
-def _rows_of(target: PreTrainedModel, mine: list[int], other: list[int], size: int) -> dict[str, Tensor]:
-    """The target's embeddings and head, reordered."""
-    tables = {}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        table = torch.zeros(size, target.config.hidden_size, dtype=torch.float64)
-        table[other] = target.state_dict()[name][mine]
-        tables[name] = table
-    return tables
-
-
-def _state(model: PreTrainedModel) -> tuple[Any, ...]:
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    return weights, model.generation_config.to_dict(), model.get_output_embeddings(), model.get_input_embeddings()
-
-
-@pytest.mark.parametrize("sampling", [False, True])
-def test_different_tokenizers_leave_the_draft_as_it_was(strangers, sampling: bool) -> None:
-    """Greedy output is plain's; head, embeddings and `generation_config` of the draft stay the very same."""
-    target, draft = strangers["target"], strangers["draft"]
-    draft.generation_config.repetition_penalty = 1.1
-    before = _state(draft)
-    torch.manual_seed(0)
-    call = {
-        **prompts(1),
-        "do_sample": sampling,
-        "max_new_tokens": NEW_TOKENS,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
-    }
-    output = target.generate(**call, assistant_model=draft, **SPECULATIVE, **strangers["tokenizers"])
-    after = _state(draft)
-    assert before[0].keys() == after[0].keys()
-    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
-    assert before[1] == after[1]
-    assert before[2] is after[2] and before[3] is after[3]
-    stats = last_speculation(target)
-    assert stats is not None and stats.accepted > 0
-    if not sampling:
-        assert torch.equal(output, target.generate(**call))
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_constraint_is_not_asked_about_a_translated_draft_that_it_forbids(do_sample: bool, enabled) -> None:
-    target, draft = llama(), noisy(llama(), 0.02)
-    inputs = prompts(1)
-    length = inputs["input_ids"].shape[1]
-
-    def allowed(row: int, text: Tensor) -> list[int]:
-        assert all(token % 2 == 0 for token in text[length:].tolist()), "asked about a text that it forbids"
-        return list(range(2, 64, 2))
-
-    call = {"max_new_tokens": 20, "do_sample": do_sample, "eos_token_id": None, "prefix_allowed_tokens_fn": allowed}
-    tokenizers = {"tokenizer": word_tokenizer(64), "assistant_tokenizer": word_tokenizer(64, -1)}
-    out = target.generate(
-        **inputs, **call, **tokenizers, assistant_model=draft, generation_strategy="speculative",
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    assert out.speculation.accepted < out.speculation.drafted, "some of the drafts are forbidden"
-    assert all(token % 2 == 0 for token in out.sequences[0, length:].tolist())
-    if not do_sample:
-        assert torch.equal(out.sequences, target.generate(**inputs, **call))
 
 
 @pytest.mark.parametrize("lookahead", [16, 24])

@@ -282,17 +282,6 @@ def test_a_cache_of_states_only_with_a_text_in_it(pair, family: str) -> None:
     refused(target, pair[1], f"{name}=DynamicCache", "how long", f"leave {name} out", **{name: cache})
 
 
-def test_a_recurrent_draft_with_a_tokenizer_of_its_own(pair) -> None:
-    """Control: LFM2 has convolutions only, which transformers' generators roll back as they do a cache's keys."""
-    tokenizers = {"tokenizer": word_tokenizer(), "assistant_tokenizer": word_tokenizer(order=-1)}
-    drafts = {family: recurrent_families.model(family, vocab_size=64) for family in ("OlmoHybrid", "Lfm2")}
-    words = ("OlmoHybridForCausalLM with a different assistant_tokenizer", "attention only")
-    refused(pair[0], drafts["OlmoHybrid"], *words, **tokenizers)
-    call = {**prompts(1), "do_sample": False, "max_new_tokens": 8}
-    settings = {"assistant_model": drafts["Lfm2"], "generation_strategy": "speculative", **tokenizers}
-    assert torch.equal(pair[0].generate(**call, **settings), pair[0].generate(**call))
-
-
 def test_models_without_weights(pair) -> None:
     with torch.device("meta"):
         empty = llama()
@@ -320,15 +309,6 @@ def test_padding_up_to_the_limit_is_no_difference(pair) -> None:
     other = llama(vocab_size=64 + 1024)
     output = pair[0].generate(**prompts(1), max_new_tokens=4, assistant_model=other, generation_strategy="speculative")
     assert output.shape[1] <= 13
-
-
-def test_tokenizers_that_disagree_without_both_given(pair) -> None:
-    """Of equal size: one row can be translated, several can't, and BiLD can't at all."""
-    tokenizers = {"tokenizer": word_tokenizer(), "assistant_tokenizer": word_tokenizer(order=-1)}
-    refused(*pair, "batch of 2 rows", "assistant_tokenizer", "once per row", **tokenizers, **prompts(2))
-    for strategy in ("bild", "ensemble"):
-        words = f"generation_strategy={strategy!r}", "assistant_tokenizer"
-        refused(*pair, *words, generation_strategy=strategy, **tokenizers)
 
 
 def test_no_draft_encoder_inputs() -> None:

@@ -50,7 +50,6 @@ def test_a_batch_without_rows_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_static_cache_of_the_target_is_not_asked_of_a_draft_with_another_tokenizer(family: str) -> None:
-    """transformers' generators crop the draft's cache, which a static one can't be."""
     target, draft = pair(family)
     call = {**prompts(1), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = target.generate(**call, cache_implementation="static")

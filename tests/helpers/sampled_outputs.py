@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, set
 
 from helpers.models import EOS, PAD, llama, noisy, resized
 from helpers.pairwise import pairwise
-from helpers.word_tokenizer import word_tokenizer
+from helpers.word_tokenizer import piece_tokenizer, word_tokenizer
 from hf_specdec import SpeculativeDecoding, trim_draft_head
 from hf_specdec.config import DRAFTERS as DRAFTERS_BY_NAME
 from hf_specdec.models.cache_names import CACHE_NAME
@@ -35,7 +35,11 @@ STRATEGIES = {
     "typical": {"posterior_threshold": math.inf},
     "ensemble": {"assistant_ensemble_weight": 1.0},
 }
-DRAFTERS = ("model", "lookup", "hybrid", "none", "larger vocabulary", "trimmed head", "other device", "other tokenizer")
+TOKENIZERS = {
+    "other ids": (word_tokenizer(VOCABULARY), word_tokenizer(VOCABULARY + 2, order=-1)),
+    "other pieces": (piece_tokenizer(["a", "b"]), piece_tokenizer(["ab", "ba", "aa", "bb"], "[P]", "[E]")),
+}
+DRAFTERS = ("model", "lookup", "hybrid", "none", "larger vocabulary", "trimmed head", "other device", *TOKENIZERS)
 STOPS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "entropy": {"entropy_threshold": 0.55},
@@ -74,14 +78,10 @@ class Combination(NamedTuple):
 EXCLUDED: dict[str, Callable[[Combination], bool]] = {
     # refused by the package
     "an ensemble with copies": lambda c: c.strategy == "ensemble" and c.drafter in ("lookup", "hybrid"),
-    "another tokenizer in a batch": lambda c: c.drafter == "other tokenizer" and c.batch == "rows",
-    "another tokenizer where probabilities are read": lambda c: (
-        c.drafter == "other tokenizer" and (c.strategy in ("bild", "ensemble") or "entropy" in c.stop)
-    ),
+    "an ensemble across tokenizers": lambda c: c.strategy == "ensemble" and c.drafter in TOKENIZERS,
     # without effect
     "a stop rule where nothing is drafted": lambda c: c.drafter == "none" and c.stop != "fixed",
     "entropy of copies": lambda c: c.drafter == "lookup" and "entropy" in c.stop,
-    "lengths of another tokenizer's drafts": lambda c: c.drafter == "other tokenizer" and c.stop != "fixed",
     "processors that another device can't run": lambda c: (
         c.drafter == "other device" and c.processor in ("repetition", "eta")
     ),
@@ -138,7 +138,8 @@ def models() -> dict[str, PreTrainedModel]:
     larger = resized(draft, VOCABULARY + 2).to(torch.float64)
     trimmed = deepcopy(draft)
     trim_draft_head(trimmed, [EOS, 3])
-    drafts = {"model": draft, "trimmed head": trimmed, "larger vocabulary": larger, "other tokenizer": larger}
+    drafts = {"model": draft, "trimmed head": trimmed, "larger vocabulary": larger}
+    drafts |= dict.fromkeys(TOKENIZERS, larger)
     return {"target": target, **drafts}
 
 
@@ -150,9 +151,8 @@ def arguments(c: Combination) -> dict[str, Any]:
 def speculation(c: Combination) -> SpeculativeDecoding:
     """What the package takes."""
     settings = {"num_assistant_tokens": 2, **STRATEGIES[c.strategy], **STOPS[c.stop]}
-    if c.drafter == "other tokenizer":
-        settings["tokenizer"] = word_tokenizer(VOCABULARY)
-        settings["assistant_tokenizer"] = word_tokenizer(VOCABULARY + 2, order=-1)
+    if c.drafter in TOKENIZERS:
+        settings["tokenizer"], settings["assistant_tokenizer"] = TOKENIZERS[c.drafter]
     return SpeculativeDecoding(
         models().get(c.drafter, models()["model"]),
         c.strategy,

@@ -1,8 +1,10 @@
-"""A tokenizer of whole words for the tiny models."""
+"""Tokenizers for the tiny models: of whole words, and of pieces of a text without spaces."""
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from helpers.models import VOCABULARY
@@ -20,3 +22,11 @@ def word_tokenizer(size: int = VOCABULARY, order: int = 1) -> PreTrainedTokenize
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<pad>")
+
+
+def piece_tokenizer(pieces: Sequence[str], pad: str = "<pad>", end: str = "</s>") -> PreTrainedTokenizerFast:
+    """Writes a text in as few pieces as it can; their ids follow those of `pad` and `end`."""
+    scores = [(pad, -9.0), (end, -9.0), *((piece, -1.0) for piece in pieces)]
+    core = Tokenizer(models.Unigram(scores, unk_id=0))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token=pad, eos_token=end, unk_token=pad)
