@@ -65,7 +65,7 @@ class SpeculationConfig:
             chooses the length of each round, from 0 to 16, based on the acceptance and the times measured so far,
             including earlier calls of the same models. Sampled text can therefore differ between runs with the same
             seed; its distribution does not. Where rounds are compiled or captured, `"auto"` chooses among 0, 1, 2, 4, 8
-            and 16. With different tokenizers it uses 4.
+            and 16. With different tokenizers, the draft's tokens are counted.
         fallback_threshold: BiLD only, a probability in [0, 1]. If the draft's highest probability for the next token
             is below it, the token is not drafted and the target takes over. 0 never falls back.
         rollback_threshold: BiLD only, nats, at least 0. A drafted token is rolled back if its distance -ln p_target

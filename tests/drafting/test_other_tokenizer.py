@@ -160,8 +160,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["words", "pieces", "longer pieces"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("kind", "rows"), [("words", 1), ("words", 4), ("pieces", 1), ("longer pieces", 4)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_greedy_tokens_are_those_of_plain_generate(kind: str, rows: int, strategy: str) -> None:
     """Rows are padded on the left and advance unevenly."""
