@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as host
 
-from hf_specdec.drafting.drafter import DraftProposal, point_masses, usable
+from hf_specdec.drafting.drafter import DraftProposal, no_drafts, point_masses, usable
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.drafting.row_text import RowText
 from hf_specdec.drafting.two_vocabularies import TwoVocabularies
@@ -243,6 +243,8 @@ class OtherTokenizerDrafter(ModelDrafter):
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """See `Drafter.propose`."""
+        if min(self.rule.limit, max(room)) <= 0:
+            return no_drafts(ids)  # the texts are read when they are needed
         same = self._texts.follow(ids, lengths, self._rows, self._drafts)
         self._read = [min(pair) for pair in zip(self._read, same, strict=True)]
         self._renew_runner_if_out_of_reach()
