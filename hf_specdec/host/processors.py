@@ -68,7 +68,7 @@ class HostProcessors:
         pad_token: pads rows that are shorter than the prefix.
 
     Attributes:
-        scores_only: whether all of them are transformers' own and only read the scores.
+        scores_only: whether all of them are transformers' own, stateless, and only read the scores.
         in_order: whether some may keep state. They must see each kept text once and in order, see `next_scores`, and
             nothing else; drafts pass through `for_drafts` only.
         can_exclude_all: whether they can leave no token of a draft whose head is trimmed.
@@ -77,8 +77,8 @@ class HostProcessors:
     def __init__(self, processors: LogitsProcessorList, pad_token: int = 0) -> None:
         self.processors = processors
         self.pad_token = pad_token
-        self.scores_only = all(type(processor) in SCORES_ONLY for processor in processors)
         self.in_order = not all(map(is_stateless, processors))
+        self.scores_only = not self.in_order and all(type(processor) in SCORES_ONLY for processor in processors)
         suppresses = any(isinstance(processor, host.SuppressTokensLogitsProcessor) for processor in processors)
         self.can_exclude_all = suppresses or not self.scores_only
         self._asked: set[int] = set()  # constraints

@@ -21,14 +21,17 @@ from helpers.stateful import (
 )
 from torch import Tensor
 from transformers import (
+    LogitsProcessorList,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
+    TopKLogitsWarper,
 )
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpeculativeDecoding
+from hf_specdec.host.processors import HostProcessors
 
 CALL = {"do_sample": False, "max_new_tokens": 24}
 Pair = tuple[PreTrainedModel, PreTrainedModel]
@@ -121,6 +124,14 @@ def test_so_they_are_where_other_rounds_are_prepared(pair, fast_rounds) -> None:
             prompts(rows),
         )
     assert not fast_rounds, "none of these"
+
+
+def test_a_known_processor_may_say_that_it_keeps_state() -> None:
+    warper = TopKLogitsWarper(5)
+    assert HostProcessors(LogitsProcessorList([warper])).serve_prepared_rounds
+    warper.stateless = False
+    made = HostProcessors(LogitsProcessorList([warper]))
+    assert made.in_order and not made.serve_prepared_rounds and not made.portable and not made.for_drafts()
 
 
 class Journal(BaseStreamer):
