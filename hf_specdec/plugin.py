@@ -35,7 +35,7 @@ from hf_specdec.checks import (
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
 from hf_specdec.models.cache_names import OUTDATED_NAMES
-from hf_specdec.models.traits import generating_parts, media_of
+from hf_specdec.models.traits import generating_parts, media_of, wrapped_model
 from hf_specdec.prepared.engine_store import release
 
 ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
@@ -50,11 +50,27 @@ _running: ContextVar[frozenset[int]] = ContextVar("hf_specdec_running", default=
 
 
 class Enabled:
-    """An active `enable`. As a context manager, it is undone on exit."""
+    """An active `enable`. As a context manager, it is undone on exit.
+
+    It keeps the draft as long as the target lives, which it keeps not even as its own draft.
+    """
 
     def __init__(self, model: PreTrainedModel | None, defaults: dict[str, Any]) -> None:
-        self._model = None if model is None else ref(model)
-        self.defaults = defaults
+        self._model = None if model is None else ref(model, _forget_defaults)
+        draft = defaults.get("assistant_model")
+        self._own_draft = ref(draft) if model is not None and wrapped_model(draft) is model else None
+        self._defaults = {**defaults, "assistant_model": None} if self._own_draft is not None else defaults
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The package's arguments for calls that don't name them."""
+        if self._own_draft is None or self._model is None:
+            return self._defaults
+        return {**self._defaults, "assistant_model": self._own_draft() or self._model()}
+
+    def forget(self) -> None:
+        """Let go of the draft."""
+        self._defaults, self._own_draft = {}, None
 
     def covers(self, model: object) -> bool:
         """Whether this applies to calls of `model`."""
@@ -76,6 +92,13 @@ class Enabled:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _remove(self)
+
+
+def _forget_defaults(model: Any) -> None:
+    """Called when a target goes; the entries are removed by the next `_remove`."""
+    for enabled in tuple(_stack):
+        if not enabled.alive:
+            enabled.forget()
 
 
 _stack: list[Enabled] = []
@@ -144,6 +167,8 @@ def disable(model: PreTrainedModel | None = None) -> None:
 def _remove(enabled: Enabled | None) -> None:
     """Undo an `enable`, and those of models that are gone."""
     with _changing:
+        if enabled is not None:
+            enabled.forget()
         _stack[:] = [other for other in _stack if other is not enabled and other.alive]
         if not _stack and _installed:
             wrapper, replaced = _installed.pop()

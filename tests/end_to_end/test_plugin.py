@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import sys
@@ -11,9 +12,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.models import EOS, PAD, Passes, llama, noisy, prompts
 from helpers.streamer import Streamer
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -22,6 +25,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 import hf_specdec
 from hf_specdec import SpeculationStats, SpeculativeDecoding, last_speculation
 from hf_specdec.config import FIELDS
+from hf_specdec.models import recorded_passes
+from hf_specdec.prepared import cuda_graphs
 
 ORIGINAL = GenerationMixin.generate
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
@@ -137,9 +142,6 @@ def test_enable_concerns_its_model_only_or_all(pair) -> None:
 
 def test_an_enabled_model_can_be_freed() -> None:
     """The handle holds it weakly, and a dead model's enable is undone with the next one."""
-    import gc
-    from weakref import ref
-
     target = llama()
     seen = ref(target)
     hf_specdec.enable(target, num_assistant_tokens=2)
@@ -149,6 +151,47 @@ def test_an_enabled_model_can_be_freed() -> None:
     with hf_specdec.enable():
         assert GenerationMixin.generate is not ORIGINAL
     assert GenerationMixin.generate is ORIGINAL
+
+
+@pytest.mark.parametrize("drafts", ["a model", "the target"])
+@pytest.mark.parametrize("how", ["recorded", "compiled", "static", "auto", "lookup"])
+def test_a_draft_is_freed_with_its_target(drafts: str, how: str, monkeypatch) -> None:
+    """Though `enable` was never undone, and its handle is still there."""
+    settings: dict[str, Any] = {"num_assistant_tokens": 2}
+    if how == "recorded":
+        monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
+    elif how == "compiled":
+        interpret_compiled_steps(monkeypatch)
+        settings["compile"] = True
+    elif how == "static":
+        monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
+        settings["cache_implementation"] = "static"
+    else:
+        settings = {"num_assistant_tokens": "auto"} if how == "auto" else {"drafter": "hybrid"}
+    target = llama()
+    draft = noisy(target) if drafts == "a model" else target
+    handle = hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative")
+    for _ in range(2):
+        target.generate(**prompts(1), max_new_tokens=12, do_sample=False, **settings)
+    assert last_speculation(target).drafted
+    left = [ref(part) for model in (target, draft) for part in (model, *model.parameters())]
+    del target, draft
+    gc.collect()
+    assert not any(part() is not None for part in left)
+    with handle:
+        pass
+    assert GenerationMixin.generate is ORIGINAL
+
+
+def test_a_draft_is_freed_where_speculation_is_no_longer_enabled(pair) -> None:
+    """By whoever still has the handle."""
+    target, _ = pair
+    draft = noisy(target)
+    seen, handle = ref(draft), hf_specdec.enable(target, assistant_model=draft)
+    hf_specdec.disable(target)
+    del draft
+    gc.collect()
+    assert seen() is None and not handle.defaults
 
 
 def test_threads_enable_at_the_same_time() -> None:
