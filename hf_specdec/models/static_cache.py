@@ -73,6 +73,18 @@ class RowsLayer(CacheLayerMixin):
         if self.is_initialized and (more := self._needed(span) - self.keys.shape[2]) > 0:
             self.keys, self.values = (torch.nn.functional.pad(old, (0, 0, 0, more)) for old in (self.keys, self.values))
 
+    def drop(self) -> None:
+        """Give the memory back until `allocate`."""
+        if self.is_initialized and self.keys.numel():
+            self._dropped = self.keys.shape, self.values.shape
+            self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
+
+    def allocate(self) -> None:
+        """Undo `drop`; all numbers are zero then."""
+        if self.is_initialized and not self.keys.numel():
+            keys, values = self._dropped
+            self.keys, self.values = self.keys.new_zeros(keys), self.values.new_zeros(values)
+
     def _needed(self, span: int) -> int:
         return min(self.capacity, -(-span // GROWTH) * GROWTH) if self.grows else self.capacity
 
@@ -122,6 +134,16 @@ class RowsCache(Cache):
         """Allocate memory for `span` slots if the cache grows."""
         for layer in self.layers if self.grows else ():
             layer.reserve(span)
+
+    def drop(self) -> None:
+        """Give the memory back until `allocate`, which makes everything zero."""
+        for layer in self.layers:
+            layer.drop()
+
+    def allocate(self) -> None:
+        """Undo `drop`."""
+        for layer in self.layers:
+            layer.allocate()
 
     def tensors(self) -> list[Tensor]:
         """All layers' keys and values; none before the first pass."""

@@ -26,6 +26,7 @@ from hf_specdec.prepared.code_on_disk import Code
 from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.few_token_products import FewTokenProducts, called_directly, supported
 from hf_specdec.prepared.joined_layers import join_linears, share_heads
+from hf_specdec.prepared.lent_tensors import Lent
 from hf_specdec.prepared.program import Call, Program
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of
 from hf_specdec.prepared.step_trace import trace, value_of
@@ -58,10 +59,12 @@ class CompiledStep:
         step: reads and writes tensors of its closure, which have to stay the same objects, and its arguments.
         device: where it runs.
         name: what it is called while it compiles.
+        lent: lends what the step reads but is not to hold, see `Lent`; other tensors of its closure are held.
     """
 
-    def __init__(self, step: Step, device: torch.device, name: str) -> None:
+    def __init__(self, step: Step, device: torch.device, name: str, lent: Lent | None = None) -> None:
         self._step: Step | None = step
+        self._lent = lent or Lent()
         self._name = name
         self._device = device
         self._form: Hashable = None
@@ -71,7 +74,8 @@ class CompiledStep:
         """Compile for calls with arguments like these. C++ may still be compiling; the first call waits for it."""
         assert self._step is not None
         with COMPILING, _graphs_freed():
-            self._run, self._form = _compiled(self._step, args, self._device, self._name), _form(args)
+            self._run = _compiled(self._step, args, self._device, self._name, self._lent)
+            self._form = _form(args)
 
     def __call__(self, *args: Any) -> Any:
         """Run the step; all calls have arguments of one structure, tensors in nested tuples, of the same shapes."""
@@ -120,7 +124,7 @@ def _filled(structure: Any, leaves: Iterator[Tensor]) -> Any:
     return next(leaves) if structure is None else tuple(_filled(part, leaves) for part in structure)
 
 
-def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str) -> Step:
+def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str, lent: Lent) -> Step:
     graph, structure = _traced(step, args, device)
     segments = segments_of(graph)
     codes = _codes_of(segments, device, name)
@@ -135,7 +139,9 @@ def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str
         sources = tuple(numbers[node.target if node.op == "get_attr" else node] for node in segment.inputs)
         calls.append(Call((segment.key, _place(device)), codes[segment.key], sources, len(segment.outputs)))
         numbers |= {node: len(numbers) + at for at, node in enumerate(segment.outputs)}
-    program = Program(calls, list(constants.values()), [numbers[node] for node in _results(graph)])
+    places = lent.places()
+    held = [places.get(id(tensor), tensor) for tensor in constants.values()]
+    program = Program(calls, held, [numbers[node] for node in _results(graph)], lent)
 
     def run(*args: Any) -> Any:
         return _filled(structure, iter(program(_leaves(args))))

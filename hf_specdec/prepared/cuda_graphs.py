@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_specdec.prepared.compiled_step import CompiledStep, Step
+from hf_specdec.prepared.lent_tensors import Lent
 
 
 def captures(device: torch.device) -> bool:
@@ -27,15 +28,23 @@ def new_pool(device: torch.device) -> Any:
 
 
 def prepare(
-    step: Step, device: torch.device, name: str, args: tuple[Any, ...] = (), *, compile: bool, pool: Any
+    step: Step,
+    device: torch.device,
+    name: str,
+    args: tuple[Any, ...] = (),
+    *,
+    compile: bool,
+    pool: Any,
+    lent: Lent | None = None,
 ) -> Step:
     """The step ready to run: compiled for arguments like `args` if `compile`, then captured if on CUDA.
 
     Args:
         pool: of `new_pool`.
+        lent: as of `CompiledStep`.
     """
     if compile:
-        compiled = step = CompiledStep(step, device, name)
+        compiled = step = CompiledStep(step, device, name, lent)
         compiled.compile(*args)
     return CapturedStep(step, device, pool) if device.type == "cuda" else step
 

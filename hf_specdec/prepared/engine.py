@@ -1,23 +1,18 @@
-"""`Engine`: the static buffers of a target and its draft, and the prepared steps that run over them."""
+"""`Engine`: the prepared steps of rounds with the same settings."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_specdec.models.static_runner import StaticRunner
-from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
 from hf_specdec.prepared.compiled_step import CompiledStep, Step, kernels_as_compiled
-from hf_specdec.prepared.huge_pages import HugePages
-from hf_specdec.prepared.round_steps import Drafts, Plan, Side, draft_lengths, draft_token, first_slots, verify_step
+from hf_specdec.prepared.round_steps import Drafts, Plan, draft_lengths, draft_token, first_slots, verify_step
 
 LEAST_CAPACITY_STEP = 128  # see `prepared_capacity`
 DraftToken = Callable[..., tuple[tuple[Tensor, ...], ...]]
@@ -29,10 +24,9 @@ class Steps:
 
     Args:
         plan: the settings of the rounds.
-        target: the model that verifies.
+        buffers: what they read and write.
         tokens: the prepared `draft_token` of a round's first pass and of the later ones; None drafts blanks.
-        state, uniforms: the engine's buffers.
-        pool: the engine's, see `cuda_graphs.new_pool`.
+        uniforms: the engine's.
         compile: compile the steps.
 
     Attributes:
@@ -42,14 +36,13 @@ class Steps:
     def __init__(
         self,
         plan: Plan,
-        target: Side,
+        buffers: Buffers,
         tokens: tuple[DraftToken, DraftToken] | None,
-        state: Tensor,
         uniforms: Tensor,
-        pool: Any,
         *,
         compile: bool,
     ) -> None:
+        target, state = buffers.target, buffers.state
         device, count = state.device, plan.lookahead
         draws = (uniforms[:, count : 2 * count + 1],) if plan.do_sample else ()  # behind those of the drafts
         blanks = _blank_drafts(plan, len(state), device)
@@ -60,12 +53,12 @@ class Steps:
             with kernels_as_compiled(device, compile=compile):
                 step(*args)
         name = f"verification of {count} token{'s' if count > 1 else ''}" if count else "step without drafts"
-        verify = cuda_graphs.prepare(step, device, name, args, compile=compile, pool=pool)
+        verify = cuda_graphs.prepare(step, device, name, args, compile=compile, pool=buffers.pool, lent=buffers.lent)
         self.run_verify: Callable[[Drafts], Tensor] = lambda drafts: verify(state, *drafts.parts(), *draws)
         self.run_draft: Callable[[], Drafts] = lambda: blanks
         if tokens is not None:
             draft = partial(_draft, tokens, plan, state, uniforms)
-            self.run_draft = cuda_graphs.prepare(draft, device, "drafts", compile=False, pool=pool)
+            self.run_draft = cuda_graphs.prepare(draft, device, "drafts", compile=False, pool=buffers.pool)
 
     def run_once(self) -> None:
         """Finish preparing: wait for what still compiles, and capture. The round that follows overwrites the result."""
@@ -73,58 +66,39 @@ class Steps:
 
 
 class Engine:
-    """The static buffers of a target and its draft, and the prepared steps over them; serves one call at a time.
+    """The prepared steps of calls with one plan, over buffers that those of other plans share.
 
     Args:
         plan: the settings of the rounds, with the longest lookahead.
-        target, draft: the models' runners before their first pass; the engine keeps their caches. None decodes plainly.
+        buffers: what the steps read and write.
         compile: compile the steps.
 
     Attributes:
-        plan: as given.
+        plan, buffers: as given.
         compile: whether steps are compiled.
+        target, draft, state: those of the buffers.
         steps: the prepared steps by lookahead.
         looks: whether the host checks between bursts of drafts if any row goes on, see `burst_of`.
-        state: `[B, 4]`, see `verify_step`.
         uniforms: `[B, 2γ+1]`, the draws of a round: γ for the drafts, γ+1 for the verification.
         tails: each row's last two tokens.
         failed: whether preparing steps has failed, so that the general round has to serve.
+        used: when it was used last, a number that grows.
     """
 
-    def __init__(self, plan: Plan, target: StaticRunner, draft: StaticRunner | None, compile: bool) -> None:
-        self.plan = plan
-        self.compile = compile
-        self.target = _side(target)
-        self.draft = None if draft is None else _side(draft)
-        device, rows = target.positions.device, len(target.read)
+    def __init__(self, plan: Plan, buffers: Buffers, compile: bool) -> None:
+        self.plan, self.buffers, self.compile = plan, buffers, compile
+        self.target, self.draft, self.state = buffers.target, buffers.draft, buffers.state
+        device = self.state.device
         # On an accelerator the check would wait for the device.
         self.looks = plan.stop.reads_probabilities and device.type == "cpu"
-        self.state = torch.zeros(rows, 4, dtype=torch.long, device=device)
         # A view, since writing a few numbers through it takes a tenth of the time.
         self._host_state = self.state.numpy().data if device.type == "cpu" else None
-        self.uniforms = torch.zeros(rows, 2 * plan.lookahead + 1, device=device, dtype=torch.float32)
+        self.uniforms = torch.zeros(len(self.state), 2 * plan.lookahead + 1, device=device, dtype=torch.float32)
         self.tails: list[list[int]] = []
         self.failed = False
+        self.used = 0
         self.steps: dict[int, Steps] = {}
         self._tokens: tuple[DraftToken, DraftToken] | None = None
-        self._pages: HugePages | None = None
-        # Its own: another call's engine may run between the drafts and their verification.
-        self._pool = cuda_graphs.new_pool(device)
-
-    def adopt(self, target: StaticRunner, draft: StaticRunner | None) -> None:
-        """Hand the engine's buffers to a call's runners, so that they read the prompt into them.
-
-        The caches start from zeros: a NaN of an earlier call would pass through masks, as 0 · NaN is NaN.
-        """
-        for side, runner in ((self.target, target), (self.draft, draft)):
-            if side is not None and runner is not None:
-                side.positions.copy_(_bounded_positions(runner))
-                side.visible.copy_(runner.visible)
-                for stored in side.cache.tensors():
-                    stored.zero_()
-                runner.cache, runner.positions, runner.visible = side.cache, side.positions, side.visible
-        if self._pages is not None:
-            self._pages.gather()
 
     def fail(self) -> None:
         """Note that preparing failed, and give back what was prepared. On a GPU, what can't be compiled is captured."""
@@ -138,23 +112,6 @@ class Engine:
         """Give back what was prepared; a later round prepares it anew."""
         self.steps.clear()
         self._tokens = None
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of its caches and buffers, in bytes."""
-        sides = [side for side in (self.target, self.draft) if side is not None]
-        caches = sum(stored.nbytes for side in sides for stored in side.cache.tensors())
-        return caches + self.state.nbytes + self.uniforms.nbytes
-
-    @property
-    def alive(self) -> bool:
-        """Whether its models still exist, on the device of its buffers."""
-        models = [side.held() for side in (self.target, self.draft) if side is not None]
-        return all(model is not None and model.device == self.state.device for model in models)
-
-    def runs(self, model: object) -> bool:
-        """Whether a model is its target or its draft."""
-        return any(side is not None and side.held() is model for side in (self.target, self.draft))
 
     def is_ready(self, lookahead: int) -> bool:
         """Whether rounds of a lookahead are prepared."""
@@ -184,26 +141,16 @@ class Engine:
                 drafts = self.draft is not None and 0 < length == lengths[0]
                 self.steps[length] = Steps(
                     replace(self.plan, lookahead=length),
-                    self.target,
+                    self.buffers,
                     self._draft_tokens() if drafts else None,
-                    self.state,
                     self.uniforms,
-                    self._pool,
                     compile=self.compile,
                 )
             # All compile before the first one runs and waits for the compiler.
-            self._gather_pages()
+            if self.compile:
+                self.buffers.gather_pages()
             for length in missing:
                 self.steps[length].run_once()
-
-    def _gather_pages(self) -> None:
-        """Move what compiled steps read into huge pages, or go on with it; caches exist once there are steps."""
-        if self._pages is None:
-            sides = [side for side in (self.target, self.draft) if side is not None and self.compile]
-            models = (model for side in sides if (model := side.held()) is not None)
-            caches = (stored for side in sides for stored in side.cache.tensors())
-            self._pages = HugePages([*(weight for model in models for weight in model.parameters()), *caches])
-        self._pages.gather()
 
     def _draft_tokens(self) -> tuple[DraftToken, DraftToken]:
         """The steps that draft a token, which rounds of all lengths share."""
@@ -220,8 +167,8 @@ class Engine:
                 next_slots = step(*slots, *draws)[0]  # allocates the cache
             tokens: tuple[DraftToken, DraftToken] = step, step
             if self.compile:
-                first = CompiledStep(step, self.state.device, "first draft step of a round")
-                later = CompiledStep(step, self.state.device, "draft step")
+                first = CompiledStep(step, self.state.device, "first draft step of a round", self.buffers.lent)
+                later = CompiledStep(step, self.state.device, "draft step", self.buffers.lent)
                 first.compile(*slots, *draws)
                 later.compile(*next_slots, *draws)
                 tokens = first, later
@@ -269,28 +216,6 @@ def prepared_capacity(tokens: int) -> int:
     """
     step = max(LEAST_CAPACITY_STEP, (1 << (tokens.bit_length() - 1)) // 4)
     return -(-tokens // step) * step
-
-
-def ordinary_tensors() -> AbstractContextManager[None]:
-    """Record no gradients, but make tensors that later calls can write to outside the caller's `inference_mode`."""
-    return _outside_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
-
-
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def _side(runner: StaticRunner) -> Side:
-    positions, visible = _bounded_positions(runner).clone(), runner.visible.clone()
-    return Side(weakref.ref(runner.model), runner.cache, positions, visible, runner.outputs)
-
-
-def _bounded_positions(runner: StaticRunner) -> Tensor:
-    """Positions clamped to the model's tables; only drafts past a text's end, which are dropped, exceed them."""
-    bound = context_length(runner.model)
-    return runner.positions if bound is None else runner.positions.clamp(max=bound - 1)
 
 
 def _draft(tokens: tuple[DraftToken, DraftToken], plan: Plan, state: Tensor, uniforms: Tensor) -> Drafts:

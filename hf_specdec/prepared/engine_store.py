@@ -1,80 +1,138 @@
-"""The engines that stay between calls, bounded in bytes; none keeps its models alive."""
+"""The engines that stay between calls: none keeps models or their weights alive, and caches are bounded in bytes."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 from weakref import finalize
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.models.traits import drafting_model, wrapped_model
+from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.buffers import Buffers
 from hf_specdec.prepared.engine import Engine
+from hf_specdec.prepared.engine_key import plan_key
+from hf_specdec.prepared.round_steps import Plan
 
-KEPT_BYTES = 2 << 30  # of idle engines on one device; the last used stays even if it is larger
-KEPT_ENGINES = 8
+KEPT_BYTES = 2 << 30  # of idle caches on one device; those used last stay even if they are larger
+KEPT_ENGINES = 32  # without their caches they take little, and a service has as many lengths, batch sizes and settings
+
+_turns = count(1)
+
+
+@dataclass
+class EngineGroup:
+    """The engines over the same buffers, by the keys of their plans. One of them runs at a time.
+
+    Args:
+        buffers: what they share.
+        compile: whether they compile their steps.
+        used: when one of them was used last, a number that grows.
+    """
+
+    buffers: Buffers
+    compile: bool
+    engines: dict[Hashable, Engine] = field(default_factory=dict)
+    used: int = 0
+
+    def engine_for(self, plan: Plan) -> Engine:
+        """The engine for a call; new if none is kept for its plan."""
+        key = plan_key(plan)
+        if key not in self.engines:
+            self.engines[key] = Engine(plan, self.buffers, self.compile)
+        self.used = self.engines[key].used = next(_turns)
+        return self.engines[key]
 
 
 class EngineStore:
-    """Idle engines, the last used last. A call takes one and puts it back, so that no two calls share it."""
+    """Idle engines. A call takes a group of them and puts it back, so that no two calls share buffers."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, Engine] = OrderedDict()
+        self._kept: dict[Hashable, list[EngineGroup]] = {}
         self._watched: set[int] = set()
         self._lock = threading.RLock()
 
-    def take(self, key: Hashable) -> Engine | None:
-        """The idle engine of this key, or None. Nobody else gets it until it is put back."""
+    def take(self, key: Hashable, plan: Plan) -> EngineGroup | None:
+        """An idle group of this key, if possible one with an engine for the plan; nobody else gets it until `put`."""
         with self._lock:
-            return self._kept.pop(key, None)
+            kept = self._kept.get(key, [])
+            known = plan_key(plan)
+            kept.sort(key=lambda group: (known in group.engines, group.used))
+            return kept.pop() if kept else None
 
-    def put(self, key: Hashable, engine: Engine) -> None:
-        """Keep an engine for later calls; those used longest ago make room."""
+    def put(self, key: Hashable, group: EngineGroup) -> None:
+        """Keep a group for later calls; the engines used longest ago make room."""
         with self._lock:
-            self.make_room(engine.nbytes, engine.state)
-            self._kept[key] = engine
-            while len(self._kept) > KEPT_ENGINES:
-                self._kept.popitem(last=False)
-            for side in (engine.target, engine.draft):
-                model = None if side is None else side.held()
-                if model is not None and id(model) not in self._watched:
+            self.make_room(group.buffers.nbytes, group.buffers.state)
+            self._kept.setdefault(key, []).append(group)
+            engines = sorted(self.of_all(), key=lambda engine: engine.used)
+            for engine in engines[: max(len(engines) - KEPT_ENGINES, 0)]:
+                self._drop(engine)
+            for model in group.buffers.models:
+                if id(model) not in self._watched:
                     self._watched.add(id(model))
                     finalize(model, self._forget, id(model)).atexit = False
 
     def make_room(self, nbytes: int, like: Tensor) -> None:
-        """Drop the engines used longest ago, until `nbytes` more stay within the bound of `like`'s device."""
+        """Drop the caches used longest ago, until `nbytes` more stay within the bound of `like`'s device.
+
+        Captured steps are tied to theirs and go with them; others get new ones at the next call.
+        """
         with self._lock:
-            same = [key for key, engine in self._kept.items() if engine.state.device == like.device]
-            held = sum(self._kept[key].nbytes for key in same)
-            for key in same:
+            same = [group for group in self._groups() if group.buffers.state.device == like.device]
+            held = sum(group.buffers.nbytes for group in same)
+            for group in sorted(same, key=lambda group: group.used):
                 if held + nbytes <= KEPT_BYTES:
                     return
-                held -= self._kept.pop(key).nbytes
+                held -= group.buffers.nbytes
+                if cuda_graphs.captures(like.device):
+                    group.engines.clear()
+                else:
+                    group.buffers.drop_caches()
+            self._clean()
 
     def release(self, model: PreTrainedModel | None) -> None:
         """Drop the engines of a model, as target or draft; all of them for None."""
         with self._lock:
-            for key, engine in list(self._kept.items()):
-                if model is None or engine.runs(model) or not engine.alive:
-                    del self._kept[key]
+            for group in list(self._groups()):
+                if model is None or any(one is model for one in group.buffers.models) or not group.buffers.alive:
+                    group.engines.clear()
+            self._clean()
 
     def drop_unusable(self) -> None:
         """Drop the engines of models that are gone or were moved to another device."""
         with self._lock:
-            for key, engine in list(self._kept.items()):
-                if not engine.alive:
-                    del self._kept[key]
+            for group in list(self._groups()):
+                if not group.buffers.alive:
+                    group.engines.clear()
+            self._clean()
 
     def of_all(self) -> list[Engine]:
         """All idle engines."""
         with self._lock:
-            return list(self._kept.values())
+            return [engine for group in self._groups() for engine in group.engines.values()]
 
     def of(self, target: PreTrainedModel, *, compile: bool) -> list[Engine]:
         """The idle engines of a target for calls with or without `compile`."""
         return [engine for engine in self.of_all() if engine.target.held() is target and engine.compile == compile]
+
+    def _groups(self) -> Iterator[EngineGroup]:
+        return (group for groups in self._kept.values() for group in groups)
+
+    def _drop(self, engine: Engine) -> None:
+        for group in self._groups():
+            if group.buffers is engine.buffers:
+                group.engines = {key: one for key, one in group.engines.items() if one is not engine}
+        self._clean()
+
+    def _clean(self) -> None:
+        """Let go of groups without engines."""
+        left = {key: [group for group in groups if group.engines] for key, groups in self._kept.items()}
+        self._kept = {key: groups for key, groups in left.items() if groups}
 
     def _forget(self, watched: int) -> None:
         with self._lock:

@@ -43,8 +43,12 @@ class HugePages:
 
     def __init__(self, tensors: Iterable[Tensor], page: int | None = None, collapse: Collapse | None = None) -> None:
         page, self._collapse = page or page_size(), collapse or _collapse
-        parts = (part for tensor in tensors if tensor.device.type == "cpu" for part in stored_tensors(tensor))
-        self._left = spans_of([(part.data_ptr(), part.nbytes) for part in parts], page) if page else []
+        self._blocks = _blocks_of(tensors)
+        self._left = spans_of(self._blocks, page) if page else []
+
+    def are_for(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether these are the tensors, still in the same places."""
+        return self._blocks == _blocks_of(tensors)
 
     def gather(self, seconds: float = SECONDS) -> None:
         """Go on for at most so many seconds. What the kernel can't move stays as it is, and is not tried again."""
@@ -55,6 +59,12 @@ class HugePages:
             self._collapse(piece.start, len(piece))
             if rest:
                 self._left.append(rest)
+
+
+def _blocks_of(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Addresses and bytes."""
+    parts = (part for tensor in tensors if tensor.device.type == "cpu" for part in stored_tensors(tensor))
+    return [(part.data_ptr(), part.nbytes) for part in parts]
 
 
 def spans_of(blocks: Iterable[tuple[int, int]], page: int) -> list[range]:

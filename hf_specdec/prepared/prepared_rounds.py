@@ -19,14 +19,14 @@ from hf_specdec.drafting.drafter import PreparedDrafting, last_tokens
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.stop_rules import StopRule
-from hf_specdec.models.fingerprint import has_custom_hooks, has_fixed_rope, state_of, weights_of
+from hf_specdec.models.fingerprint import forms_of, has_custom_hooks, has_fixed_rope, state_of, weights_of
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length, tensor_parallel_group
 from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
 from hf_specdec.prepared.compiled_step import settle
-from hf_specdec.prepared.engine import Engine, ordinary_tensors
-from hf_specdec.prepared.engine_key import plan_key
-from hf_specdec.prepared.engine_store import STORE
+from hf_specdec.prepared.engine import Engine
+from hf_specdec.prepared.engine_store import STORE, EngineGroup
 from hf_specdec.prepared.freed_memory import return_freed_memory
 from hf_specdec.prepared.lap_timer import LapTimer
 from hf_specdec.prepared.round_steps import Plan
@@ -187,23 +187,25 @@ def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) 
     assert isinstance(target, StaticRunner) and drafting is not None
     draft = drafting.runner
     models = [runner.model for runner in (target, draft) if runner is not None]
-    states = tuple((state_of(model), weights_of(model)) for model in models)
-    key = (compile, len(target.read), target.cache.capacity, plan_key(plan), states)
-    with ordinary_tensors():
-        engine = STORE.take(key)
-        if engine is None:
-            STORE.make_room(sum(_cache_bytes(runner) for runner in (target, draft) if runner), transcript.ids)
-            engine = Engine(plan, target, draft, compile)
+    # Captured steps read the very memory that they were captured over.
+    addresses = tuple(map(weights_of, models)) if cuda_graphs.captures(transcript.device) else ()
+    states = tuple(map(state_of, models)), forms_of(*models), addresses
+    key = (compile, len(target.read), target.cache.capacity, states)
+    group = STORE.take(key, plan)
+    if group is None:
+        STORE.make_room(sum(_cache_bytes(runner) for runner in (target, draft) if runner), transcript.ids)
+        with ordinary_tensors():
+            group = EngineGroup(Buffers(target, draft), compile)
+    try:
+        engine = group.engine_for(plan)
         if engine.failed:
-            STORE.put(key, engine)
             yield decoder
             return
-        engine.adopt(target, draft)
-    drafting.rule.use_prepared(engine.is_ready)
-    try:
-        yield PreparedRounds(decoder, drafting, target, engine)
+        with group.buffers.used_by(target, draft):
+            drafting.rule.use_prepared(engine.is_ready)
+            yield PreparedRounds(decoder, drafting, target, engine)
     finally:
-        STORE.put(key, engine)
+        STORE.put(key, group)
 
 
 def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:

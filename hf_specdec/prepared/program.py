@@ -10,13 +10,14 @@ import ctypes
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
 
 from hf_specdec.prepared import code_on_disk, own_code
 from hf_specdec.prepared.code_on_disk import Code
+from hf_specdec.prepared.lent_tensors import Lent, Place
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -47,24 +48,42 @@ class Program:
 
     Args:
         calls: the segments' code.
-        constants: tensors of the step itself, such as weights.
+        constants: tensors of the step itself, and the places of those that are lent to it, such as weights.
         results: the numbers of the values to return.
+        lent: lends them.
     """
 
-    def __init__(self, calls: Sequence[Call], constants: Sequence[Tensor], results: Sequence[int]) -> None:
+    def __init__(
+        self, calls: Sequence[Call], constants: Sequence[Tensor | Place], results: Sequence[int], lent: Lent
+    ) -> None:
         self._calls, self._constants, self._results = tuple(calls), tuple(constants), tuple(results)
+        self._lent, self._places = lent, [place for place in constants if not isinstance(place, Tensor)]
+        self._waited = False
+        self._cpp: Callable[[Sequence[Tensor]], Run] | None = None
         self._run: Run | None = None
 
     def __call__(self, given: list[Tensor]) -> Sequence[Tensor]:
         """The results for so many tensors as the step takes."""
         if self._run is not None:
             return self._run(given)
-        results = self._by_python(given)
-        self._run = _by_cpp(self._calls, self._constants, self._results) or self._by_python
+        taken = iter(self._lent.take(self._places, self._let_go))
+        constants = [held if isinstance(held, Tensor) else next(taken) for held in self._constants]
+        if self._waited:
+            self._run = self._on(constants)
+            return self._run(given)
+        results = self._by_python(constants, given)
+        self._cpp, self._waited = _by_cpp(self._calls, self._results), True
+        self._run = self._on(constants)
         return results
 
-    def _by_python(self, given: list[Tensor]) -> list[Tensor]:
-        values = [*self._constants, *given]
+    def _on(self, constants: Sequence[Tensor]) -> Run:
+        return partial(self._by_python, constants) if self._cpp is None else self._cpp(constants)
+
+    def _let_go(self) -> None:
+        self._run = None
+
+    def _by_python(self, constants: Sequence[Tensor], given: list[Tensor]) -> list[Tensor]:
+        values = [*constants, *given]
         for call in self._calls:
             values += call.code([values[source] for source in call.sources])
         return [values[at] for at in self._results]
@@ -94,8 +113,8 @@ class _Program(ctypes.Structure):
     )
 
 
-def _by_cpp(calls: Sequence[Call], constants: Sequence[Tensor], results: Sequence[int]) -> Run | None:
-    """The calls by C++; None where torch or the libraries lack what it takes."""
+def _by_cpp(calls: Sequence[Call], results: Sequence[int]) -> Callable[[Sequence[Tensor]], Run] | None:
+    """The calls by C++, given the constants; None where torch or the libraries lack what it takes."""
     conversions = code_on_disk.conversions()
     functions = {what: _function_for(what) for what in {call.what for call in calls}}
     if conversions is None or None in functions.values():
@@ -106,16 +125,20 @@ def _by_cpp(calls: Sequence[Call], constants: Sequence[Tensor], results: Sequenc
     for segment, call in zip(segments, calls, strict=True):
         segment.run, segment.inputs, segment.outputs = functions[call.what], len(call.sources), call.outputs
         segment.sources = (ctypes.c_int64 * len(call.sources))(*call.sources)
-    held = (ctypes.c_void_p * len(constants))(*(_pointer_in(handle, None) for handle in handles_of(list(constants))))
     numbers = (ctypes.c_int64 * len(results))(*results)
-    program = _Program(segments, len(calls), held, len(constants), numbers, len(results))
 
-    def run(given: list[Tensor]) -> Sequence[Tensor]:
-        found: Sequence[Tensor] = tensors_of(runner.hf_specdec_run(ctypes.byref(program), handles_of(given)))
-        return found
+    def on(constants: Sequence[Tensor]) -> Run:
+        held = (ctypes.c_void_p * len(constants))(*(_pointer_in(one, None) for one in handles_of(list(constants))))
+        program = _Program(segments, len(calls), held, len(constants), numbers, len(results))
 
-    weakref.finalize(run, runner.hf_specdec_release, held, len(constants))
-    return run
+        def run(given: list[Tensor]) -> Sequence[Tensor]:
+            found: Sequence[Tensor] = tensors_of(runner.hf_specdec_run(ctypes.byref(program), handles_of(given)))
+            return found
+
+        weakref.finalize(run, runner.hf_specdec_release, held, len(constants))
+        return run
+
+    return on
 
 
 def _function_for(what: Hashable) -> int | None:

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.families import pair, prompts
+from helpers.interpreted_steps import interpret_compiled_steps
 
 import hf_specdec
 from hf_specdec.prepared import cuda_graphs, engine_store
+from hf_specdec.prepared.engine import Engine
 from hf_specdec.prepared.engine_store import STORE, kept_engines
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
@@ -83,23 +85,37 @@ def test_the_next_call_of_any_model_gives_back_the_engines_of_one_that_was_moved
     assert cache() is None
 
 
-def test_engines_stay_within_a_bound_before_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("captured", [True, False])
+def test_caches_stay_within_a_bound_before_others_are_made(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those used longest ago make room: captured steps go with them, compiled ones stay and get new ones."""
+    if not captured:
+        interpret_compiled_steps(monkeypatch)
+        monkeypatch.setattr(cuda_graphs, "captures", lambda device: False)
     target, draft = pair("llama")
-    _call(target, draft)
-    (engine,) = kept_engines(target, compile=False)
-    monkeypatch.setattr(engine_store, "KEPT_BYTES", int(2.5 * engine.nbytes))
-    held = []
-    make_room = STORE.make_room
+    settings = {"assistant_model": draft, "num_assistant_tokens": 2, "compile": not captured}
+    for model in (target, draft):
+        model.config.max_position_embeddings = 256
+
+    def call(length: int) -> torch.Tensor:
+        return target.generate(**prompts(2, length), **{**GREEDY, "max_new_tokens": 4}, **settings)
+
+    expected = {length: call(length) for length in (11, 130)}
+    small, large = sorted(engine.buffers.nbytes for engine in kept_engines(target, compile=not captured))
+    hf_specdec.release()
+    monkeypatch.setattr(engine_store, "KEPT_BYTES", large + small // 2)
+    held, prepared = [], []
+    make_room, prepare = STORE.make_room, Engine.prepare
 
     def seen(nbytes: int, like: torch.Tensor) -> None:
         make_room(nbytes, like)
-        held.append(nbytes + sum(kept.nbytes for kept in STORE.of_all()))
+        held.append(nbytes + sum({id(one.buffers): one.buffers.nbytes for one in STORE.of_all()}.values()))
 
     monkeypatch.setattr(STORE, "make_room", seen)
-    for lookahead in range(1, 5):
-        _call(target, draft, num_assistant_tokens=lookahead)
-        assert len(STORE.of_all()) <= 2
-    assert len(held) >= 8 and max(held) <= engine_store.KEPT_BYTES
+    monkeypatch.setattr(Engine, "prepare", lambda self, length: (prepared.append(length), prepare(self, length))[1])
+    for length in (11, 130) * 3:
+        assert torch.equal(call(length), expected[length])
+    assert len(held) >= 6 and max(held) <= engine_store.KEPT_BYTES
+    assert len(prepared) == (6 if captured else 2)
 
 
 def test_numbers_of_one_call_do_not_reach_the_next() -> None:

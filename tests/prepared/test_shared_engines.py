@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 
 import hf_specdec
 from hf_specdec.models.cache_names import cache_of
-from hf_specdec.prepared import code_on_disk, compiled_step, cuda_graphs, lap_timer, prepared_rounds
+from hf_specdec.prepared import code_on_disk, compiled_step, cuda_graphs, engine_store, lap_timer, prepared_rounds
 from hf_specdec.prepared.engine import Engine, prepared_capacity
-from hf_specdec.prepared.engine_store import KEPT_ENGINES, kept_engines
+from hf_specdec.prepared.engine_store import kept_engines
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
@@ -93,16 +93,26 @@ def test_calls_in_and_out_of_inference_mode_share_an_engine(fast_rounds) -> None
     assert len({id(decoder.engine) for decoder in fast_rounds}) == 1
 
 
-def test_changed_weights_get_an_engine_of_their_own_and_few_are_kept(fast_rounds) -> None:
+def test_captured_steps_are_not_replayed_with_other_weights(fast_rounds) -> None:
+    """They read the memory that they were captured over."""
     target, draft = pair("llama")
     settings = {**prompts(1), **GREEDY, "assistant_model": draft, "cache_implementation": "static"}
     target.generate(**settings)
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.flip(0))
     assert torch.equal(target.generate(**settings), target.generate(**prompts(1), **GREEDY, generation_strategy=None))
-    for lookahead in range(1, KEPT_ENGINES + 2):
-        target.generate(**settings, num_assistant_tokens=lookahead)
-    assert len(kept_engines(target, compile=False)) == KEPT_ENGINES
+    assert len(kept_engines(target, compile=False)) == 2
     assert not kept_engines(copy.deepcopy(target), compile=False)
+
+
+def test_of_many_engines_those_used_longest_ago_are_dropped(fast_rounds, monkeypatch) -> None:
+    """Whether they have buffers of their own or share them."""
+    monkeypatch.setattr(engine_store, "KEPT_ENGINES", 3)
+    target, draft = pair("llama")
+    settings = {**GREEDY, "assistant_model": draft, "cache_implementation": "static"}
+    for rows, lookahead in ((1, 1), (1, 2), (2, 1), (1, 1), (2, 2), (3, 1)):
+        target.generate(**prompts(rows), **settings, num_assistant_tokens=lookahead)
+    kept = {(len(engine.state), engine.plan.lookahead) for engine in kept_engines(target, compile=False)}
+    assert kept == {(1, 1), (2, 2), (3, 1)}
 
 
 @pytest.mark.parametrize(
@@ -255,12 +265,12 @@ def test_a_draft_whose_compiling_was_interrupted_is_compiled_by_the_next_call(er
     compiled, interrupted = [], []
     code = compiled_step._compiled
 
-    def once(step, args, device, name):
+    def once(step, args, device, name, lent):
         if not interrupted:
             interrupted.append(name)
             raise error("in the middle")
         compiled.append(name)
-        return code(step, args, device, name)
+        return code(step, args, device, name, lent)
 
     monkeypatch.setattr(compiled_step, "_compiled", once)
     target, draft = pair("llama")

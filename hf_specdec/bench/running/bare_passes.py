@@ -220,7 +220,7 @@ def _prepared_times(pair: LoadedPair, engines: Sequence[Engine]) -> Times | None
     for engine in engines:
         for lookahead, steps in engine.steps.items():
             drafting, *longer = engine.lengths(lookahead)
-            with torch.no_grad():
+            with engine.buffers.in_use(), torch.no_grad():
                 for _ in range(_PREPARED_SAMPLES):
                     drafts, seconds = timed(pair, engine.steps[drafting].run_draft)
                     if longer:
