@@ -122,6 +122,7 @@ class DynamicRunner:
             pieces = tokens[:, :unread], tokens[:, unread:]
         for piece in pieces[:-1]:
             self._pass(piece, 1)
+            self.rewind(self.read)  # sliding windows drop what has left them
         return self._pass(pieces[-1], count)
 
     def _pass(self, tokens: Tensor, count: int) -> Tensor:

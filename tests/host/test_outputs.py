@@ -67,7 +67,8 @@ def test_states_of_each_token_are_those_of_plain_generate(family: str, rows: int
     assert torch.equal(ours.sequences, plain.sequences) and ours.speculation.drafted > 0
     for name in STATES:
         expected, found = _tensors(plain[name]), _tensors(ours[name])
-        assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected] != []
+        assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
+        assert expected or family == "t5", "older versions of transformers return no attentions of T5"
         assert all(torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
         assert not any(tensor.is_inference() for tensor in found)
 
