@@ -209,9 +209,9 @@ def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRul
             "tokenizer, or another strategy."
         )
     vocabularies = TwoVocabularies(tokenizer, assistant_tokenizer, transcript.eos_tokens, _ends(draft))
-    prompts, room = transcript.sequences, transcript.ids.shape[1] - transcript.prompt_length
+    prompts, room = transcript.sequences, transcript.capacity - transcript.prompt_length
     inputs = translated_inputs(vocabularies, draft, prompts, room, call.model_kwargs, call.inputs_tensor)
-    texts, tokens = inputs.texts, inputs.texts.ids.shape[1]
+    texts, tokens = inputs.texts, inputs.texts.capacity
 
     def new_runner() -> Runner:
         kwargs = draft_inputs(draft, inputs.model_kwargs, texts.prompts, inputs.inputs_tensor)

@@ -28,7 +28,8 @@ from hf_specdec.models.runner_choice import Runner
 from hf_specdec.models.traits import context_length, on_device, vocabulary_size
 
 # The most tokens of the draft per new token of the target for which there is room; longer texts get no drafts.
-MOST_TOKENS_PER_TOKEN = 8
+MOST_TOKENS_PER_TOKEN = 4
+GROWTH = 256  # columns that are added at a time
 
 
 class DraftTexts:
@@ -48,7 +49,8 @@ class DraftTexts:
         rows: a text per row.
         lengths: their numbers of tokens, padding included.
         prompts, mask: `[B, P']`, the texts at the beginning and where they are not padding, on the prompts' device.
-        ids: `[B, N]`, the texts, as long as they fit: `N` tokens, and no more than the draft has positions for.
+        capacity: the most tokens of a text that are written to `ids`: no more than the draft has positions for.
+        ids: `[B, N]`, the texts; replaced by a longer tensor as they grow.
     """
 
     def __init__(
@@ -74,8 +76,8 @@ class DraftTexts:
         self._padding = [width - len(row.tokens) for row in self.rows]
         self.lengths = [width] * len(self.rows)
         most = width + MOST_TOKENS_PER_TOKEN * new_tokens
-        most = most if positions is None else min(most, max(positions + 1, width))
-        self.ids = prompts.new_zeros(len(self.rows), most)
+        self.capacity = most if positions is None else min(most, max(positions + 1, width))
+        self.ids = prompts[:, :0]
         self._write(0)
         self.prompts = self.ids[:, :width]
         # A row without a text shows its last column, since no attention may be without a key.
@@ -106,7 +108,7 @@ class DraftTexts:
             self._stale = min(self._stale, self.lengths[row], same[row])
             self._known[row] = lengths[row]
             self.lengths[row] = self._padding[row] + len(self.rows[row].tokens)
-        if max(self.lengths) <= self.ids.shape[1]:
+        if max(self.lengths) <= self.capacity:
             self._write(self._stale)
             self._stale = max(self.lengths)
         return same
@@ -114,6 +116,9 @@ class DraftTexts:
     def _write(self, first: int) -> None:
         """Write the texts to `ids` from column `first` on."""
         end = max(self.lengths)
+        if end >= self.ids.shape[1]:
+            more = min(self.capacity, end + GROWTH) - self.ids.shape[1]
+            self.ids = torch.nn.functional.pad(self.ids, (0, more))
         columns = [self._columns(row, first, end) for row in range(len(self.rows))]
         self.ids[:, first:end] = torch.tensor(columns, dtype=torch.long, device="cpu").clamp(max=self._size - 1)
 

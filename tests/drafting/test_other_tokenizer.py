@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, GenerationMixin, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_specdec import embedded, last_speculation
+from hf_specdec.drafting import other_tokenizer
 from hf_specdec.drafting.row_text import RowText
 from hf_specdec.drafting.two_vocabularies import TwoVocabularies
 from hf_specdec.models import recorded_passes
@@ -332,6 +333,20 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE({"<pad>": 0, "</s>": 1, **{sign: at for at, sign in enumerate(kept, 2)}}, []))
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<pad>")
+
+
+@pytest.mark.parametrize("family", ["llama", "Lfm2"])
+def test_texts_grow_beyond_what_was_reserved_for_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rows read on into the columns after their text."""
+    monkeypatch.setattr(other_tokenizer, "GROWTH", 1)
+    models = strangers("pieces")
+    draft = models["draft"]
+    if family != "llama":
+        draft = recurrent_families.model(family, vocab_size=draft.config.vocab_size)
+    call = {**prompts(3), **GREEDY, "max_new_tokens": 40}
+    output = models["target"].generate(**call, **SPECULATIVE, **models["tokenizers"], assistant_model=draft)
+    assert torch.equal(output, models["target"].generate(**call))
+    assert sum(last_speculation(models["target"]).rounds[-2].drafted) > 0
 
 
 @pytest.mark.parametrize("rows", [1, 4])
