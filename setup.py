@@ -31,7 +31,7 @@ setup(
     scripts=["scripts/assisted_generation.py"],
     # `compile=True` on a CPU takes torch 2.13, whose stable C++ interface its kernels use. With an older one a warning
     # says so, and decoding goes on uncompiled, with the same tokens.
-    install_requires=["torch>=2.6", "transformers>=5.17,<6", "tqdm"],
+    install_requires=["filelock", "torch>=2.6", "transformers>=5.17,<6", "tqdm"],
     extras_require={
         "bench": [
             "datasets",

@@ -1,21 +1,26 @@
-"""Compiled code that earlier processes left on disk, loaded without inductor, whose import takes seconds and memory.
+"""Compiled code that processes leave on disk for each other, and how it is loaded.
 
-Torch's own folder for compiled code holds a link for each piece, named by a hash of what the piece was compiled for, to
-the library that inductor wrote. Where torch lacks the functions that this looks up, inductor finds code in its own
-cache, or compiles it.
+A library can do all that the process that loads it can. So it is loaded only from a folder of this user's own, and only
+as it was compiled: a record, named by what was compiled, holds the library's digest, which is also the library's name.
+What was cut short, damaged or exchanged is compiled anew. Loading takes no inductor, whose import takes seconds and
+memory; where torch lacks the functions that this looks up, code is compiled.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-import getpass
 import hashlib
 import os
 import re
+import shutil
+import stat
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -25,19 +30,105 @@ import torch
 from torch import Tensor
 
 from hf_specdec.models.processor import reported
+from hf_specdec.prepared.code_folder import Folders, NoFolderError, folders_named, is_ours_alone
 from hf_specdec.prepared.cpp_compiler import OPTIONS
 
 Code = Callable[[list[Any]], Sequence[Any]]  # as inductor's; empties the list that it is given
+
+WAIT = 300  # seconds for another process that compiles the same
+
+_NAME = re.compile(r"(?P<digest>[0-9a-f]{64})\.\w+")  # of a library
+_PROCESSOR = ("model name", "flags", "CPU part", "Features")  # some on each kind
+_WORKPLACE = "at-work-"
+_STALE = 86400  # seconds without use after which a workplace is taken for that of a process that was killed
 
 _ENTRY = "inductor_entry_cpp"  # inductor's name for the function of a library
 _FUNCTION = "_Z19inductor_entry_implPP16AtenTensorOpaqueS1_"  # what that calls, as C++ names it
 _POINTERS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where a library looks up a function of torch when it is loaded
 
+_workplaces: dict[int, Path] = {}  # by process: after a fork, the parent's is not the child's
+
 
 def library_for(what: Hashable) -> Path | None:
-    """The library that was compiled for this: any value whose `repr` says all that the code depends on."""
-    link = _link(what)
-    return link.resolve() if link.exists() else None
+    """The library that was compiled for this, unchanged since: any value whose `repr` says all that it depends on."""
+    compiler = _compiler()
+    for folder in _folders().readable:
+        name, _, compiled_by = _record(folder / _digest(what)).partition("\n")
+        known = _NAME.fullmatch(name)
+        # Code that was compiled before serves where there is no compiler.
+        if known and compiler in (None, compiled_by) and _digest_of(folder / name) == known["digest"]:
+            return folder / name
+    return None
+
+
+def keep(what: Hashable, library: Path) -> None:
+    """Let later processes find a library; where it can't be put, they compile."""
+    with suppress(OSError):
+        library.chmod(0o700)
+        digest = _digest_of(library)
+        place = _folder() / f"{digest}{library.suffix}"
+        if digest is not None and _digest_of(place) != digest:
+            _put(lambda new: _copy(library, new), place)
+        _put(lambda new: new.write_text(f"{place.name}\n{_compiler()}"), _folder() / _digest(what))
+
+
+def take(what: Hashable, place: Path) -> bool:
+    """Put the library that was compiled for this at a place of the process's own; whether there is one."""
+    library = library_for(what)
+    if library is not None:
+        place.unlink(missing_ok=True)
+        _copy(library, place)
+    return library is not None
+
+
+def any_kept() -> bool:
+    """Whether any process has kept code that this one could load."""
+    return any(True for folder in _folders().readable for _ in folder.glob("*.so"))
+
+
+def workplace() -> Path:
+    """A folder of this process alone to compile in, removed when the process ends: nothing of others can lie there.
+
+    Raises:
+        NoFolderError: there is none.
+    """
+    place = _workplaces.get(os.getpid())
+    if place is None or not place.is_dir():
+        for old in _folder().glob(f"{_WORKPLACE}*"):
+            with suppress(OSError):
+                if time.time() - old.stat().st_mtime > _STALE:
+                    shutil.rmtree(old)
+        place = Path(tempfile.mkdtemp(prefix=_WORKPLACE, dir=_folder()))
+        _workplaces[os.getpid()] = place
+        atexit.register(_remove, place, os.getpid())
+    os.utime(place)
+    return place
+
+
+def lasting_place() -> Path:
+    """A folder whose contents inductor looks after, for code of other devices than a CPU.
+
+    Raises:
+        NoFolderError: there is none.
+    """
+    return _folder() / "inductor"
+
+
+@contextmanager
+def one_at_a_time(what: Hashable) -> Iterator[None]:
+    """Wait until no other process compiles this, or for `WAIT`; where a disk has no locks, do not wait."""
+    from filelock import FileLock
+
+    lock = FileLock(_folder() / f"{_digest(what)}.lock", timeout=WAIT)
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def code_for(what: Hashable) -> Code | None:
@@ -45,23 +136,8 @@ def code_for(what: Hashable) -> Code | None:
     library = library_for(what)
     try:
         return None if library is None else _code_in(library)
-    except (ImportError, OSError):  # a file that was cut short, a folder from which nothing may be run
+    except (ImportError, OSError):  # what the library is linked to is gone
         return None
-
-
-def keep(what: Hashable, library: Path) -> None:
-    """Let later processes find a library; where the folder can't be written to, they compile."""
-    link = _link(what)
-    ours = link.with_name(f"{link.name}.{os.getpid()}")
-    with suppress(OSError):
-        link.parent.mkdir(parents=True, exist_ok=True)
-        ours.symlink_to(library)
-        ours.replace(link)
-
-
-def any_kept() -> bool:
-    """Whether any process has kept code that this one could load."""
-    return _folder().is_dir()
 
 
 def conversions() -> tuple[Callable[[list[Tensor]], list[Any]], Callable[[Any], Sequence[Tensor]]] | None:
@@ -102,22 +178,93 @@ def _code_in(library: Path) -> Code | None:
     return code
 
 
-def _link(what: Hashable) -> Path:
-    return _folder() / f"{_digest(what)}.so"
-
-
 def _folder() -> Path:
-    """Where links for this processor, Python and torch are; as `torch._inductor.runtime.cache_dir_utils` has it.
+    """The folder that takes more code.
 
-    Importing that module takes as long as a third of inductor.
+    Raises:
+        NoFolderError: none does.
     """
-    made_for = torch.__version__, torch.version.git_version, sys.implementation.cache_tag, reported("flags"), OPTIONS
-    base = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if base is None:
-        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-        base = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
-    return Path(base).absolute() / "hf_specdec" / _digest(made_for)
+    folders = _folders()
+    if folders.writable is None:
+        raise NoFolderError(
+            f"there is no folder for compiled code ({'; '.join(folders.refused)}). "
+            "Set TORCHINDUCTOR_CACHE_DIR to a folder of your own that nobody else can write to"
+        )
+    return folders.writable
+
+
+def _folders() -> Folders:
+    return folders_named(_made_for())
+
+
+@cache
+def _made_for() -> str:
+    """The digest of what all code depends on, the instructions in use among it."""
+    settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TORCHINDUCTOR_CPP_")}
+    processor = [torch.backends.cpu.get_cpu_capability(), *(reported(name) for name in _PROCESSOR)]
+    return _digest(
+        (torch.__version__, torch.version.git_version, sys.implementation.cache_tag, processor, settings, OPTIONS)
+    )
+
+
+def _compiler() -> str | None:
+    """Which C++ compiler is used, told by its file: asking it takes time, and it may hang; None without one."""
+    file = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+    if file is None:
+        return None
+    file = os.path.realpath(file)
+    return f"{file!r} of {os.stat(file).st_size} bytes"
 
 
 def _digest(what: object) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+
+
+def _record(file: Path) -> str:
+    """What a record says; nothing if it is none."""
+    text = b"".join(_parts_of(file))
+    return text.decode(errors="replace")
+
+
+def _digest_of(file: Path) -> str | None:
+    digest = None
+    for part in _parts_of(file):
+        digest = digest or hashlib.sha256()
+        digest.update(part)
+    return None if digest is None else digest.hexdigest()
+
+
+def _parts_of(file: Path) -> Iterator[bytes]:
+    """The contents of a file of this user's alone; none of what is a link, a folder, or a pipe, which may never end.
+
+    They are read, not mapped: what lies past the end of a file that was cut short would end the process.
+    """
+    with suppress(OSError):
+        about = file.lstat()
+        if stat.S_ISREG(about.st_mode) and is_ours_alone(about):
+            with file.open("rb") as opened:
+                while part := opened.read(2**20):
+                    yield part
+
+
+def _put(write: Callable[[Path], Any], place: Path) -> None:
+    """Put a file into the folder for all at once, in place of whatever was there."""
+    with tempfile.TemporaryDirectory(dir=workplace()) as folder:
+        new = Path(folder, "new")
+        write(new)
+        new.chmod(0o700)
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        new.replace(place)
+
+
+def _copy(file: Path, place: Path) -> None:
+    try:
+        place.hardlink_to(file)
+    except OSError:  # the disk has none
+        shutil.copyfile(file, place)
+
+
+def _remove(place: Path, process: int) -> None:
+    if os.getpid() == process:
+        shutil.rmtree(place, ignore_errors=True)

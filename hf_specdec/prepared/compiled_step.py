@@ -27,6 +27,7 @@ from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.few_token_products import FewTokenProducts, called_directly, supported
 from hf_specdec.prepared.joined_layers import join_linears, share_heads
 from hf_specdec.prepared.lent_tensors import Lent
+from hf_specdec.prepared.own_builds import in_own_folder
 from hf_specdec.prepared.program import Call, Program
 from hf_specdec.prepared.repeated_blocks import Segment, segments_of
 from hf_specdec.prepared.step_trace import trace, value_of
@@ -137,7 +138,8 @@ def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str
     calls = []
     for segment in segments:
         sources = tuple(numbers[node.target if node.op == "get_attr" else node] for node in segment.inputs)
-        calls.append(Call((segment.key, _place(device)), codes[segment.key], sources, len(segment.outputs)))
+        what = _what(segment, device)
+        calls.append(Call(what, codes[what], sources, len(segment.outputs)))
         numbers |= {node: len(numbers) + at for at, node in enumerate(segment.outputs)}
     places = lent.places()
     held = [places.get(id(tensor), tensor) for tensor in constants.values()]
@@ -203,12 +205,17 @@ def _start_inductor() -> None:
 def _inductor() -> Future[None]:
     """Inductor imported and its header compiled, in a thread, while a first step is traced and kernels are compiled."""
     with COMPILING:  # a cache does not keep two threads from beginning
-        return _begun()
+        ready = _begun()
+        if ready.done() and ready.exception() is not None:  # its compiler may have been interrupted
+            _begun.cache_clear()
+            ready = _begun()
+        return ready
 
 
 @cache
 def _begun() -> Future[None]:
-    cpp_compiler.find_instructions()
+    with in_own_folder(torch.device("cpu")):
+        cpp_compiler.find_instructions()
     pool = ThreadPoolExecutor(1)
     ready = pool.submit(_compile_any)
     pool.shutdown(wait=False)
@@ -221,6 +228,11 @@ def settle() -> None:
         wait([_inductor()])
 
 
+def forget_codes() -> None:
+    """Look codes up anew: one whose compiler was interrupted would fail at every call."""
+    _codes.clear()
+
+
 def _compile_any() -> None:
     graph = Graph()
     graph.output([graph.call_function(torch.ops.aten.neg.default, (graph.placeholder("input"),))])
@@ -228,37 +240,37 @@ def _compile_any() -> None:
 
 
 def _codes_of(segments: Sequence[Segment], device: torch.device, name: str) -> dict[Hashable, Code]:
-    """Inductor's code of each segment, by its key; equal segments, of other steps and models too, share it."""
-    place = _place(device)
-    distinct = {segment.key: segment for segment in segments}
-    for key in distinct:
-        if (key, place) not in _codes and (code := code_on_disk.code_for((key, place))) is not None:
-            _codes[key, place] = code
-    missing = [key for key in distinct if (key, place) not in _codes]
+    """Inductor's code by what it was compiled for; equal segments, of other steps and models too, share it."""
+    distinct = {_what(segment, device): segment for segment in segments}
+    for what in distinct:
+        if what not in _codes and (code := code_on_disk.code_for(what)) is not None:
+            _codes[what] = code
+    missing = [what for what in distinct if what not in _codes]
     if missing and device.type == "cpu":
         with progress_bar("what all steps share", int(not _inductor().done())) as bar:
             _inductor().result()
             bar.update()
     with progress_bar(name, len(missing)) as bar:
-        for key in missing:
-            _codes[key, place] = _compile(distinct[key], device)
+        for what in missing:
+            _codes[what] = _compile(distinct[what], device)
             bar.update()
-    found = {key: _codes[key, place] for key in distinct}
-    for key in distinct:
-        _codes.move_to_end((key, place))
+    found = {what: _codes[what] for what in distinct}
+    for what in distinct:
+        _codes.move_to_end(what)
     while len(_codes) > KEPT_CODES:
         _codes.popitem(last=False)
     return found
 
 
-def _place(device: torch.device) -> Hashable:
-    """What code depends on besides its segment."""
-    return str(device), torch.get_num_threads()
+def _what(segment: Segment, device: torch.device) -> Hashable:
+    """All that a segment's code depends on: operations, shapes, device, threads, and the C functions that it calls."""
+    functions = tuple(called_directly[node.target][0] for node in segment.graph.nodes if node.target in called_directly)
+    return segment.key, functions, str(device), torch.get_num_threads()
 
 
 def _compile(segment: Segment, device: torch.device) -> Code:
     inputs = [value_of(node) for node in segment.inputs]
-    return _code(segment.graph, inputs, device, partial(code_on_disk.keep, (segment.key, _place(device))))
+    return _code(segment.graph, inputs, device, partial(code_on_disk.keep, _what(segment, device)))
 
 
 def _code(
@@ -283,7 +295,8 @@ def _code(
     kernels = {node.target: called_directly[node.target] for node in graph.nodes if node.target in called_directly}
     options = {**cpp_compiler.OPTIONS, **cpp_compiler.calling(kernels)} if device.type == "cpu" else {}
     # AOTAutograd's cache would give back code that has not passed `inner`. Inductor's own is used.
-    with functorch_config.patch(enable_autograd_cache=False), torch.no_grad(), cpp_compiler.in_background(finished):
+    alone = functorch_config.patch(enable_autograd_cache=False)
+    with in_own_folder(device), alone, torch.no_grad(), cpp_compiler.in_background(finished):
         compile_fx(GraphModule({}, graph), _fake(inputs), inner, config_patches=options)
     (code,) = codes
     run: Code = code.current_callable

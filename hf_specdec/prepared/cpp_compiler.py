@@ -6,23 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
-
-Library = TypeVar("Library")
 
 # A product and a sum in one instruction. What the processor reports is believed: trying each set of instructions by
 # compiling a program takes seconds.
 INSTRUCTIONS: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast", "cpp.vec_isa_ok": True}
-# Code without Python, and no checks of shapes, which never change.
-OPTIONS: dict[str, Any] = {**INSTRUCTIONS, "cpp_wrapper": True, "size_asserts": False}
-
-
-class _Declarations(dict[Any, list[str]]):
-    """C functions by operation; inductor's cache takes the text, since operations can't be pickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (sorted(text for texts in self.values() for text in texts),)
+# Code without Python, no checks of shapes, which never change, and no cache of inductor's, since we keep the libraries.
+OPTIONS: dict[str, Any] = {
+    **INSTRUCTIONS,
+    "cpp_wrapper": True,
+    "size_asserts": False,
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+}
 
 
 def calling(functions: dict[Any, list[str]]) -> dict[str, Any]:
@@ -35,7 +32,7 @@ def calling(functions: dict[Any, list[str]]) -> dict[str, Any]:
     from torch._inductor import config
 
     known = hasattr(config.aot_inductor, "custom_ops_to_c_shims")
-    return {"aot_inductor.custom_ops_to_c_shims": _Declarations(functions)} if known else {}
+    return {"aot_inductor.custom_ops_to_c_shims": functions} if known else {}
 
 
 def find_instructions() -> None:
@@ -71,7 +68,11 @@ def in_background(finished: Callable[[Path], None] = lambda library: None) -> It
 
         @cache
         def function() -> Callable[..., Any]:
-            loaded = load_library(library)
+            try:
+                loaded = library()
+            except BaseException:
+                Cache.cache_clear()  # which would keep the failure of a compiler that was interrupted
+                raise
             file = getattr(getattr(loaded, "__self__", None), "__file__", None)
             if file is not None:
                 finished(Path(file))
@@ -81,25 +82,3 @@ def in_background(finished: Callable[[Path], None] = lambda library: None) -> It
 
     with patch.object(Cache, "load_pybinding", load):
         yield
-
-
-def load_library(library: Callable[[], Library]) -> Library:
-    """What inductor's function loads; compiled anew where a process that was killed left a file that is cut short.
-
-    Raises:
-        ImportError, OSError: the library can't be loaded, and is no file of inductor's cache or fails again.
-    """
-    try:
-        return library()
-    except (ImportError, OSError) as error:
-        file = Path(str(error).partition(": ")[0])  # as the dynamic loader has it: "file: reason"
-        if not _in_cache(file):
-            raise
-        file.unlink()
-        return library()
-
-
-def _in_cache(file: Path) -> bool:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return file.is_file() and Path(cache_dir()).resolve() in file.resolve().parents

@@ -1,11 +1,14 @@
-"""Libraries of our own C++, compiled by inductor on first use and found on disk by later processes."""
+"""Libraries of our own C++, compiled on first use and found on disk by later processes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from hf_specdec.prepared import code_on_disk, cpp_compiler
 from hf_specdec.prepared.compile_progress import progress_bar
+from hf_specdec.prepared.own_builds import in_own_folder
 
 KERNELS = Path(__file__).parent / "kernels"  # where the C++ is
 
@@ -24,9 +27,8 @@ def _compile(text: str) -> Path:
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    with config.patch(cpp_compiler.INSTRUCTIONS), progress_bar("kernels", 1) as bar:
-        loaded = cpp_compiler.load_library(lambda: CppCodeCache.load(text))
+    with in_own_folder(torch.device("cpu")), config.patch(cpp_compiler.INSTRUCTIONS), progress_bar("kernels", 1) as bar:
+        library = Path(CppCodeCache.load(text)._name)
         bar.update()
-    library = Path(loaded._name)
     code_on_disk.keep(text, library)
     return library

@@ -19,13 +19,15 @@ from hf_specdec.models.onednn_linears import onednn_linears
 from hf_specdec.prepared import few_token_products
 from hf_specdec.prepared.compiled_step import COMPILING
 from hf_specdec.prepared.few_token_products import FewTokenProducts
+from hf_specdec.prepared.own_builds import tell_going_without
 from hf_specdec.prepared.quantized_weights import parts_of
 
 
 def pass_kernels(model: PreTrainedModel) -> Callable[[], AbstractContextManager[Any]]:
     """The context manager for a model's passes without gradients; what the kernels don't take is `onednn_linears`'s.
 
-    The first pass compiles the kernels. Where that fails, and for calls under autocast, passes run as without them.
+    The first pass compiles the kernels. Passes run as without them where that fails, which a warning tells, and under
+    autocast.
     """
     others = onednn_linears(model)
     if model.device.type != "cpu" or not few_token_products.supported():
@@ -50,6 +52,7 @@ def _loaded(dtype: torch.dtype, quantized: bool) -> bool:
         with COMPILING:
             for library in ("wide", "quantized") if quantized else ("wide",):
                 few_token_products.load(library, dtype)
-    except Exception:  # compilers fail in many ways, and rounds that compile have said so
+    except Exception as error:  # compilers fail in many ways
+        tell_going_without("compile=True", error)
         return False
     return True

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hf_specdec.decoding import Decoder, Rounds
 from hf_specdec.drafting.drafter import PreparedDrafting, last_tokens
-from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.fingerprint import forms_of, has_custom_hooks, has_fixed_rope, state_of, weights_of
@@ -24,11 +23,12 @@ from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length, tensor_parallel_group
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
-from hf_specdec.prepared.compiled_step import settle
+from hf_specdec.prepared.compiled_step import forget_codes, settle
 from hf_specdec.prepared.engine import Engine
 from hf_specdec.prepared.engine_store import STORE, EngineGroup
 from hf_specdec.prepared.freed_memory import return_freed_memory
 from hf_specdec.prepared.lap_timer import LapTimer
+from hf_specdec.prepared.own_builds import tell_going_without
 from hf_specdec.prepared.round_steps import Plan
 from hf_specdec.rules.round_statistics import Round, reached_overlap
 
@@ -120,16 +120,14 @@ class PreparedRounds:
                 self.engine.prepare(lookahead)
         except BaseException:
             settle()
+            forget_codes()
             self.engine.discard_steps()  # an interrupted call leaves some of them unfinished
             raise
 
     def _give_up(self, error: Exception) -> None:
         """Let simpler rounds go on where these left off, in this call and in later ones, see `Engine.fail`."""
         how = "compile=True" if self.engine.compile else "CUDA graphs"
-        kind = type(error).__name__
-        way_out = ". Install g++, or set CXX to a C++ compiler" if kind == "InvalidCxxCompiler" else ""
-        reason = f"{how}: decoding goes on without, since preparing failed: {kind}: {error}{way_out}"
-        warn_caller(reason)
+        tell_going_without(how, error)
         self.engine.fail()
         if self.engine.failed and self.drafting.runner is not None:
             self.drafting.resume(self.drafting.runner.read)

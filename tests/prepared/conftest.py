@@ -1,16 +1,20 @@
-"""The kernels in the form for this processor, and in those for processors with fewer instructions."""
+"""Compiled code of a test's own, and the kernels in the forms for this processor and for lesser ones."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_specdec.prepared import few_token_products
+from hf_specdec.prepared import code_folder, code_on_disk, compiled_step, few_token_products
 from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
 from hf_specdec.prepared.few_token_products import library_with, operation, source, suffix
+from hf_specdec.prepared.own_builds import in_own_folder
 
 # By form, what names of its kernels contain, how it is compiled, and what its source begins with.
 LESSER: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
@@ -41,7 +45,7 @@ def _load(form: str, library: str, dtype: torch.dtype) -> str:
 
     mark, settings, flags, start = LESSER[form]
     text = source(library, dtype).replace(f"SUFFIX {suffix(dtype)}", f"SUFFIX {mark}_{suffix(dtype)}")
-    with config.patch({**INSTRUCTIONS, **settings}):
+    with in_own_folder(torch.device("cpu")), config.patch({**INSTRUCTIONS, **settings}):
         CppCodeCache.load(start + text, extra_flags=(*flags, "-O1"))
     return mark
 
@@ -51,3 +55,32 @@ def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """The kernels as built for this processor, then those for lesser ones in their place."""
     if request.param in LESSER:
         monkeypatch.setattr(few_token_products, "kernel", partial(_kernel, request.param))
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """In place of torch's folder (torch), the user's cache (cache) and that of temporary files (temporary)."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(code_on_disk, "_workplaces", {})
+    code_folder.folders_named.cache_clear()
+    code_on_disk._made_for.cache_clear()
+    yield tmp_path
+    code_folder.folders_named.cache_clear()
+    code_on_disk._made_for.cache_clear()
+
+
+@pytest.fixture
+def own_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inductor makes the code of steps in this test: none is found that others made. C++ is compiled once a session."""
+    digest = code_on_disk._digest
+    mark = f"{tmp_path.parent.name}-{tmp_path.name}-"
+    monkeypatch.setattr(code_on_disk, "_digest", lambda what: (mark if type(what) is tuple else "") + digest(what))
+    code_on_disk._made_for()
+    compiled_step._codes.clear()
+    yield
+    compiled_step._codes.clear()
+    for record in code_on_disk._folder().glob(f"{mark}*"):
+        record.unlink()

@@ -1,92 +1,202 @@
-"""Code that was compiled is found again by what it was compiled for, and by nothing else."""
+"""Code that was compiled is found again by what it was compiled for, and only as it was compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.codecache import CppWrapperCodeCache
 
 from hf_specdec.prepared import code_on_disk, compiled_step
 from hf_specdec.prepared.compiled_step import CompiledStep
+from hf_specdec.prepared.own_builds import CompilerError
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of torch's own."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
-    return tmp_path / "torch" / "hf_specdec"
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
+def library(disk: Path) -> Path:
     """A file to be kept."""
-    file = tmp_path / "library.so"
-    file.write_bytes(b"no code")
+    return _written(disk / "library.so", b"no code" * 1000)
+
+
+def _written(file: Path, content: bytes) -> Path:
+    """A new file: the one before may be kept by a link to it."""
+    file.unlink(missing_ok=True)
+    file.write_bytes(content)
     return file
 
 
-def test_it_is_found_by_what_it_was_compiled_for(folder: Path, library: Path) -> None:
+def test_it_is_found_by_what_it_was_compiled_for(library: Path) -> None:
     assert not code_on_disk.any_kept()
     code_on_disk.keep(("layer", 2), library)
     assert code_on_disk.any_kept()
-    assert code_on_disk.library_for(("layer", 2)) == library
+    found = code_on_disk.library_for(("layer", 2))
+    assert found is not None and found.read_bytes() == library.read_bytes()
     assert code_on_disk.library_for(("layer", 3)) is None
 
 
-@pytest.mark.parametrize("change", ["torch", "processor", "settings"])
-def test_it_is_not_found_where_it_might_not_run(
-    change: str, folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("change", ["torch", "processor", "instructions", "settings", "environment", "compiler"])
+def test_it_is_not_found_where_it_might_not_run(change: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code_on_disk.keep("layer", library)
     if change == "torch":
         monkeypatch.setattr(torch, "__version__", "2.99.0")
     elif change == "processor":
         monkeypatch.setattr(code_on_disk, "reported", lambda name: "fpu sse")
-    else:
+    elif change == "instructions":
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    elif change == "settings":
         monkeypatch.setattr(code_on_disk, "OPTIONS", {"cpp_wrapper": True})
+    elif change == "environment":
+        monkeypatch.setenv("TORCHINDUCTOR_CPP_MARCH", "x86-64")
+    else:
+        monkeypatch.setenv("CXX", sys.executable)
+    code_on_disk._made_for.cache_clear()
     assert code_on_disk.library_for("layer") is None
 
 
-def test_a_library_that_is_gone_or_broken_is_not_used(folder: Path, library: Path) -> None:
+def test_without_a_compiler_what_was_compiled_is_found(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code_on_disk.keep("layer", library)
-    assert code_on_disk.code_for("layer") is None, "no library"
-    library.unlink()
+    monkeypatch.setenv("CXX", "no such compiler")
+    assert code_on_disk.library_for("layer") is not None
+
+
+def _folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+    (file / "within").touch()
+
+
+def _pipe(file: Path) -> None:
+    """A link to what never ends."""
+    file.unlink()
+    os.mkfifo(file.with_suffix(".pipe"))
+    file.symlink_to(file.with_suffix(".pipe"))
+
+
+def _linked(file: Path) -> None:
+    file.rename(file.with_suffix(".elsewhere"))
+    file.symlink_to(file.with_suffix(".elsewhere"))
+
+
+BROKEN: dict[str, Callable[[Path], Any]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "text": lambda file: file.write_text("text"),
+    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "cut short": lambda file: file.write_bytes(file.read_bytes()[:64]),
+    "one bit": lambda file: file.write_bytes(b"o" + file.read_bytes()[1:]),
+    "gone": lambda file: file.unlink(),
+    "a folder": _folder,
+    "a pipe": _pipe,
+    "a link": _linked,
+    "writable by all": lambda file: file.chmod(0o777),
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes and modes of files")
+@pytest.mark.parametrize("which", ["library", "record"])
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_not_found_and_replaced(change: Callable[[Path], Any], which: str, library: Path) -> None:
+    code_on_disk.keep("layer", library)
+    found, whole = code_on_disk.library_for("layer"), library.read_bytes()
+    assert found is not None
+    change(found if which == "library" else found.with_name(code_on_disk._digest("layer")))
+    assert code_on_disk.library_for("layer") is None and not code_on_disk.take("layer", library.with_name("taken"))
+    code_on_disk.keep("layer", _written(library, whole))
+    assert code_on_disk.library_for("layer") == found and found.read_bytes() == whole
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="owners of files")
+def test_a_library_of_another_user_is_not_found(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it and its record were planted with the right names, before the folder was closed to others."""
+    code_on_disk.keep("layer", library)
+    assert code_on_disk.library_for("layer") is not None
+    monkeypatch.setattr(os, "getuid", lambda: 2**20)
     assert code_on_disk.library_for("layer") is None
 
 
-def test_a_folder_that_cannot_be_written_to_is_left_alone(folder: Path, library: Path) -> None:
-    folder.parent.mkdir()
-    folder.write_text("in the way")
+def test_another_library_under_its_name_is_not_found(library: Path) -> None:
     code_on_disk.keep("layer", library)
-    assert code_on_disk.library_for("layer") is None and folder.read_text() == "in the way"
+    code_on_disk.keep("other", _written(library, b"other code"))
+    layer, other = code_on_disk.library_for("layer"), code_on_disk.library_for("other")
+    assert layer is not None and other is not None
+    shutil.copy(other, layer)
+    assert code_on_disk.library_for("layer") is None
+
+
+def test_a_file_that_is_no_library_is_no_code(library: Path) -> None:
+    code_on_disk.keep("layer", library)
+    assert code_on_disk.code_for("layer") is None
+
+
+def test_what_is_taken_is_left_as_it_is_on_disk(library: Path) -> None:
+    code_on_disk.keep("layer", library)
+    place = code_on_disk.workplace() / "taken.so"
+    place.write_text("in the way")
+    assert code_on_disk.take("layer", place) and place.read_bytes() == library.read_bytes()
+    place.unlink()
+    assert code_on_disk.library_for("layer") is not None
+
+
+def test_where_no_folder_takes_it_nothing_is_kept(disk: Path, library: Path) -> None:
+    for name in ("torch", "cache", "temporary"):
+        shutil.rmtree(disk / name, ignore_errors=True)
+        (disk / name).write_text("in the way")
+    code_on_disk.keep("layer", library)
+    assert code_on_disk.library_for("layer") is None and (disk / "torch").read_text() == "in the way"
+
+
+def test_the_workplace_ends_with_its_process(disk: Path) -> None:
+    """That of one that was killed is removed by a later one."""
+    place = code_on_disk.workplace()
+    assert code_on_disk.workplace() == place and not any(place.iterdir())
+    code_on_disk._remove(place, os.getpid() + 1)  # at the end of a fork
+    assert place.is_dir()
+    code_on_disk._remove(place, os.getpid())
+    killed, running = place.with_name(f"{place.name}-1"), place.with_name(f"{place.name}-2")
+    for other, unused in ((killed, 2 * code_on_disk._STALE), (running, 0)):
+        other.mkdir()
+        os.utime(other, (time.time() - unused,) * 2)
+    assert code_on_disk.workplace() != place
+    assert running.is_dir() and not killed.exists()
 
 
 @pytest.fixture
-def step() -> Iterator[CompiledStep]:
-    """Compiled by inductor in this test, not found."""
-    compiled_step._codes.clear()
-    yield lambda: CompiledStep(lambda x, y: (x @ y + 1, torch.relu(x)), CPU, "step")
-    compiled_step._codes.clear()
+def step(own_steps: None) -> Callable[[], CompiledStep]:
+    """Inductor makes its code in this test."""
+    return lambda: CompiledStep(lambda x, y: (x @ y + 1, torch.relu(x)), CPU, "step")
 
 
-def _code(folder: Path) -> list[Path]:
-    """Inductor's libraries in the folder, without those of our own C++."""
-    libraries = [link.resolve() for link in folder.glob("*/*.so")]
-    return [library for library in libraries if code_on_disk.function_in(library) is not None]
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """The libraries that are kept of steps."""
+    seen: list[Path] = []
+    keep = code_on_disk.keep
+
+    def noted(what: Any, library: Path) -> None:
+        keep(what, library)
+        if type(what) is tuple:
+            seen.append(library)
+
+    monkeypatch.setattr(code_on_disk, "keep", noted)
+    yield seen
 
 
 @pytest.mark.compiles
 def test_what_was_compiled_is_loaded_without_the_compiler(
-    step: type[CompiledStep], folder: Path, monkeypatch: pytest.MonkeyPatch
+    step: Callable[[], CompiledStep], kept: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: tuple[Tensor, ...] = (torch.randn(3, 3), torch.randn(3, 3))
     compiled = step()(*given)
-    assert len(_code(folder)) == 1
+    assert len(kept) == 1 and code_on_disk.function_in(kept[0]) is not None
     compiled_step._codes.clear()
     monkeypatch.setattr(compiled_step, "_compile", None)
     for loaded in (step()(*given), step()(*given)):
@@ -98,13 +208,39 @@ def test_what_was_compiled_is_loaded_without_the_compiler(
 
 @pytest.mark.parametrize("lacking", ["_aoti", "_dynamo"])
 def test_without_torch_s_functions_it_is_compiled(
-    lacking: str, step: type[CompiledStep], folder: Path, monkeypatch: pytest.MonkeyPatch
+    lacking: str, step: Callable[[], CompiledStep], kept: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = torch.randn(3, 3), torch.randn(3, 3)
     compiled = step()(*given)
     compiled_step._codes.clear()
-    (kept,) = _code(folder)
+    (library,) = kept
     monkeypatch.delattr(torch._C, lacking)
-    assert code_on_disk._code_in(kept) is None
+    assert code_on_disk._code_in(library) is None
     monkeypatch.undo()
     assert torch.equal(step()(*given)[0], compiled[0])
+
+
+def test_what_a_compiler_failed_at_is_compiled_by_the_next_call(
+    step: Callable[[], CompiledStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been interrupted."""
+    given, interrupted, take = (torch.randn(3, 3), torch.randn(3, 3)), [True], code_on_disk.take
+
+    def failing(what: Any, place: Path) -> bool:
+        if interrupted and what.endswith(".so"):
+            raise CompilerError("interrupted")
+        return take(what, place)
+
+    compiled_step._inductor().result()
+    step()(*given)
+    for forgotten in (CppWrapperCodeCache.cache_clear, code_on_disk._workplaces.clear, compiled_step.forget_codes):
+        forgotten()
+    monkeypatch.setattr(code_on_disk, "code_for", lambda what: None)
+    monkeypatch.setattr(code_on_disk, "take", failing)
+    with pytest.raises(CompilerError):
+        step()(*given)
+    interrupted.clear()
+    with pytest.raises(CompilerError):  # the negative control: the code keeps the failure
+        step()(*given)
+    compiled_step.forget_codes()
+    assert torch.equal(step()(*given)[0], given[0] @ given[1] + 1)

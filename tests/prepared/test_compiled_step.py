@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -132,3 +133,22 @@ def test_what_is_compiled_already_shows_no_progress(segments: list[Any], capsys:
     for expected in (True, False):
         CompiledStep(Step(), CPU, "draft step")((torch.ones(3),), torch.ones(3))
         assert bool(capsys.readouterr().err) == expected
+
+
+@pytest.mark.compiles
+def test_what_all_steps_share_is_compiled_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compiler may have been interrupted."""
+    begun: list[int] = []
+
+    def compile() -> None:
+        begun.append(1)
+        if len(begun) == 1:
+            raise KeyError
+
+    monkeypatch.setattr(compiled_step, "_begun", cache(compiled_step._begun.__wrapped__))
+    monkeypatch.setattr(compiled_step, "_compile_any", compile)
+    with pytest.raises(KeyError):
+        compiled_step._begun().result()
+    for _ in range(2):
+        compiled_step._inductor().result()
+    assert len(begun) == 2

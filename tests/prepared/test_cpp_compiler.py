@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import CDLL
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,9 @@ import pytest
 pytest.importorskip("torch._inductor.codecache")
 
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import CppCodeCache, CppWrapperCodeCache
+from torch._inductor.codecache import CppWrapperCodeCache
 
-from hf_specdec.prepared.cpp_compiler import in_background, load_library
+from hf_specdec.prepared.cpp_compiler import in_background
 
 
 @pytest.fixture
@@ -60,45 +58,3 @@ def test_without_inductors_functions_it_compiles_as_inductor_does(
     with in_background():
         CppWrapperCodeCache.load_pybinding("double")
     assert libraries == ["double awaited"]
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of inductor's folder."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    return tmp_path
-
-
-def test_a_library_that_is_cut_short_is_compiled_anew(cache: Path) -> None:
-    library = CppCodeCache.load_async('extern "C" int twice(int number) { return 2 * number; }')
-    (source,) = cache.glob("*/*.main.cpp")
-    source.with_suffix(".so").touch()
-    with pytest.raises(OSError, match="file too short"):
-        library()
-    assert load_library(library).twice(4) == 8
-
-
-def test_code_in_a_library_that_is_cut_short_is_compiled_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = cache / "double.so"
-    file.touch()
-
-    def start(cls: type, name: str, **options: Any) -> Callable[[], Callable[[int], int]]:
-        def library() -> Callable[[int], int]:
-            if file.exists():
-                raise ImportError(f"{file}: file too short")
-            return lambda number: 2 * number
-
-        return library
-
-    monkeypatch.setattr(CppWrapperCodeCache, "load_pybinding_async", classmethod(start))
-    with in_background():
-        double = CppWrapperCodeCache.load_pybinding("double")
-    assert double(3) == 6
-
-
-def test_a_library_that_is_not_inductors_is_left_alone(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    file = tmp_path_factory.mktemp("elsewhere") / "short.so"
-    file.touch()
-    with pytest.raises(OSError, match="file too short"):
-        load_library(lambda: CDLL(str(file)))
-    assert file.exists()

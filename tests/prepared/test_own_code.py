@@ -11,8 +11,7 @@ from hf_specdec.prepared import own_code
 
 
 @pytest.mark.compiles
-def test_compiling_shows_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(own_code.code_on_disk, "keep", lambda what, library: None)
+def test_compiling_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
     logging.enable_progress_bar()
     assert own_code._compile("").is_file()
     assert "Compiling kernels: 100%" in capsys.readouterr().err

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,23 +13,15 @@ from torch.nn.functional import linear
 from hf_specdec.prepared import code_on_disk, compiled_step, program
 from hf_specdec.prepared.compiled_step import CompiledStep
 
-pytestmark = pytest.mark.compiles
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("own_steps")]
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def weights() -> Iterator[list[Tensor]]:
-    """Of enough layers that each is a segment; the code is found on this test's own disk."""
-    compiled_step._codes.clear()
-    yield list(torch.randn(8, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    compiled_step._codes.clear()
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(code_on_disk, "_folder", lambda: tmp_path / "code")
-    return tmp_path / "code"
+def weights() -> list[Tensor]:
+    """Of enough layers that each is a segment."""
+    return list(torch.randn(8, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
 
 
 def _step(weights: list[Tensor], written: Tensor) -> Any:
@@ -88,15 +78,13 @@ def test_without_what_it_takes_python_goes_on(
     assert all(map(torch.equal, first, second))
 
 
-def test_code_calls_kernels_without_the_dispatcher(
-    weights: list[Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_calls_kernels_without_the_dispatcher(weights: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """And through it, to the same result, where inductor can't call C functions."""
-    x, results = torch.randn(2, 4, dtype=torch.float64), []
+    x, results, what = torch.randn(2, 4, dtype=torch.float64), [], compiled_step._what
     for directly in (True, False):
         if not directly:
             monkeypatch.setattr(compiled_step.cpp_compiler, "calling", lambda functions: {})
-            monkeypatch.setattr(code_on_disk, "_folder", lambda: tmp_path / "other")
+            monkeypatch.setattr(compiled_step, "_what", lambda *about: (what(*about), "through the dispatcher"))
             compiled_step._codes.clear()
         compiled = CompiledStep(lambda x: linear(x, weights[0]) + 1, CPU, "step")
         compiled(x)

@@ -1,0 +1,191 @@
+"""Inductor compiling for us: in a folder of this process, what no process has compiled before, and not without an end.
+
+Its own folder is in a place that users share, by default, and it loads what it finds there.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from hf_specdec.host.caller import warn_caller
+from hf_specdec.prepared import code_on_disk
+from hf_specdec.prepared.code_folder import NoFolderError
+
+ANSWER, LONGEST = 30, 600  # seconds for the compiler's version, and for compiling a library on a busy machine
+
+_KEPT = (".so", ".gch", ".pch")  # libraries and precompiled headers, named by what they were compiled of
+_OTHER_COMPILER = "Install g++, or set CXX to a C++ compiler"
+
+_lock = threading.Lock()
+_blocks: set[object] = set()  # those that are running
+_changes = ExitStack()
+_hanging: set[str] = set()  # compilers that have not ended
+_told: set[str] = set()
+
+
+class CompilerError(RuntimeError):
+    """Why a compiler has made nothing, in a sentence, and the way out."""
+
+
+def tell_going_without(what: str, error: BaseException) -> None:
+    """Warn, once a process, that calls go on without something that an error kept from being prepared."""
+    error = getattr(error, "inner_exception", error)  # of inductor's
+    cause = next(iter(str(error).strip().splitlines()), "")
+    kind = "" if isinstance(error, (CompilerError, NoFolderError)) else f"{type(error).__name__}: "
+    sentence = f"{what}: decoding goes on without, since preparing failed: {kind}{cause}"
+    if sentence not in _told:
+        _told.add(sentence)
+        warn_caller(sentence)
+
+
+@contextmanager
+def in_own_folder(device: torch.device) -> Iterator[None]:
+    """In this block inductor compiles in our folder; so do other threads meanwhile.
+
+    Raises:
+        NoFolderError: there is no folder for it.
+        CompilerError: there is no compiler for a CPU.
+    """
+    # Imported before, since it keeps folders that it looks up then.
+    from torch._inductor import codecache  # noqa: F401
+
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        _find_compiler()
+    place = code_on_disk.workplace() if on_cpu else code_on_disk.lasting_place()
+    block = object()
+    try:
+        _enter(block, place, on_cpu)
+        yield
+    finally:
+        _leave(block)
+
+
+def _enter(block: object, place: Path, on_cpu: bool) -> None:
+    """Whatever interrupts this, `_leave` puts everything back."""
+    with _lock:
+        if not _blocks:
+            _changes.enter_context(_environment(TORCHINDUCTOR_CACHE_DIR=str(place)))
+            if on_cpu:
+                _change_inductor(_changes, place)
+            else:
+                _changes.enter_context(_environment(TRITON_CACHE_DIR=str(place / "triton")))
+        _blocks.add(block)
+
+
+def _leave(block: object) -> None:
+    with _lock:
+        _blocks.discard(block)
+        if not _blocks:
+            _changes.close()
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _change_inductor(changes: ExitStack, place: Path) -> None:
+    """Where inductor lacks what this replaces, all is compiled in the folder, and nothing of it is kept."""
+    from torch._inductor import codecache, config, cpp_builder
+
+    headers = _headers_in(place)
+    if headers is None:
+        changes.enter_context(config.patch(cpp_cache_precompile_headers=False))
+    else:
+        folder = place / "precompiled_headers"
+        new = {"_HEADER_DIR": str(folder), "_HEADER_LOCK_DIR": str(folder / "locks"), "_precompile_header": headers}
+        changes.enter_context(patch.multiple(codecache, **new))
+    for module in (codecache, cpp_builder):
+        if hasattr(module, "CppBuilder") and sys.platform != "win32":
+            changes.enter_context(patch.object(module, "CppBuilder", _builder()))
+
+
+@cache
+def _headers_in(place: Path) -> Any:
+    """Inductor's function that makes a precompiled header, which remembers where; None where it is another."""
+    from torch._inductor import codecache
+
+    known = hasattr(codecache, "_HEADER_DIR") and hasattr(codecache, "_HEADER_LOCK_DIR")
+    make = getattr(getattr(codecache, "_precompile_header", None), "__wrapped__", None)
+    return cache(make) if known and make is not None else None
+
+
+@cache
+def _builder() -> type:
+    from torch._inductor.cpp_builder import CppBuilder
+
+    class Builder(CppBuilder):
+        def build(self) -> None:
+            """Compile, unless a process has kept what it compiled of the same text by the same command."""
+            target, command = Path(self.get_target_file_path()), shlex.split(self.get_command_line())
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.suffix not in _KEPT:
+                _run(command, target.parent, LONGEST)
+                return
+            with code_on_disk.one_at_a_time(target.name):
+                if not code_on_disk.take(target.name, target):
+                    _run(command, target.parent, LONGEST)
+                    code_on_disk.keep(target.name, target)
+
+    return Builder
+
+
+def _find_compiler() -> None:
+    from torch._inductor import config
+
+    if not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        _answer_of(config.cpp.cxx[-1])
+
+
+@cache
+def _answer_of(compiler: str) -> None:
+    _run([compiler, "--version"], Path.cwd(), ANSWER)
+
+
+def _run(command: list[str], folder: Path, seconds: int) -> None:
+    """Run a compiler.
+
+    Raises:
+        CompilerError: it is not there, fails, or does not end; then it is not tried again.
+    """
+    compiler = command[0]
+    try:
+        if compiler in _hanging:
+            raise subprocess.TimeoutExpired(command, seconds)
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        subprocess.run(command, cwd=folder, check=True, timeout=seconds, **streams)
+    except subprocess.TimeoutExpired as error:
+        _hanging.add(compiler)
+        raise CompilerError(f"{compiler} did not end within {seconds} seconds. {_OTHER_COMPILER}") from error
+    except subprocess.CalledProcessError as error:
+        raise CompilerError(f"{compiler} failed: {_said(error.stdout)}") from error
+    except OSError as error:
+        raise CompilerError(f"{compiler} can't be run ({error.strerror}). {_OTHER_COMPILER}") from error
+
+
+def _said(output: bytes) -> str:
+    """The line of a compiler's output that tells what is wrong."""
+    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()] or ["it says nothing"]
+    return next((line for line in lines if "error" in line), lines[-1])
