@@ -98,24 +98,34 @@ class Decoder:
                 transcript.show()
         finally:
             # Only once, at the end: after a sliding window has dropped tokens, it can't be rolled back again.
-            self.target.end(transcript.common_length - 1)
+            self.target.end(self.kept_length(transcript))
+
+    def kept_length(self, transcript: Transcript) -> int:
+        """The number of tokens that the returned cache holds.
+
+        0 if rows have ended in different stages: what the shortest lacks would be read with other frequencies.
+        """
+        stages, length = self.target.stages, transcript.common_length - 1
+        return length if stages is None or stages.agree(length, max(transcript.lengths) - 1) else 0
 
     def make_round(self, transcript: Transcript) -> Round:
         """See `Rounds.make_round`."""
         began = perf_counter()
         lengths, room = list(transcript.lengths), transcript.room
         open_rows = [row for row, space in enumerate(room) if space > 0]
-        fed = self.target.retain(open_rows)
-        self.drafter.retain(open_rows)
+        going, most = self._going(open_rows, lengths)
         self.target.rewind([n - 1 for n in lengths])
-        most = self._most_drafts([lengths[row] for row in fed])
         if not self.drafts_in_first_round and min(lengths) == transcript.prompt_length:
             most = 0
-        room = [int(max(min(space - 1, most), 0)) for space in room]
+        room = [int(max(min(space - 1, most), 0)) if row in going else 0 for row, space in enumerate(room)]
         proposal = self.drafter.propose(transcript.ids, lengths, room)
         drafted = perf_counter()
         unread = max(n - read for n, read in zip(lengths, self.target.read, strict=True))
-        settled = self._settle(transcript, last_tokens(transcript.ids, lengths, unread), proposal, open_rows)
+        if self.target.stages is not None:
+            aside = [row for row in range(len(lengths)) if row not in going]
+            longest = max(lengths[row] for row in going) + proposal.tokens.shape[1]
+            self.target.set_aside(aside, self.target.stages.last_position(longest))
+        settled = self._settle(transcript, last_tokens(transcript.ids, lengths, unread), proposal, going)
         return Round(
             drafted=proposal.lengths,
             accepted=settled.accepted,
@@ -130,12 +140,12 @@ class Decoder:
         )
 
     def _settle(
-        self, transcript: Transcript, unread: Tensor, proposal: DraftProposal, open_rows: Sequence[int]
+        self, transcript: Transcript, unread: Tensor, proposal: DraftProposal, going: Sequence[int]
     ) -> Settled:
         """Verify a proposal after the `unread` tokens `[B, k]` of the texts, and add what is kept to the transcript."""
         began = perf_counter()
         tokens = torch.cat([unread, proposal.tokens], dim=1)
-        verified, recorded = self._verify(transcript, tokens, proposal, open_rows)
+        verified, recorded = self._verify(transcript, tokens, proposal, going)
         # One copy from device to host per round. float32 represents every token id below 2^24 exactly.
         decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
         decided = shared(torch.cat([decided, verified.overlap, proposal.tokens], dim=1))
@@ -146,7 +156,8 @@ class Decoder:
         accepted = tuple(int(n) for n, *_ in answers)
         lookahead = proposal.tokens.shape[1]
         new_tokens = [
-            [*map(int, row[2 + lookahead :][:n]), int(row[1])] for n, row in zip(accepted, answers, strict=True)
+            [*map(int, answer[2 + lookahead :][:n]), int(answer[1])] if row in going else []
+            for row, (n, answer) in enumerate(zip(accepted, answers, strict=True))
         ]
         kept = transcript.append(new_tokens)
         for kind, values in recorded.items():
@@ -157,9 +168,20 @@ class Decoder:
         )
         return Settled(accepted, kept, overlap, steps_ahead, tokens.shape[1], seconds)
 
-    def _most_drafts(self, lengths: Sequence[int]) -> float:
-        """The most drafts that fit into a pass. A pass has the same width for all rows, so the longest row decides."""
-        return math.inf if self.max_positions is None else self.max_positions - max(lengths)
+    def _going(self, open_rows: Sequence[int], lengths: Sequence[int]) -> tuple[Sequence[int], float]:
+        """The rows that take part in a round, and the most drafts that fit into its pass.
+
+        A pass has the same width for all rows, so the longest row decides. At the end of a stage, rows wait for the
+        others.
+        """
+        stages, going, most = self.target.stages, open_rows, math.inf
+        if stages is not None:
+            going, most = stages.going(open_rows, lengths)
+        fed = self.target.retain(open_rows if stages is None else sorted({*open_rows, stages.longest_row}))
+        self.drafter.retain(open_rows)
+        if self.max_positions is not None:
+            most = min(most, self.max_positions - max(lengths[row] for row in fed))
+        return going, most
 
     def _verify(
         self, transcript: Transcript, tokens: Tensor, proposal: DraftProposal, open_rows: Sequence[int]

@@ -33,6 +33,7 @@ from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_stat
 from hf_specdec.models.decoder_states import STATES, decoder_states
 from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.onednn_linears import onednn_linears
+from hf_specdec.models.rope_stages import check_dropped_cache
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import (
@@ -212,6 +213,7 @@ class SpeculativeDecoding:
         transcript = self._transcript(config, input_ids, stopping_criteria, generation_config)
         processors = HostProcessors(logits_processor, _pad_token(generation_config) or 0)
         cached = _cached_tokens(input_ids, model_kwargs, generation_config)
+        check_dropped_cache(model, cache_of(model_kwargs), input_ids.shape[1], cached, transcript.max_length)
         static_size = _static_size(config, transcript, model, model_kwargs)
         call = DraftCall(
             model=model,
@@ -323,7 +325,7 @@ def _run(
             if isinstance(target, DynamicRunner) and kept and target.cache is not None:
                 copy_out_of_inference_mode(target.cache)
         if isinstance(target, StaticRunner) and keep_cache:
-            return target.as_dynamic(transcript.common_length - 1)
+            return target.as_dynamic(decoder.kept_length(transcript))
     return target.cache if keep_cache else None
 
 

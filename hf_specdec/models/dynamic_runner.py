@@ -20,6 +20,7 @@ from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
+from hf_specdec.models.rope_stages import stages_of
 from hf_specdec.models.traits import Outputs, embedded, has_default_inputs, on_device, pass_mode
 
 # What later passes of a text model may need besides masks, positions and tokens.
@@ -102,6 +103,8 @@ class DynamicRunner:
         self._prepared = (
             not self._own_inputs and LASTING_KWARGS.issuperset(self.kwargs) and input_ids.device == model.device
         )
+        self.stages = stages_of(model, self._positions, prompt_length, hidden, capacity)
+        self._aside: Sequence[int] = ()
         needs_text = self.cache is None or self._own_inputs or not self._names_cache
         self._text = input_ids[:, :read] if needs_text else None
         self._causal = None
@@ -180,6 +183,13 @@ class DynamicRunner:
             cache_rollback.realign(self.cache, self._width, shifts, new_width)
         self._width = new_width
 
+    def set_aside(self, rows: Sequence[int], position: int) -> None:
+        """Run the new tokens of these rows at one position until further notice, since nothing comes of them.
+
+        So they neither raise the pass's highest position nor lower it, which rotary frequencies may depend on.
+        """
+        self._aside, self._aside_position = rows, position
+
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
         """Drop all rows but these from now on; the logits of dropped rows are arbitrary.
 
@@ -222,7 +232,11 @@ class DynamicRunner:
         }
         if self.cache is None or not self._own_inputs:
             return prepare(tokens, **given)
-        inputs = prepare(text, next_sequence_length=tokens.shape[1], **given)
+        # `generate` shows a chunk of a prompt alone, and knows no rows that are set aside, which may be longer.
+        length = tokens.shape[1]
+        if self._chunk is None or self.read[0] >= self._prompt_length:
+            length += max(n for row, n in enumerate(self.read) if row not in self._aside)
+        inputs = prepare(text[:, -length:], next_sequence_length=tokens.shape[1], **given)
         if inputs.get(self._cache_key) is None:  # the model wants the text read anew, as Phi-3 at LongRoPE's switch
             cache_rollback.forget_all(self.cache)
             self._width, self.read = 0, [0] * len(self.read)  # until the pass has ended
@@ -254,6 +268,11 @@ class DynamicRunner:
             tables[self._position_key] = self._positions
         for key, table in tables.items():
             kwargs[key] = _rows_at(table, lags, first_slot, last_slot) if ragged else table[..., first_slot:last_slot]
+        if self._aside and self._positions is not None:
+            positions = kwargs[self._position_key]
+            positions = positions.expand(*positions.shape[:-2], len(lags), -1).clone()
+            positions[..., self._aside, self._width - last_slot :] = self._aside_position
+            kwargs[self._position_key] = positions
         return kwargs
 
 
@@ -291,6 +310,7 @@ class RowByRowRunner:
             )
             self.rows.append(DynamicRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden, kernels, chunk))
         self._fed: Sequence[int] = range(len(self.rows))
+        self.stages = self.rows[0].stages
 
     @property
     def read(self) -> list[int]:
@@ -312,6 +332,9 @@ class RowByRowRunner:
         """As `DynamicRunner.rewind`."""
         for runner, length in zip(self.rows, lengths, strict=True):
             runner.rewind([length])
+
+    def set_aside(self, rows: Sequence[int], position: int) -> None:
+        """As `DynamicRunner.set_aside`; rows that run by themselves affect no other."""
 
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
         """As `DynamicRunner.retain`."""

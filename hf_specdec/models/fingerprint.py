@@ -129,13 +129,6 @@ def runs_custom_python(model: PreTrainedModel) -> bool:
     )
 
 
-def has_fixed_rope(model: PreTrainedModel) -> bool:
-    """Whether rotary frequencies are the same at every length; if not, a pass chooses them by reading positions."""
-    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
-
-
 def _custom_hooks(module: torch.nn.Module) -> list[Any]:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]

@@ -22,10 +22,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hf_specdec.models.fingerprint import forms_of, has_fixed_rope, runs_custom_python, state_of
+from hf_specdec.models.fingerprint import forms_of, runs_custom_python, state_of
 from hf_specdec.models.jit_traces import Trace, can_trace, replay, traced
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.per_target import PerTarget
+from hf_specdec.models.rope_stages import has_fixed_rope
 from hf_specdec.models.shared_layers import trace_with_shared_layers
 
 EAGER_PASSES = 8  # passes of a shape before it is recorded

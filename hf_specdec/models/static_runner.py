@@ -27,6 +27,7 @@ from hf_specdec.models.masks import (
 )
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
+from hf_specdec.models.rope_stages import stages_of
 from hf_specdec.models.static_cache import CacheSize, RowsCache
 from hf_specdec.models.traits import Outputs, has_default_inputs, on_device, pass_mode
 
@@ -118,6 +119,8 @@ class StaticRunner:
         positions = extend_count(positions, capacity)
         assert positions is not None
         self.positions = positions.expand(batch_size, -1)
+        self.stages = stages_of(model, self.positions, prompt_length, 0, self.cache.capacity)
+        self._aside: Sequence[int] = ()
         self.visible = input_ids.new_ones(batch_size, capacity).bool() if mask is None else mask.bool()
         self.windows = attention_windows(model.config)
         self._all_slots = torch.arange(capacity, device=input_ids.device).unsqueeze(0)
@@ -148,10 +151,9 @@ class StaticRunner:
             if self._recorded is not None and self.passes and any(read) and width <= MAX_MASKED_TOKENS:
                 logits = self._recorded_pass(self._recorded, tokens, slots, span)
             else:
-                masks, asked = self._masks_of(slots, span), self.outputs.last(count)
-                logits = masked_pass(
-                    self.model, self.cache, tokens, slots, self.positions, masks, span=span, asked=asked
-                )
+                masks, positions = self._masks_of(slots, span), self._positions_of_pass()
+                asked = self.outputs.last(count)
+                logits = masked_pass(self.model, self.cache, tokens, slots, positions, masks, span=span, asked=asked)
         self.passes += 1
         for row in self._fed:
             self.read[row] += width
@@ -165,6 +167,14 @@ class StaticRunner:
         self.positions, self.visible = positions, torch.nn.functional.pad(self.visible, (0, more), value=True)
         self._all_slots = torch.arange(2 * slots, device=self._all_slots.device).unsqueeze(0)
         self._tables.clear()
+
+    def _positions_of_pass(self) -> Tensor:
+        """As `positions`, but for rows that are set aside."""
+        if not self._aside:
+            return self.positions
+        positions = self.positions.clone()
+        positions[[place for place, row in enumerate(self._fed) if row in self._aside]] = self._aside_position
+        return positions
 
     def _slots(self, read: Sequence[int], width: int) -> Tensor:
         """`[m, width]`: the next slots of each row."""
@@ -214,6 +224,10 @@ class StaticRunner:
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `DynamicRunner.rewind`; only lengths change."""
         self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
+
+    def set_aside(self, rows: Sequence[int], position: int) -> None:
+        """As `DynamicRunner.set_aside`."""
+        self._aside, self._aside_position = rows, position
 
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
         """As `DynamicRunner.retain`; the other rows are left out of passes."""

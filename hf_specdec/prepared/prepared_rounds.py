@@ -18,7 +18,8 @@ from hf_specdec.decoding import Decoder, Rounds
 from hf_specdec.drafting.drafter import PreparedDrafting, last_tokens
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.stop_rules import StopRule
-from hf_specdec.models.fingerprint import forms_of, has_custom_hooks, has_fixed_rope, state_of, weights_of
+from hf_specdec.models.fingerprint import forms_of, has_custom_hooks, state_of, weights_of
+from hf_specdec.models.rope_stages import has_fixed_rope
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length, tensor_parallel_group
 from hf_specdec.prepared import cuda_graphs

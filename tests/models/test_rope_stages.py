@@ -1,0 +1,286 @@
+"""Frequencies that change with the length of the text: plain `generate`'s tokens before, after and across a change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import FAMILIES, ROPE, SPECIAL, pair, perturbed, prompts
+from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.pairwise import pairwise
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    PreTrainedModel,
+)
+
+from hf_specdec import SpeculativeDecoding
+from hf_specdec.models.cache_names import CACHE_NAME, cache_of
+from hf_specdec.models.rope_stages import Stages, has_fixed_rope, stages_of
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [3.0, 4.0, 6.0, 8.0],
+}
+PROMPT, NEW_TOKENS = 11, 15
+
+
+def _phi3(limit: int, **rope: Any) -> PreTrainedModel:
+    return Phi3ForCausalLM(Phi3Config(**ROPE, **SPECIAL, original_max_position_embeddings=limit, **rope))
+
+
+def _phimoe(limit: int) -> PreTrainedModel:
+    rope = {**LONG, "short_mscale": 1.0, "long_mscale": 1.5, "original_max_position_embeddings": limit}
+    sizes = {"num_local_experts": 4, "original_max_position_embeddings": limit}
+    model = PhimoeForCausalLM(PhimoeConfig(**ROPE, **SPECIAL, **sizes, rope_parameters=rope))
+    model.set_experts_implementation("eager")  # the one for float64
+    return model
+
+
+def _llama(rope: dict[str, Any], **sizes: int) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**{**ROPE, **sizes}, **SPECIAL, rope_parameters=rope))
+
+
+def _gemma3(limit: int) -> PreTrainedModel:
+    """Layers of two kinds, one of which changes."""
+    rope = {
+        "full_attention": {**LONG, "original_max_position_embeddings": limit},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    sizes = {"head_dim": 8, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**ROPE, **SPECIAL, **sizes, rope_parameters=rope))
+
+
+KINDS: dict[str, Callable[[int], PreTrainedModel]] = {
+    "phi3": lambda limit: _phi3(limit, rope_parameters=dict(LONG)),
+    "phi3 that only drops its cache": _phi3,
+    "phimoe": _phimoe,
+    "llama": lambda limit: _llama({**LONG, "original_max_position_embeddings": limit}),
+    "gemma3": _gemma3,
+    "dynamic": lambda limit: _llama(
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, max_position_embeddings=limit
+    ),
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "none": {"drafter": "none"},
+    "lookup": {"drafter": "lookup"},
+    "model": {},
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no cache": {"use_cache": False},
+    "static": {"cache_implementation": "static"},
+    "own cache": {},
+    "compiled": {"compile": True},
+}
+CALLS = tuple(DRAFTERS), tuple(ENGINES)
+
+
+def changing(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, PreTrainedModel]:
+    monkeypatch.setitem(FAMILIES, "made", lambda: KINDS[kind](limit))
+    return pair("made")
+
+
+def padded(rows: int, columns: int) -> dict[str, Tensor]:
+    """Prompts of which every row has at least `columns` of padding."""
+    return {key: torch.cat([value.new_zeros(rows, columns), value], dim=1) for key, value in prompts(rows).items()}
+
+
+def as_if_fresh(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy, where it matters: dynamic NTK keeps the frequencies of the longest text until it reads a short one."""
+    return copy.deepcopy(model) if model.config.rope_parameters.get("rope_type") == "dynamic" else model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_plain_generate_s_wherever_frequencies_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the prompt, right after it, and later; rows of a batch come to it in different rounds, or end before."""
+    interpret_compiled_steps(monkeypatch)
+    limits = (8, PROMPT, PROMPT + 1, PROMPT + 7)
+    pairs = {limit: changing(kind, limit, monkeypatch) for limit in limits}
+    for limit, columns, rows, eos, drafter, engine in pairwise(limits, (0, 3), (1, 3), (None, [5, 9, 13]), *CALLS):
+        target, draft = pairs[limit]
+        inputs, settings = padded(rows, columns), dict(ENGINES[engine])
+        call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": eos}
+        plain = as_if_fresh(target).generate(**inputs, **call, use_cache=settings.get("use_cache", True))
+        if engine == "own cache":
+            settings[CACHE_NAME] = DynamicCache(config=target.config)
+        decoding = SpeculativeDecoding(draft, num_assistant_tokens=4, **DRAFTERS[drafter])
+        out = as_if_fresh(target).generate(**inputs, **call, **settings, custom_generate=decoding)
+        assert torch.equal(out, plain), (limit, columns, rows, eos, drafter, engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_change_changes_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: of the test above; Phi-3 drops its cache with the usual frequencies, too."""
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    texts = [changing(kind, limit, monkeypatch)[0].generate(**prompts(4), **call) for limit in (PROMPT + 1, 100)]
+    assert torch.equal(*texts) == (kind == "phi3 that only drops its cache")
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kind", ["phi3", "llama", "dynamic"])
+def test_a_draft_s_frequencies_may_change_where_the_target_s_don_t(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = changing(kind, PROMPT + 6, monkeypatch)[1]
+    target = changing("llama", 100, monkeypatch)[0]
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(**prompts(rows), **call)
+    out = target.generate(**prompts(rows), **call, custom_generate=SpeculativeDecoding(draft, num_assistant_tokens=4))
+    assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+def test_a_target_as_its_own_draft_accepts_everything_across_the_change(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = changing(kind, PROMPT + 6, monkeypatch)
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    out = target.generate(**prompts(1), **call, custom_generate=SpeculativeDecoding(target, num_assistant_tokens=4))
+    assert out.speculation.acceptance_rate == 1.0
+    # One round ends at the change. Behind it, rounds are as long as ever.
+    drafted = [finished.drafted[0] for finished in out.speculation.rounds]
+    assert len(drafted) <= 7 and drafted[-2] == 4
+
+
+def test_rows_wait_for_each_other_only_at_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = changing("llama", PROMPT + 8, monkeypatch)
+    draft = perturbed(target, 0.05)
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    out = target.generate(**prompts(4), **call, custom_generate=SpeculativeDecoding(draft, num_assistant_tokens=4))
+    lengths = torch.tensor([r.new_tokens for r in out.speculation.rounds]).cumsum(0) + PROMPT
+    waiting = [row for row, r in zip(lengths.tolist(), out.speculation.rounds, strict=True) if 0 in r.new_tokens]
+    early = [row for row in waiting if min(row) <= PROMPT + 9]
+    assert early and all(max(row) <= PROMPT + 9 for row in early)
+    assert len({tuple(row) for row in lengths.tolist()}) == len(lengths), "every round adds something"
+
+
+def chat(
+    model: PreTrainedModel, inputs: dict[str, Tensor], turns: tuple[Any, Any], new_tokens: int, *, whole: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """The text and the last layer's keys `[B, N, H, D]` after each of two turns, the second with the first one's cache.
+
+    Args:
+        turns: plain (None), or by a decoding.
+        whole: the second turn gets the whole text, or only what the cache lacks.
+    """
+    call = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    one, other = ({} if decoding is None else {"custom_generate": decoding} for decoding in turns)
+    first = model.generate(**inputs, **call, max_new_tokens=new_tokens, **one)
+    cache, mask = cache_of(first), inputs["attention_mask"]
+    keys = cache.layers[-1].keys.clone()
+    said = torch.randint(3, 40, (len(mask), 5), generator=torch.Generator().manual_seed(1))
+    ids = torch.cat([first.sequences, said], dim=1)
+    mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
+    read = 0 if whole else cache.get_seq_length()
+    given = {"input_ids": ids[:, read:], "attention_mask": mask, CACHE_NAME: cache}
+    second = model.generate(**given, **call, max_new_tokens=9, **other)
+    found = (first.sequences, keys), (second.sequences, cache_of(second).layers[-1].keys)
+    return [(text, kept.transpose(1, 2)) for text, kept in found]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chats_go_on_from_a_cache_across_the_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The change comes in the first turn, in what is said to the second, and in its answer; plain may go on, too."""
+    limits, settings = (14, 19, 26), ((None, {}), ({}, None), ({}, {"drafter": "lookup"}))
+    pairs = {limit: changing(kind, limit, monkeypatch) for limit in limits}
+    for case in pairwise(limits, settings, (1, 3), (0, 2), (4, 9), (True, False)):
+        limit, by_turn, rows, columns, new_tokens, whole = case
+        (target, draft), inputs = pairs[limit], padded(rows, columns)
+        turns = tuple(
+            one if one is None else SpeculativeDecoding(draft, num_assistant_tokens=4, **one) for one in by_turn
+        )
+        plain = chat(as_if_fresh(target), inputs, (None, None), new_tokens, whole=whole)
+        ours = chat(as_if_fresh(target), inputs, turns, new_tokens, whole=whole)
+        for (text, kept), (wanted, keys) in zip(ours, plain, strict=True):
+            assert torch.equal(text, wanted), case
+            seen = torch.ones(keys.shape[:2], dtype=torch.bool)
+            seen[:, : PROMPT + columns] = inputs["attention_mask"].bool()
+            torch.testing.assert_close(kept[seen], keys[seen], msg=lambda told, case=case: f"{case}: {told}")
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama"])
+def test_rows_that_end_in_different_stages_leave_no_cache_to_go_on_from(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call reads the whole text; a shorter row's cache would be continued with other frequencies."""
+    target, draft = changing(kind, PROMPT + 6, monkeypatch)
+    call: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
+    text = target.generate(**prompts(3), **call, eos_token_id=None).sequences
+    call["eos_token_id"] = int(text[1, PROMPT + 2])
+    plain = target.generate(**prompts(3), **call)
+    out = target.generate(**prompts(3), **call, custom_generate=SpeculativeDecoding(draft))
+    assert torch.equal(out.sequences, plain.sequences) and out.sequences.shape[1] > PROMPT + 8
+    assert cache_of(out).get_seq_length() == 0
+
+
+class LastTokenOnly(Phi3ForCausalLM):
+    """Drops its cache as Phi-3 does, and forgets to ask for the whole text: transformers 5.17, and Phi-4-multimodal."""
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        limit, cache = self.config.original_max_position_embeddings, kwargs.get(CACHE_NAME)
+        if cache and input_ids.shape[1] > limit and cache.get_seq_length() <= limit:
+            kwargs[CACHE_NAME] = None
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+
+
+def test_a_model_that_loses_the_text_with_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where it doesn't come to it."""
+    limit = PROMPT + 6
+    config = Phi3Config(**ROPE, **SPECIAL, original_max_position_embeddings=limit, rope_parameters=dict(LONG))
+    monkeypatch.setitem(FAMILIES, "made", lambda: LastTokenOnly(config))
+    target, draft = pair("made")
+    decoding, call = SpeculativeDecoding(draft), {"do_sample": False, "eos_token_id": None}
+    passes: list[Any] = []
+    target.register_forward_hook(lambda *_: passes.append(1))
+    with pytest.raises(ValueError, match=rf"LastTokenOnly drops its cache .* {limit} tokens .*max_length={limit + 1}"):
+        target.generate(**prompts(1), **call, max_new_tokens=NEW_TOKENS, custom_generate=decoding)
+    assert not passes
+    for settings in ({"max_length": limit + 1}, {"max_length": 30, "use_cache": False}):
+        plain = target.generate(**prompts(1), **call, **settings)
+        assert torch.equal(target.generate(**prompts(1), **call, **settings, custom_generate=decoding), plain)
+    longer = prompts(1, length=limit + 2)
+    plain = target.generate(**longer, **call, max_new_tokens=9)
+    assert torch.equal(target.generate(**longer, **call, max_new_tokens=9, custom_generate=decoding), plain)
+
+
+def test_new_tokens_alone_that_make_a_model_forget_the_rest_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = changing("phi3", 16, monkeypatch)
+    first = target.generate(**prompts(1), max_new_tokens=3, return_dict_in_generate=True, eos_token_id=None)
+    inputs = prompts(1, length=18)
+    call = {CACHE_NAME: cache_of(first), "attention_mask": inputs["attention_mask"].new_ones(1, 13 + 18)}
+    with pytest.raises(ValueError, match="Phi3ForCausalLM drops its cache"):
+        target.generate(inputs["input_ids"], **call, max_new_tokens=4, custom_generate=SpeculativeDecoding(draft))
+
+
+def test_stages_from_positions() -> None:
+    """The row with the least padding decides; tokens that only the cache has don't count in a row's length."""
+    rope = {**LONG, "original_max_position_embeddings": 32}
+    model = _llama(rope)
+    positions = torch.arange(64).repeat(2, 1) - torch.tensor([[5], [3]])
+    assert stages_of(model, positions, 20, 0, 60) == Stages((35,), False, 1, -4)
+    assert stages_of(model, positions, 20, 10, 50) == Stages((25,), False, 1, 6)
+    assert stages_of(model, None, 20, 0, 60) == Stages((32,), False, 0, -1)
+    assert stages_of(model, None, 20, 0, 32) is None, "it ends before"
+    assert has_fixed_rope(_llama({"rope_type": "default", "rope_theta": 1e4})) and not has_fixed_rope(model)
+
+
+def test_going_rows_and_their_drafts() -> None:
+    stages = Stages((20, 30), False, 0, -1)
+    assert stages.going([0, 1, 2], [12, 18, 21]) == ([0, 1], 2)
+    assert stages.going([2], [12, 18, 21]) == ([2], 9)
+    assert stages.going([0, 1], [31, 40]) == ([0, 1], float("inf"))
+    assert Stages((20,), True, 0, -1).going([0, 1], [21, 21]) == ([0, 1], 0)
