@@ -68,8 +68,9 @@ class Decoder:
         mode: the context manager for a round, see `traits.pass_mode`.
         max_positions: the target's context length, which drafts must not exceed; None if it is unlimited.
         drafts_in_first_round: whether to draft right after the prompt. Must be False if a row's last prompt token is
-            masked, since eager attention spreads such a query evenly over all keys, including those of drafts; and if
-            the prompt has images or audio, since a drafted placeholder would be taken for one of theirs.
+            masked, since eager attention spreads such a query evenly over all keys, including those of drafts; if the
+            prompt has images or audio, since a drafted placeholder would be taken for one of theirs; and if the prompt
+            is read in chunks that the model prepares itself, which may look at a chunk's length.
     """
 
     target: Runner
@@ -139,9 +140,7 @@ class Decoder:
             room=tuple(room),
         )
 
-    def _settle(
-        self, transcript: Transcript, unread: Tensor, proposal: DraftProposal, going: Sequence[int]
-    ) -> Settled:
+    def _settle(self, transcript: Transcript, unread: Tensor, proposal: DraftProposal, going: Sequence[int]) -> Settled:
         """Verify a proposal after the `unread` tokens `[B, k]` of the texts, and add what is kept to the transcript."""
         began = perf_counter()
         tokens = torch.cat([unread, proposal.tokens], dim=1)

@@ -48,6 +48,7 @@ from hf_specdec.models.traits import (
     drafting_model,
     embedded,
     generating_parts,
+    has_default_inputs,
     pass_mode,
     tensor_parallel_group,
 )
@@ -308,7 +309,9 @@ def _decoder(
         # Custom processors may need gradients, which inference mode rules out.
         mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
         max_positions=None if positions is None else positions - cached,
-        drafts_in_first_round=_last_token_visible(model, model_kwargs) and not embedded(model_kwargs),
+        drafts_in_first_round=_last_token_visible(model, model_kwargs)
+        and not embedded(model_kwargs)
+        and (chunk is None or has_default_inputs(model)),
     )
 
 

@@ -1,10 +1,10 @@
 """Stages: ranges of text lengths in which a model's passes have the same rotary frequencies.
 
 A pass takes the frequencies of its longest position. LongRoPE has one set up to `original_max_position_embeddings`
-tokens and another beyond, dynamic NTK one for each length from `max_position_embeddings` on. In plain `generate` all rows
-of a batch are equally long, padding included, so the row with the least padding decides for all of them, even after
-it has ended. Rows that advance unevenly get the same frequencies if they enter a stage together, and no pass holds
-drafts of the next stage.
+tokens and another beyond, dynamic NTK one for each length from `max_position_embeddings` on. In plain `generate` all
+rows of a batch are equally long, padding included, so the row with the least padding decides for all of them, even
+after it has ended. Rows that advance unevenly get the same frequencies if they enter a stage together, and no pass
+holds drafts of the next stage.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def has_fixed_rope(model: PreTrainedModel) -> bool:
 
 
 def _limits(model: PreTrainedModel) -> tuple[list[int], bool]:
-    """The most tokens that frequencies of shorter texts serve, by kind of layer, and whether they then go on changing."""
+    """The longest texts of each stage but the last, from position 0, and whether frequencies go on changing in that."""
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
     limits, grows = [], False

@@ -123,6 +123,18 @@ def test_tokens_are_plain_generate_s_wherever_frequencies_change(kind: str, monk
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_prompts_read_in_chunks_across_the_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk has the frequencies of its own end, and Phi-3 drops its cache only for one that is long enough."""
+    target, draft = changing(kind, 8, monkeypatch)
+    for chunk, rows, length in pairwise((4, 8, 9), (1, 3), (7, 16, 20)):
+        call = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": chunk}
+        plain = as_if_fresh(target).generate(**prompts(rows, length), **call)
+        decoding = SpeculativeDecoding(draft, num_assistant_tokens=4)
+        out = as_if_fresh(target).generate(**prompts(rows, length), **call, custom_generate=decoding)
+        assert torch.equal(out, plain), (chunk, rows, length)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_change_changes_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: of the test above; Phi-3 drops its cache with the usual frequencies, too."""
     call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
