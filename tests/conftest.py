@@ -42,6 +42,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(refusal)
 
 
+@pytest.fixture(autouse=True)
+def _told_in_this_test_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process tells once why something is not compiled."""
+    monkeypatch.setattr(own_builds, "_told", set())
+
+
 @pytest.fixture(scope="session")
 def toy_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     """A target whose outputs can be enumerated, and a draft near it."""

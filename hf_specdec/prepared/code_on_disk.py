@@ -51,13 +51,14 @@ _workplaces: dict[int, Path] = {}  # by process: after a fork, the parent's is n
 
 def library_for(what: Hashable) -> Path | None:
     """The library that was compiled for this, unchanged since: any value whose `repr` says all that it depends on."""
-    compiler = _compiler()
+    # Without a compiler, what any has made is better than nothing.
+    pattern = _record(what) if _compiler() is not None else f"{_digest(what)}-*"
     for folder in _folders().readable:
-        name, _, compiled_by = _record(folder / _digest(what)).partition("\n")
-        known = _NAME.fullmatch(name)
-        # Code that was compiled before serves where there is no compiler.
-        if known and compiler in (None, compiled_by) and _digest_of(folder / name) == known["digest"]:
-            return folder / name
+        for record in folder.glob(pattern):
+            name = b"".join(_parts_of(record)).decode(errors="replace")
+            known = _NAME.fullmatch(name)
+            if known and _digest_of(folder / name) == known["digest"]:
+                return folder / name
     return None
 
 
@@ -65,11 +66,10 @@ def keep(what: Hashable, library: Path) -> None:
     """Let later processes find a library; where it can't be put, they compile."""
     with suppress(OSError):
         library.chmod(0o700)
-        digest = _digest_of(library)
-        place = _folder() / f"{digest}{library.suffix}"
-        if digest is not None and _digest_of(place) != digest:
-            _put(lambda new: _copy(library, new), place)
-        _put(lambda new: new.write_text(f"{place.name}\n{_compiler()}"), _folder() / _digest(what))
+        name = f"{_digest_of(library)}{library.suffix}"
+        if _digest_of(_folder() / name) != name.partition(".")[0]:
+            _put(lambda new: _copy(library, new), _folder() / name)
+        _put(lambda new: new.write_text(name), _folder() / _record(what))
 
 
 def take(what: Hashable, place: Path) -> bool:
@@ -220,10 +220,9 @@ def _digest(what: object) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
 
-def _record(file: Path) -> str:
-    """What a record says; nothing if it is none."""
-    text = b"".join(_parts_of(file))
-    return text.decode(errors="replace")
+def _record(what: Hashable) -> str:
+    """The name of the record of what the compiler in use made."""
+    return f"{_digest(what)}-{_digest(_compiler())}"
 
 
 def _digest_of(file: Path) -> str | None:

@@ -75,12 +75,11 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def own_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inductor makes the code of steps in this test: none is found that others made. C++ is compiled once a session."""
-    digest = code_on_disk._digest
+    folder, digest = code_on_disk._folder(), code_on_disk._digest
     mark = f"{tmp_path.parent.name}-{tmp_path.name}-"
     monkeypatch.setattr(code_on_disk, "_digest", lambda what: (mark if type(what) is tuple else "") + digest(what))
-    code_on_disk._made_for()
     compiled_step._codes.clear()
     yield
     compiled_step._codes.clear()
-    for record in code_on_disk._folder().glob(f"{mark}*"):
+    for record in folder.glob(f"{mark}*"):
         record.unlink()

@@ -108,7 +108,7 @@ def test_what_is_broken_is_not_found_and_replaced(change: Callable[[Path], Any],
     code_on_disk.keep("layer", library)
     found, whole = code_on_disk.library_for("layer"), library.read_bytes()
     assert found is not None
-    change(found if which == "library" else found.with_name(code_on_disk._digest("layer")))
+    change(found if which == "library" else found.with_name(code_on_disk._record("layer")))
     assert code_on_disk.library_for("layer") is None and not code_on_disk.take("layer", library.with_name("taken"))
     code_on_disk.keep("layer", _written(library, whole))
     assert code_on_disk.library_for("layer") == found and found.read_bytes() == whole

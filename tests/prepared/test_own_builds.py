@@ -68,7 +68,7 @@ def test_later_processes_load_what_was_compiled(disk: Path, runs: list[list[str]
     assert _twice(own_code.library_of(TWICE)) == 8 and len(runs) == 1
     assert _twice(own_code.library_of(TWICE)) == 8 and len(runs) == 1
     # Inductor's own part of it is not needed for that, but where something else is new.
-    code_on_disk.library_for(TWICE).with_name(code_on_disk._digest(TWICE)).unlink()  # type: ignore[union-attr]
+    (code_on_disk._folder() / code_on_disk._record(TWICE)).unlink()
     _forget()
     assert _twice(own_code.library_of(TWICE)) == 8 and len(runs) == 1
     _forget()
