@@ -19,7 +19,7 @@ from helpers.tiny_pair import save_pair
 from transformers import PreTrainedModel
 
 import hf_specdec
-from hf_specdec.prepared import compiled_step, cuda_graphs
+from hf_specdec.prepared import compiled_step, cuda_graphs, own_builds
 from hf_specdec.prepared.prepared_rounds import PreparedRounds
 
 torch.set_num_threads(1)
