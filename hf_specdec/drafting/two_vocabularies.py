@@ -26,8 +26,9 @@ class Vocabulary:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        ids = sorted({*tokenizer.all_special_ids, *added})
+        added = tokenizer.added_tokens_decoder
+        added = added if isinstance(added, dict) else {}  # Mistral's own tokenizers have none
+        ids = sorted({*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)})
         self.special = frozenset(ids)
         self.names = dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True))
 

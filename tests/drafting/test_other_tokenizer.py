@@ -17,7 +17,14 @@ from helpers.models import PAD, Passes, encoder_prompts, llama, noisy, prompts, 
 from helpers.word_tokenizer import piece_tokenizer, word_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache, GenerationMixin, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    ByT5Tokenizer,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from hf_specdec import embedded, last_speculation
 from hf_specdec.drafting import other_tokenizer
@@ -54,11 +61,13 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
 TOKENIZERS = {
     "byte-level": lambda: AutoTokenizer.from_pretrained(embedded.model_path("target")),
     "metaspace": metaspace_tokenizer,
+    "bytes": ByT5Tokenizer,  # in Python, and silent about the first bytes of a character
 }
+BOTH_WAYS = [("byte-level", "metaspace"), ("metaspace", "byte-level"), ("bytes", "metaspace"), ("byte-level", "bytes")]
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("ours", "theirs"), [("byte-level", "metaspace"), ("metaspace", "byte-level")])
+@pytest.mark.parametrize(("ours", "theirs"), BOTH_WAYS)
 def test_a_text_that_grows_is_encoded_as_a_whole_one(ours: str, theirs: str, seed: int) -> None:
     """However the target's tokens arrive, characters of several tokens and leading spaces included."""
     target, draft = TOKENIZERS[ours](), TOKENIZERS[theirs]()
@@ -71,16 +80,17 @@ def test_a_text_that_grows_is_encoded_as_a_whole_one(ours: str, theirs: str, see
         assert "\ufffd" not in draft.decode(row.tokens), "a character is passed on whole"
         start += step
     assert draft.decode(row.tokens) == TEXT
-    assert row.tokens == draft(TEXT, add_special_tokens=False)["input_ids"]
+    if ours != "bytes":  # whose words arrive in more parts than are looked back at
+        assert row.tokens == draft(TEXT, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("byte-level", "metaspace"), ("metaspace", "byte-level")])
+@pytest.mark.parametrize(("ours", "theirs"), BOTH_WAYS)
 def test_what_the_draft_writes_is_what_the_target_would_have_written(ours: str, theirs: str) -> None:
     """Whole words of the true continuation are the target's next tokens."""
     target, draft = TOKENIZERS[ours](), TOKENIZERS[theirs]()
     tokens = target(TEXT, add_special_tokens=False)["input_ids"]
     whole = draft(TEXT, add_special_tokens=False)["input_ids"]
-    words = [at for at, piece in enumerate(draft.convert_ids_to_tokens(whole)) if piece[0] in "Ġ▁"]
+    words = [at for at, piece in enumerate(draft.convert_ids_to_tokens(whole)) if piece[0] in "Ġ▁ "]
     fitting = 0
     for end in range(1, len(tokens)):
         row = RowText(TwoVocabularies(target, draft))
