@@ -20,7 +20,6 @@ from hf_specdec.prepared import (
     cuda_graphs,
     engine_store,
     lap_timer,
-    own_builds,
     prepared_rounds,
 )
 from hf_specdec.prepared.engine import Engine, prepared_capacity
@@ -308,9 +307,7 @@ def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: t
             compiled.append(0)
     assert sum(compiled) <= 3 and not any(compiled[-3:])
     compiled_step._inductor().result()  # compiles code of its own, which is not counted
-    # Another process finds the code on disk. Where torch lacks what that takes, it finds what the compiler made.
-    run, ran = own_builds._run, list[str]()
-    monkeypatch.setattr(own_builds, "_run", lambda command, *how: (ran.append(command[-1]), run(command, *how)))
+    # Another process finds the code on disk. Where torch lacks what that takes, inductor makes it again.
     for ours in (True, False):
         if not ours:
             monkeypatch.setattr(code_on_disk, "code_for", lambda what: None)
@@ -321,7 +318,7 @@ def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: t
         compiled.clear()
         with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
             assert torch.equal(target.generate(**inputs, **GREEDY, num_assistant_tokens=2, compile=True), out)
-        assert bool(compiled) != ours and all(file.endswith(".i") for file in ran), "only headers are read"
+        assert bool(compiled) != ours
 
 
 def test_calls_of_similar_length_share_a_capacity_that_wastes_little() -> None:
