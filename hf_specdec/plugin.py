@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from functools import wraps
 from types import TracebackType
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 from transformers import (
     GenerationConfig,
@@ -105,6 +105,8 @@ _stack: list[Enabled] = []
 _changing = threading.RLock()  # `_stack` and what is installed change together
 # The installed wrapper and the function it replaced: transformers' `generate`, or another package's wrapper.
 _installed: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+# All wrappers: one that another package has wrapped, or put back, stays where it is after the last `disable`.
+_wrappers: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def enable(
@@ -145,8 +147,9 @@ def enable(
     with _changing:
         _stack.append(enabled)
         if not _installed:
-            wrapper = _wrap(GenerationMixin.generate)
-            _installed.append((wrapper, GenerationMixin.generate))
+            present = GenerationMixin.generate
+            wrapper = present if _reaches_wrapper(present) else _wrap(present)
+            _installed.append((wrapper, present))
             GenerationMixin.generate = wrapper
             GenerationMixin.init_continuous_batching = _without_speculation(GenerationMixin.init_continuous_batching)
     return enabled
@@ -177,6 +180,13 @@ def _remove(enabled: Enabled | None) -> None:
             del GenerationMixin.init_continuous_batching  # it was inherited
 
 
+def _reaches_wrapper(function: Any) -> bool:
+    """Whether a function is a wrapper of an earlier `enable`, or another package's wrapper around one."""
+    while function is not None and function not in _wrappers:
+        function = getattr(function, "__wrapped__", None)
+    return function is not None
+
+
 def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(replaced)
     def _generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -200,6 +210,7 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
         with _running_now(self):
             return replaced(self, **call)
 
+    _wrappers.add(_generate)
     return _generate
 
 

@@ -112,7 +112,6 @@ def test_defaults_are_the_published_ones(script: ModuleType) -> None:
         ("--minutes 3", ["--minutes", "--task tune"]),
         ("--task engines --dataset spec_bench", ["--dataset", "--task subtasks, sweep, ablation, tune, align"]),
         ("--task sweep --prompt a", ["--prompt", "--task decode"]),
-        ("--task sweep --peak_memory", ["--peak_memory", "--task engines"]),
         ("--gamma often", ["--num_assistant_tokens", "'often'", "or auto"]),
         ("--entropy_threshold 2", ["--entropy_threshold", "'2'", "from 0 to 1"]),
         ("--verification both", ["--verification", "'both'", "'block'"]),

@@ -333,7 +333,7 @@ def test_the_modules_of_transformers_are_as_before_after_each_pass(family: str) 
 
 def test_a_prompt_with_pictures_and_the_token_behind_it_are_two_passes(monkeypatch) -> None:
     """As of a draft in its first round: the recurrence over the one token runs by another function of the model."""
-    monkeypatch.setattr(dynamic_runner, "media_of", lambda given: {"pixel_values": True})
+    monkeypatch.setattr(dynamic_runner, "embedded", lambda given: True)
     target = model("Qwen3_5Text")
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     given = {"use_cache": True, cache_argument(target): new_cache(target, "model", cross_attention=False)}
