@@ -9,7 +9,7 @@ oldest = $(shell sed -n 's/.*"$(1)>=\([0-9.]*\).*/\1/p' setup.py).0
 TORCH ?= $(call oldest,torch)
 TRANSFORMERS := $(call oldest,transformers)
 
-.PHONY: benchmark test test-install test-oldest fuzz gpu-check gpu-tables lint
+.PHONY: benchmark test test-install test-oldest families fuzz gpu-check gpu-tables lint
 
 # ARGS="--repeats 1" and the like are added to both runs.
 benchmark: $(VENV)/.ready
@@ -25,6 +25,11 @@ test-install: $(VENV)/.ready
 
 test-oldest: $(OLDEST)/.ready
 	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python $(PYTEST)
+
+# Every class of transformers that generates text, as small as it can be made, against plain generate. All of them take
+# a quarter of an hour: make families CLASSES="LlamaForCausalLM MllamaForConditionalGeneration" for some.
+families: $(VENV)/.ready
+	PYTHONPATH=.:tests $(RUN) tests/families/sweep.py $(CLASSES)
 
 # Random calls against plain generate, in chunks with a seed each. A stopped run goes on behind its last finished chunk.
 # What fails is kept in .hypothesis and tried first next time.

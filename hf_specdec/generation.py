@@ -46,7 +46,6 @@ from hf_specdec.models.static_runner import (
 from hf_specdec.models.traits import (
     context_length,
     drafting_model,
-    embedded,
     generating_parts,
     has_default_inputs,
     pass_mode,
@@ -310,7 +309,7 @@ def _decoder(
         mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
         max_positions=None if positions is None else positions - cached,
         drafts_in_first_round=_last_token_visible(model, model_kwargs)
-        and not embedded(model_kwargs)
+        and not target.prompt_alone
         and (chunk is None or has_default_inputs(model)),
     )
 

@@ -107,10 +107,13 @@ def _encode(
         )
     copies = len(input_ids) // len(inputs_tensor)
     encoder = draft.get_encoder()
-    inputs = {draft.main_input_name: _to_draft(inputs_tensor, draft)}
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters:
-        inputs["attention_mask"] = mask[::copies].to(draft.device)
+    parameters = inspect.signature(encoder.forward).parameters
+    # Boxes and masks of the encoder's inputs are left among the target's arguments, expanded.
+    shared = {key: value for key, value in model_kwargs.items() if key in parameters and isinstance(value, Tensor)}
+    inputs = {key: _to_draft(value[::copies], draft) for key, value in shared.items()}
+    # An encoder of another kind has a name of its own for them.
+    name = draft.main_input_name if draft.main_input_name in parameters else encoder.main_input_name
+    inputs[name] = _to_draft(inputs_tensor, draft)
     try:
         encoding = encoder(**inputs, return_dict=True)
     except (RuntimeError, ValueError) as error:

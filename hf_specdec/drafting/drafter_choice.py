@@ -191,7 +191,7 @@ def _runner(
     if size is not None and not (size.grows and outgrows_windows(draft, tokens)):
         kwargs[cache_argument(draft)] = static_cache(draft, kwargs, size, "assistant_model")
     chunk = call.generation_config.prefill_chunk_size
-    return runner_for(draft, kwargs, prompts, tokens, kernels=call.kernels, chunk=chunk)
+    return runner_for(draft, kwargs, prompts, tokens, kernels=call.kernels, chunk=chunk, argument="assistant_model")
 
 
 def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:

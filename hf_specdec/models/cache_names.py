@@ -29,6 +29,12 @@ def cache_argument(model: PreTrainedModel) -> str:
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAME)
 
 
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Whether a model's `forward` may take a cache; a signature may hide it."""
+    parameters = inspect.signature(model.forward).parameters
+    return cache_argument(model) in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def cache_of(arguments_or_output: Mapping[str, Any]) -> Any:
     """The cache among a model's arguments, or in an output of transformers; None where there is none."""
     return next((cache for name in CACHE_NAMES if (cache := arguments_or_output.get(name)) is not None), None)

@@ -8,7 +8,7 @@ sliding windows depend on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -69,6 +69,11 @@ def check_rewindable(cache: object, argument: str) -> None:
     lazily_dynamic = isinstance(self_attention(cache), DynamicCache) and not layers
     if lazily_dynamic or (layers and all(type(layer) in REWINDABLE_LAYERS for layer in layers)):
         return
+    if cache is None:
+        raise ValueError(
+            f"{argument}: it keeps a cache of its own kind, which can't be rolled back after a rejected draft: choose "
+            "another model, or decode without speculation."
+        )
     odd = sorted({type(layer).__name__ for layer in layers or () if type(layer) not in REWINDABLE_LAYERS})
     raise ValueError(
         f"{argument}: its cache {type(cache).__name__}({', '.join(odd)}) can't be rolled back, which speculation "
@@ -151,16 +156,28 @@ def stop_recording(layers: Sequence[Any]) -> None:
         layer.record_past = False
 
 
-def forget_broken_pass(cache: Cache, width: int) -> None:
+def layers_apart(cache: Cache) -> frozenset[int]:
+    """The numbers of the layers that don't run along the text: those of a cross-attention keep a picture's keys.
+
+    transformers takes the length of the first layer for that of the text.
+    """
+    if recurrent_layers(self_attention(cache)):
+        return frozenset()
+    length = cache.get_seq_length()
+    layers = enumerate(self_attention(cache).layers)
+    return frozenset(number for number, layer in layers if _holds(layer) and layer.get_seq_length() != length)
+
+
+def forget_broken_pass(cache: Cache, width: int, apart: Set[int] = frozenset()) -> None:
     """Cut every layer to `width` slots after a pass that may have been interrupted between layers."""
-    for layer in _holding(cache):
+    for layer in _holding(cache, apart):
         if (excess := layer.get_seq_length() - width) > 0:
             _crop_attention(layer, excess)
 
 
-def can_forget(cache: Cache, width: int, count: int) -> bool:
+def can_forget(cache: Cache, width: int, count: int, apart: Set[int] = frozenset()) -> bool:
     """Whether all layers have what they need after dropping the last `count` of `width` slots."""
-    for layer in _holding(cache):
+    for layer in _holding(cache, apart):
         needed = width
         if isinstance(layer, DynamicSlidingWindowLayer):
             needed = count + min(width - count, layer.sliding_window - 1)
@@ -178,19 +195,19 @@ def forget_all(cache: Cache) -> None:
     self_attention(cache).reset()
 
 
-def forget_last(cache: Cache, count: int) -> None:
+def forget_last(cache: Cache, count: int, apart: Set[int] = frozenset()) -> None:
     """Drop the last `count` tokens of every row; sliding windows are cut to size even at 0.
 
-    States of recurrent layers are left to `recurrent_states`.
+    States of recurrent layers are left to `recurrent_states`, and layers `apart` from the text as they are.
     """
-    if not recurrent_layers(cache):
+    if not recurrent_layers(cache) and not apart:
         cache.crop(-count)
         return
-    for layer in _holding(cache):
+    for layer in _holding(cache, apart):
         _crop_attention(layer, count)
 
 
-def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int) -> None:
+def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int, apart: Set[int] = frozenset()) -> None:
     """Shift each row along the slot axis and set the axis' length.
 
     Args:
@@ -199,8 +216,9 @@ def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int) -> 
         shifts: `[B]`, by how many slots a row moves right (negative: left).
         new_width: the new number of slots. What a row moves past it is dropped; slots that a row frees on the left
             hold arbitrary finite numbers and have to be masked.
+        apart: see `layers_apart`; they are unchanged.
     """
-    for layer in _holding(cache):
+    for layer in _holding(cache, apart):
         stored = layer.keys.shape[-2]
         kept = new_width
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -234,10 +252,15 @@ def self_attention(cache: Any) -> Any:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def _holding(cache: Any) -> list[Any]:
-    """The layers that hold tokens: initialized, with keys of their own, and not recurrent only."""
-    layers = self_attention(cache).layers
-    return [layer for layer in layers if getattr(layer, "is_initialized", False) and layer.keys is not None]
+def _holding(cache: Any, apart: Set[int] = frozenset()) -> list[Any]:
+    """The layers that hold tokens, except those `apart`."""
+    layers = enumerate(self_attention(cache).layers)
+    return [layer for number, layer in layers if number not in apart and _holds(layer)]
+
+
+def _holds(layer: Any) -> bool:
+    """Whether a layer holds tokens: it is initialized, has keys of its own, and is not recurrent only."""
+    return getattr(layer, "is_initialized", False) and layer.keys is not None
 
 
 def _crop_attention(layer: Any, count: int) -> None:

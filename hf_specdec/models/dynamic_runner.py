@@ -13,15 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from hf_specdec.config import FORESEEN_TOKENS
 from hf_specdec.models import cache_rollback
-from hf_specdec.models.cache_names import cache_argument, cache_of
+from hf_specdec.models.cache_names import cache_argument, takes_cache
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
+from hf_specdec.models.recurrent_states import recurrent_layers
 from hf_specdec.models.rope_stages import stages_of
-from hf_specdec.models.traits import Outputs, embedded, has_default_inputs, on_device, pass_mode
+from hf_specdec.models.traits import (
+    Outputs,
+    embedded,
+    has_default_inputs,
+    on_device,
+    padding_without_position,
+    pass_mode,
+)
 
 # What later passes of a text model may need besides masks, positions and tokens.
 LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
@@ -42,6 +49,7 @@ class DynamicRunner:
         hidden: tokens in a given cache that precede `input_ids`.
         kernels: what passes run in.
         chunk: the most tokens of the prompt that a pass reads, see `in_chunks`; None for no limit.
+        prompt_alone: read the prompt in a pass of its own, even if the first call appends more.
     """
 
     rewinds_far = True  # to any length, not only to those since the last time
@@ -55,16 +63,18 @@ class DynamicRunner:
         hidden: int = 0,
         kernels: Kernels = onednn_linears,
         chunk: int | None = None,
+        prompt_alone: bool = False,
     ) -> None:
         self.model = model
         self.passes = 0
+        self.prompt_alone = prompt_alone
         self.kwargs = dict(model_kwargs)
         parameters = inspect.signature(model.forward).parameters
         self._cache_key = cache_argument(model)
         self.cache = self.kwargs.pop(self._cache_key, None)
         # `generate` makes a cache for every model, and a signature may hide whether the model uses it.
         self._names_cache = self._cache_key in parameters
-        if not self._names_cache and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        if not takes_cache(model):
             self.cache = None
         self.kwargs.pop("logits_to_keep", None)
         self.hidden = hidden
@@ -75,13 +85,15 @@ class DynamicRunner:
             cached = cache_rollback.cached_length(self.cache, self._cache_key)
             read = max(min(cached - hidden, prompt_length - 1), 0)
         self.read = [read] * batch_size
+        self._apart: frozenset[int] = frozenset()  # layers of the cache that don't run along the text
+        self._pictures = 0  # slots of the cache before the text that pictures take
         self._prompt_length = prompt_length
-        self._embedded = embedded(self.kwargs)
-        self._chunk = None if self._embedded or self.cache is None else chunk
+        self._chunk = None if embedded(self.kwargs) or self.cache is None else chunk
         self._width = read + hidden
         self._device = input_ids.device
         self._outputs = Outputs.of(model)
         self._mode, self._kernels = pass_mode(model), kernels(model)
+        self._padding = padding_without_position(model)
         prefix = "decoder_" if model.config.is_encoder_decoder else ""
         self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
         self._ids_key = f"{prefix}input_ids"
@@ -95,7 +107,7 @@ class DynamicRunner:
             positions = prompt_positions(self._mask, prompt_length + hidden, input_ids.device)
         self._positions = extend_count(positions, total)
         self._per_token = {
-            key: _extend_last(self.kwargs.pop(key), total)
+            key: _extend_types(key, self.kwargs.pop(key), total)
             for key in PER_TOKEN_KWARGS
             if self.kwargs.get(key) is not None
         }
@@ -118,15 +130,25 @@ class DynamicRunner:
             Logits `[B, count, V]` of the last `count` appended positions, in the model's dtype.
         """
         tokens = tokens.to(self._device)
-        pieces = in_chunks(tokens, count, self._chunk)
-        unread = self._prompt_length - self.read[0]
-        if self._embedded and not self.passes and unread < tokens.shape[1]:
-            # A placeholder behind the prompt would be taken for one of its pictures'.
-            pieces = tokens[:, :unread], tokens[:, unread:]
-        for piece in pieces[:-1]:
+        unread = 0 if self.passes else self._prompt_length - self.read[0]  # of the prompt
+        alone = unread if self.prompt_alone and unread < tokens.shape[1] else 0
+        prompt, rest = tokens[:, :alone], tokens[:, alone:]
+        *pieces, last = [*(in_chunks(prompt, 1, self._chunk) if alone else ()), *in_chunks(rest, count, self._chunk)]
+        for piece in pieces:
             self._pass(piece, 1)
             self.rewind(self.read)  # sliding windows drop what has left them
-        return self._pass(pieces[-1], count)
+        if self._padding is None:
+            return self._pass(last, count)
+        return self._split_pass(last, count, self._padding, max(unread - tokens.shape[1] + last.shape[1], 0))
+
+    def _split_pass(self, tokens: Tensor, count: int, padding: int, prompt: int) -> Tensor:
+        """As `_pass`, split at padding after the first `prompt` tokens: a model that counts them leaves it out."""
+        ends = (tokens[:, prompt:-1] == padding).any(dim=0).nonzero().flatten()
+        logits, left = [], tokens.shape[1]
+        for piece in tokens.tensor_split((ends + prompt + 1).cpu(), dim=1):
+            left -= piece.shape[1]
+            logits.append(self._pass(piece, min(max(count - left, 1), piece.shape[1])))
+        return torch.cat(logits, dim=1)[:, -count:]
 
     def _pass(self, tokens: Tensor, count: int) -> Tensor:
         appended = tokens.shape[1]
@@ -148,6 +170,9 @@ class DynamicRunner:
             self._leave_unused_cache()
         self.passes += 1
         self._width, self.read = last_slot, read
+        # Layers of the same length by chance are told apart in the second pass; no draft is cut before.
+        if self._own_inputs and self.passes <= 2:
+            self._note_pictures()
         logits: Tensor = outputs.logits
         return logits if logits.shape[1] == count else logits[:, -count:]
 
@@ -155,7 +180,7 @@ class DynamicRunner:
         """Let the tables of masks, positions and token types reach so many slots, and as many again."""
         total = self._total = 2 * slots
         self._mask, self._positions = extend_mask(self._mask, total), extend_count(self._positions, total)
-        self._per_token = {key: _extend_last(values, total) for key, values in self._per_token.items()}
+        self._per_token = {key: _extend_types(key, types, total) for key, types in self._per_token.items()}
         if self._ones is not None:
             self._ones = self._ones.new_ones(self._ones.shape[0], total)
         if self._causal is not None:
@@ -166,6 +191,18 @@ class DynamicRunner:
         if self.cache is not None and not self.cache.get_seq_length():
             cache_rollback.stop_recording(self._recording)
             self.cache = None
+
+    def _note_pictures(self) -> None:
+        """After a pass: note where pictures are in the cache, in layers or slots of their own."""
+        if self.cache is None or recurrent_layers(self.cache):
+            return
+        self._apart = cache_rollback.layers_apart(self.cache)
+        self._pictures = self.cache.get_seq_length() - self._width
+        if self._pictures and len(self.read) > 1:
+            raise ValueError(
+                f"{self._cache_key}={type(self.cache).__name__} of {type(self.model).__name__} holds "
+                f"{self._pictures} slots beside the text of {len(self.read)} rows: pass one row a call."
+            )
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget what each row has read beyond its entry of `lengths`."""
@@ -180,7 +217,7 @@ class DynamicRunner:
         if self._text is not None:
             self._text = cache_rollback.shift_rows(self._text, shifts, new_width - self.hidden)
         if self.cache is not None:
-            cache_rollback.realign(self.cache, self._width, shifts, new_width)
+            cache_rollback.realign(self.cache, self._width, shifts, new_width, self._apart)
         self._width = new_width
 
     def set_aside(self, rows: Sequence[int], position: int) -> None:
@@ -206,8 +243,9 @@ class DynamicRunner:
         """
         if self.cache is None:
             return
-        cache_rollback.forget_broken_pass(self.cache, self._width)
-        if cache_rollback.can_forget(self.cache, self._width, max(max(self.read) - length, 0)):
+        slots = self._width + self._pictures
+        cache_rollback.forget_broken_pass(self.cache, slots, self._apart)
+        if cache_rollback.can_forget(self.cache, slots, max(max(self.read) - length, 0), self._apart):
             self.rewind([length] * len(self.read))
         else:
             cache_rollback.forget_all(self.cache)
@@ -247,7 +285,7 @@ class DynamicRunner:
         if self._text is not None:
             self._text = self._text[:, : self._width - self.hidden - count]
         if self.cache is not None and self._width:
-            cache_rollback.forget_last(self.cache, count)
+            cache_rollback.forget_last(self.cache, count, self._apart)
         self._width -= count
 
     def _slot_kwargs(self, lags: list[int], first_slot: int, last_slot: int) -> dict[str, Tensor]:
@@ -274,77 +312,6 @@ class DynamicRunner:
             positions[..., self._aside, self._width - last_slot :] = self._aside_position
             kwargs[self._position_key] = positions
         return kwargs
-
-
-class RowByRowRunner:
-    """Runs one model row by row, for decoders in which a token's position is its slot (BART, Pegasus, Marian).
-
-    The methods are those of `DynamicRunner`.
-    """
-
-    rewinds_far = True
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        model_kwargs: dict[str, Any],
-        input_ids: Tensor,
-        capacity: int,
-        hidden: int = 0,
-        kernels: Kernels = onednn_linears,
-        chunk: int | None = None,
-    ) -> None:
-        given, argument = cache_of(model_kwargs), cache_argument(model)
-        if given is not None and given.get_seq_length() > 0:
-            raise ValueError(
-                f"{argument}={type(given).__name__} with text in it, for {len(input_ids)} rows of "
-                f"{type(model).__name__}: its rows run one by one, so pass one row a call or leave the cache out."
-            )
-        cross_attention = "encoder_outputs" in model_kwargs
-        self.cache = None
-        self.rows = []
-        for row in range(len(input_ids)):
-            kwargs = {key: _row(value, row, len(input_ids)) for key, value in model_kwargs.items()}
-            kwargs[argument] = (
-                cache_rollback.new_cache(model, "model", cross_attention=cross_attention) if given is not None else None
-            )
-            self.rows.append(DynamicRunner(model, kwargs, input_ids[row : row + 1], capacity, hidden, kernels, chunk))
-        self._fed: Sequence[int] = range(len(self.rows))
-        self.stages = self.rows[0].stages
-
-    @property
-    def read(self) -> list[int]:
-        """Tokens that each row has read."""
-        return [runner.read[0] for runner in self.rows]
-
-    @property
-    def passes(self) -> int:
-        """Forward passes so far, over all rows."""
-        return sum(runner.passes for runner in self.rows)
-
-    def forward(self, tokens: Tensor, count: int) -> Tensor:
-        """As `DynamicRunner.forward`."""
-        logits = {row: self.rows[row].forward(tokens[row : row + 1], count) for row in self._fed}
-        nothing = torch.zeros_like(next(iter(logits.values())))
-        return torch.cat([logits.get(row, nothing) for row in range(len(self.rows))])
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        """As `DynamicRunner.rewind`."""
-        for runner, length in zip(self.rows, lengths, strict=True):
-            runner.rewind([length])
-
-    def set_aside(self, rows: Sequence[int], position: int) -> None:
-        """As `DynamicRunner.set_aside`; rows that run by themselves affect no other."""
-
-    def retain(self, rows: Sequence[int]) -> Sequence[int]:
-        """As `DynamicRunner.retain`."""
-        self._fed = rows
-        return rows
-
-    def end(self, length: int) -> None:
-        """As `DynamicRunner.end`."""
-        for runner in self.rows:
-            runner.end(length)
 
 
 def in_chunks(tokens: Tensor, count: int, size: int | None) -> Sequence[Tensor]:
@@ -379,10 +346,12 @@ def extend_count(positions: Tensor | None, total: int) -> Tensor | None:
     return torch.cat([positions, positions[..., -1:] + 1 + torch.arange(more, device=positions.device)], dim=-1)
 
 
-def _extend_last(values: Tensor, total: int) -> Tensor:
-    """Per-token values `[..., P]`, the last repeated up to `total`, as `_update_model_kwargs_for_generation` does."""
-    more = max(total - values.shape[-1], 0)
-    return torch.cat([values, values[..., -1:].expand(*values.shape[:-1], more)], dim=-1)
+def _extend_types(key: str, types: Tensor, total: int) -> Tensor:
+    """Types of tokens `[..., P]`, extended to `total` as `_update_model_kwargs_for_generation` does."""
+    more = max(total - types.shape[-1], 0)
+    last = types[..., -1:]
+    new = torch.zeros_like(last) if key == "mm_token_type_ids" else last
+    return torch.cat([types, new.expand(*types.shape[:-1], more)], dim=-1)
 
 
 def _rows_at(table: Tensor, lags: list[int], first: int, last: int, before: int | None = None) -> Tensor:
@@ -395,14 +364,3 @@ def _rows_at(table: Tensor, lags: list[int], first: int, last: int, before: int 
     shape = (*table.shape[:-2], len(lags))
     taken = table.expand(*shape, -1).gather(-1, columns.clamp(min=0).expand(*shape, -1))
     return taken if before is None else taken.masked_fill(columns < 0, before)
-
-
-def _row(value: Any, row: int, batch_size: int) -> Any:
-    """One row of a model's argument: of tensors along their batch axis, of outputs field by field."""
-    if isinstance(value, ModelOutput):
-        return type(value)(**{key: _row(field, row, batch_size) for key, field in value.items()})
-    if isinstance(value, tuple):
-        return tuple(_row(item, row, batch_size) for item in value)
-    if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch_size:
-        return value[row : row + 1]
-    return value

@@ -32,8 +32,9 @@ class RecurrentRunner(DynamicRunner):
         hidden: int = 0,
         kernels: Kernels = onednn_linears,
         chunk: int | None = None,
+        prompt_alone: bool = False,
     ) -> None:
-        super().__init__(model, model_kwargs, input_ids, capacity, hidden, kernels, chunk)
+        super().__init__(model, model_kwargs, input_ids, capacity, hidden, kernels, chunk, prompt_alone)
         self._states = RecurrentStates(self.cache, recurrences.places(model))
         self._counting: Sequence[int] = range(len(self.read))
 

@@ -49,6 +49,7 @@ class RecurrentStates:
         self._kept = [[state.clone()] for state in self._states()]  # by state: before and after each of the last tokens
         self.reach = 0
         self.intact = True
+        self._heads = 1  # of a layer that have a recurrence each, as in Zamba
 
     @contextmanager
     def passing(self, width: int, last: int) -> Iterator[None]:
@@ -58,12 +59,15 @@ class RecurrentStates:
             RuntimeError: a recurrence that is not known here has run.
         """
         before = self._states()
-        recorder = recurrences.Recorder(before, last)
+        parts = before if self._heads == 1 else [part for state in before for part in state.unbind(1)]
+        recorder = recurrences.Recorder(parts, last)
         started = any(layer.has_previous_state[0] for layer in self._layers)
         intact, self.intact = self.intact, False  # until the pass has ended
         with recurrences.recording(recorder, self._places):
             yield
         states, left = self._states(), recorder.states
+        if states and len(left) > len(states) and not len(left) % len(states):
+            left = self._joined(left, len(left) // len(states))
         if width == 1 and before:
             left = [[state.clone()] for state in states]  # a single token's recurrence needs no recorder
         if len(left) != len(states):
@@ -80,6 +84,12 @@ class RecurrentStates:
             self.reach = last
         self._cut_convolutions(lambda inputs, kernel: inputs[..., -(kernel + self.reach) :].contiguous())
         self.intact = intact
+
+    def _joined(self, left: Sequence[Sequence[Tensor]], heads: int) -> list[list[Tensor]]:
+        """The states after each token, by layer, from those `left` by each of its heads."""
+        self._heads = heads
+        layers = (left[at : at + heads] for at in range(0, len(left), heads))
+        return [[torch.stack(by_head, dim=1) for by_head in zip(*layer, strict=True)] for layer in layers]
 
     def forget(self, counts: Sequence[int], rows: Sequence[int]) -> None:
         """Forget the last tokens of each row, `counts` `[B]`; those before can't be forgotten then.

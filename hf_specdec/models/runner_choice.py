@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.models.cache_names import cache_of
-from hf_specdec.models.dynamic_runner import DynamicRunner, RowByRowRunner
+from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
+from hf_specdec.models.own_inputs import own_inputs
 from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.models.recurrent_states import recurrent_layers
+from hf_specdec.models.row_by_row_runner import RowByRowRunner
+from hf_specdec.models.sight import prompt_is_read_alone
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner
-from hf_specdec.models.traits import takes_row_positions
+from hf_specdec.models.traits import keeps_pictures_apart, takes_row_positions, unmasked_window
 
 Runner = DynamicRunner | RowByRowRunner | StaticRunner
 
@@ -27,13 +32,45 @@ def runner_for(
     hidden: int = 0,
     kernels: Kernels = onednn_linears,
     chunk: int | None = None,
+    argument: str = "model",
 ) -> Runner:
-    """The runner for a model, a batch of `input_ids` `[B, P]` and its cache; arguments as `DynamicRunner`."""
+    """The runner for a model, a batch of `input_ids` `[B, P]` and its cache; arguments as `DynamicRunner`.
+
+    Args:
+        argument: the argument that passed the model, for messages.
+
+    Raises:
+        ValueError: the model can't read drafts: it makes inputs of its own, or its tokens see later ones, or a
+        window that only its cache makes.
+    """
     cache = cache_of(model_kwargs)
+    window = unmasked_window(model, cache)
+    if window is not None and capacity + hidden > window:
+        raise ValueError(
+            f"{argument}={type(model).__name__} sees its last {window} tokens only because its cache drops the others, "
+            "which a pass over several tokens would see: keep the text shorter, or decode without speculation."
+        )
+    prepared = own_inputs(model, model_kwargs, input_ids, argument)
+    alone = prompt_is_read_alone(model, model_kwargs, input_ids, argument)
     if isinstance(cache, RowsCache):
-        return StaticRunner(model, model_kwargs, input_ids, kernels, chunk)
+        return StaticRunner(model, model_kwargs, input_ids, kernels, chunk, alone)
+    kind: type[DynamicRunner | RowByRowRunner] = DynamicRunner
     if recurrent_layers(cache):
-        return RecurrentRunner(model, model_kwargs, input_ids, capacity, hidden, kernels, chunk)
-    batched = len(input_ids) == 1 or takes_row_positions(model)
-    kind = DynamicRunner if batched else RowByRowRunner
-    return kind(model, model_kwargs, input_ids, capacity, hidden, kernels, chunk)
+        kind = RecurrentRunner
+    elif len(input_ids) > 1 and not _rows_share_passes(model, prepared):
+        kind = RowByRowRunner
+    return kind(model, model_kwargs, input_ids, capacity, hidden, kernels, chunk, alone)
+
+
+def _rows_share_passes(model: PreTrainedModel, prepared: Mapping[str, Any] | None) -> bool:
+    """Whether rows may be at different positions in a pass.
+
+    Args:
+        model: the model.
+        prepared: the arguments that a model which prepares them itself makes of those of `generate`; else None.
+    """
+    if not takes_row_positions(model) or keeps_pictures_apart(model):
+        return False
+    key = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
+    takes_positions = key in inspect.signature(model.forward).parameters
+    return prepared is None or not takes_positions or prepared.get(key) is not None

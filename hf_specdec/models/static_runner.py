@@ -80,6 +80,7 @@ class StaticRunner:
         input_ids: `[B, P]` prompts; only their shape and device matter here.
         kernels: what passes run in.
         chunk: as in `DynamicRunner`.
+        prompt_alone: as of `DynamicRunner`; here only told to the loop, which then makes no drafts in its first round.
 
     The rows in use occupy the first places of the cache, so a pass reads them without copying. A row that is left
     out changes places with one from further back and keeps its content, since the cache may be returned.
@@ -100,9 +101,10 @@ class StaticRunner:
         input_ids: Tensor,
         kernels: Kernels = onednn_linears,
         chunk: int | None = None,
+        prompt_alone: bool = False,
     ) -> None:
         self.model = model
-        self._chunk = chunk
+        self._chunk, self.prompt_alone = chunk, prompt_alone
         self.passes = 0
         self.cache: RowsCache = model_kwargs[CACHE_NAME]
         batch_size, prompt_length = input_ids.shape

@@ -15,9 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.models.dynamic_runner import PER_TOKEN_KWARGS
 from hf_specdec.models.runner_choice import Runner
-
-# The fields of configurations that hold the ids of placeholders.
-PLACEHOLDERS = tuple(f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index"))
+from hf_specdec.models.traits import PLACEHOLDERS
 
 
 def text_places(target: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:

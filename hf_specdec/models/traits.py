@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -154,6 +155,41 @@ def takes_row_positions(model: PreTrainedModel) -> bool:
         return True
     key = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
     return key in inspect.signature(model.forward).parameters
+
+
+def unmasked_window(model: PreTrainedModel, cache: Any) -> int | None:
+    """The window of a cache whose model masks none: what left it is not seen because it is gone (Moshi); else None.
+
+    A pass over several tokens keeps it until all have been read. The model's code is searched for makers of such masks.
+    """
+    windows = [layer.sliding_window for layer in getattr(cache, "layers", ()) if getattr(layer, "sliding_window", None)]
+    spaces = {sys.modules.get(type(part).__module__) for part in model.modules()} if windows else set()
+    names = (name for space in spaces if space is not None for name in vars(space) if "mask" in name)
+    if not windows or any(kind in name for name in names for kind in ("sliding", "chunked", "_4d_")):
+        return None
+    return min(windows)
+
+
+def padding_without_position(model: PreTrainedModel) -> int | None:
+    """The token that a model gives no position, where it counts positions by the tokens of a pass; else None."""
+    decoder = model.get_decoder() or model
+    counting = (part for part in decoder.modules() if hasattr(part, "create_position_ids_from_input_ids"))
+    padding: int | None = getattr(next(counting, None), "padding_idx", None)
+    return padding
+
+
+# The fields of configurations that hold the ids of placeholders.
+PLACEHOLDERS = tuple(f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index"))
+
+
+def keeps_pictures_apart(model: PreTrainedModel) -> bool:
+    """Whether a model's pictures have no places in its text: it keeps and masks them by itself, by places of its own.
+
+    GIT reads them before the text, Idefics by cross-attention.
+    """
+    if "pixel_values" not in inspect.signature(model.forward).parameters or model.config.is_encoder_decoder:
+        return False
+    return not any(isinstance(getattr(model.config, name, None), int) for name in PLACEHOLDERS)
 
 
 def tensor_parallel_group(*models: PreTrainedModel) -> Any:

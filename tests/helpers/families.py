@@ -93,7 +93,7 @@ def pair(
     with torch.no_grad():
         for name, weight in target.named_parameters():
             if weight.dim() > 1:
-                weight.normal_(std=_spread(name))
+                weight.normal_(std=spread(name))
     draft = perturbed(target, noise)
     return target.to(dtype), draft.to(dtype)
 
@@ -108,7 +108,7 @@ def perturbed(model: PreTrainedModel, noise: float) -> PreTrainedModel:
     return changed
 
 
-def _spread(name: str) -> float:
+def spread(name: str) -> float:
     """Strong embeddings and weak cross-attention: text that depends on its own last tokens."""
     if "embed" in name or "shared" in name or "wte" in name:
         return 1.0

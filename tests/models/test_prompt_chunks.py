@@ -62,6 +62,8 @@ def test_no_pass_reads_more_of_a_prompt(family: str, engine: str, rows: int) -> 
     target, draft = pair(family, dtype=dtype)
     call = {**prompts(rows, length=31), **GREEDY}
     plain = target.generate(**call)
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        target.generate(**call)  # tries the passes of a model that does not say what they are like
     widths = [Widths(model) for model in (target, draft)]
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         for size in (1, 4, 16, 100):

@@ -1,0 +1,60 @@
+"""What models that prepare their inputs themselves make of them: a pass must read just the tokens that it appends."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.models.cache_names import cache_argument, cache_of
+from hf_specdec.models.dynamic_runner import extend_mask, prompt_positions
+from hf_specdec.models.traits import has_default_inputs
+
+
+def own_inputs(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, argument: str
+) -> Mapping[str, Any] | None:
+    """What a model prepares for a pass over the last token of its prompts.
+
+    Args:
+        model: the target or the draft.
+        model_kwargs: what `generate` prepared for it.
+        input_ids: `[B, P]`, the prompts.
+        argument: the argument that passed the model, for the message.
+
+    Returns:
+        The arguments of its `forward`; None if it leaves them to transformers' default implementation.
+
+    Raises:
+        ValueError: they hold other tokens than those to be read: a mask token that the model appends (XLM, XLNet), or
+            the whole text in spite of a cache (CPM-Ant).
+    """
+    if has_default_inputs(model):
+        return None
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    given = {key: value for key, value in model_kwargs.items() if key != "logits_to_keep"}
+    position_key = f"{prefix}position_ids"
+    if given.get(position_key) is None and position_key in inspect.signature(model.forward).parameters:
+        mask = extend_mask(given.get(f"{prefix}attention_mask"), input_ids.shape[1])
+        given[position_key] = prompt_positions(mask, input_ids.shape[1], input_ids.device)
+    prepared = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, is_first_iteration=False, **given)
+    tokens, key = prepared.get(f"{prefix}input_ids"), cache_argument(model)
+    expected = [input_ids[:, -1:]]
+    if (
+        cache_of(model_kwargs) is None
+        or prepared.get(key) is None
+        or key not in inspect.signature(model.forward).parameters
+    ):
+        expected = [input_ids, input_ids[:, -1:]]
+    if tokens is None or not any(torch.equal(tokens, wanted) for wanted in expected):
+        made = "none" if tokens is None else f"tokens of the shape {list(tokens.shape)}"
+        raise ValueError(
+            f"{argument}={type(model).__name__} makes inputs of its own: to read tokens of the shape "
+            f"{list(expected[0].shape)}, it prepares {made}, so that its passes can't verify drafts: decode without "
+            "speculation."
+        )
+    return dict(prepared)

@@ -1,0 +1,108 @@
+"""Passes of one model over the rows of a batch one by one, each by a runner of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from hf_specdec.models import cache_rollback
+from hf_specdec.models.cache_names import cache_argument, cache_of
+from hf_specdec.models.dynamic_runner import DynamicRunner
+from hf_specdec.models.onednn_linears import Kernels, onednn_linears
+from hf_specdec.models.traits import media_of
+
+
+class RowByRowRunner:
+    """Runs one model row by row, for decoders in which a token's position is its slot (BART, Pegasus, Marian).
+
+    The methods are those of `DynamicRunner`.
+    """
+
+    rewinds_far = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        input_ids: Tensor,
+        capacity: int,
+        hidden: int = 0,
+        kernels: Kernels = onednn_linears,
+        chunk: int | None = None,
+        prompt_alone: bool = False,
+    ) -> None:
+        self.prompt_alone = prompt_alone
+        given, argument = cache_of(model_kwargs), cache_argument(model)
+        if given is not None and given.get_seq_length() > 0:
+            raise ValueError(
+                f"{argument}={type(given).__name__} with text in it, for {len(input_ids)} rows of "
+                f"{type(model).__name__}: its rows run one by one, so pass one row a call or leave the cache out."
+            )
+        media = media_of(model_kwargs).values()
+        if any(not isinstance(value, Tensor) or len(value) != len(input_ids) for value in media):
+            raise ValueError(
+                f"pictures or sound for {len(input_ids)} rows of {type(model).__name__}: its rows run one by one, and "
+                "it is not known which parts are whose, so pass one row a call."
+            )
+        cross_attention = "encoder_outputs" in model_kwargs
+        self.cache = None
+        self.rows = []
+        for row in range(len(input_ids)):
+            kwargs = {key: row_of(value, row, len(input_ids)) for key, value in model_kwargs.items()}
+            kwargs[argument] = (
+                cache_rollback.new_cache(model, "model", cross_attention=cross_attention) if given is not None else None
+            )
+            ids = input_ids[row : row + 1]
+            self.rows.append(DynamicRunner(model, kwargs, ids, capacity, hidden, kernels, chunk, prompt_alone))
+        self._fed: Sequence[int] = range(len(self.rows))
+        self.stages = self.rows[0].stages
+
+    @property
+    def read(self) -> list[int]:
+        """Tokens that each row has read."""
+        return [runner.read[0] for runner in self.rows]
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, over all rows."""
+        return sum(runner.passes for runner in self.rows)
+
+    def forward(self, tokens: Tensor, count: int) -> Tensor:
+        """As `DynamicRunner.forward`."""
+        logits = {row: self.rows[row].forward(tokens[row : row + 1], count) for row in self._fed}
+        nothing = torch.zeros_like(next(iter(logits.values())))
+        return torch.cat([logits.get(row, nothing) for row in range(len(self.rows))])
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """As `DynamicRunner.rewind`."""
+        for runner, length in zip(self.rows, lengths, strict=True):
+            runner.rewind([length])
+
+    def set_aside(self, rows: Sequence[int], position: int) -> None:
+        """As `DynamicRunner.set_aside`; rows that run by themselves affect no other."""
+
+    def retain(self, rows: Sequence[int]) -> Sequence[int]:
+        """As `DynamicRunner.retain`."""
+        self._fed = rows
+        return rows
+
+    def end(self, length: int) -> None:
+        """As `DynamicRunner.end`."""
+        for runner in self.rows:
+            runner.end(length)
+
+
+def row_of(value: Any, row: int, batch_size: int) -> Any:
+    """One row of a model's argument: of tensors along their batch axis, of outputs field by field."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: row_of(field, row, batch_size) for key, field in value.items()})
+    if isinstance(value, tuple):
+        return tuple(row_of(item, row, batch_size) for item in value)
+    if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch_size:
+        return value[row : row + 1]
+    return value

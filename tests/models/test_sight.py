@@ -1,0 +1,130 @@
+"""Passes whose tokens see later ones: such prompts are read without drafts, and models of no other passes refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.class_inputs import text_inputs
+from helpers.generating_classes import small_pair
+from helpers.models import Passes, llama, prompts
+from torch import Tensor
+from transformers import BertConfig, BertLMHeadModel, LogitsProcessor, PreTrainedModel
+
+import hf_specdec
+from hf_specdec.models import dynamic_runner, sight
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+
+def _encoder() -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(0)
+    return BertLMHeadModel(BertConfig(vocab_size=64, **sizes)).double().eval()
+
+
+def _pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return small_pair(getattr(transformers, name), torch.float64)
+
+
+def _speculated(target: PreTrainedModel, draft: PreTrainedModel | None, inputs: dict[str, Tensor], **call: Any) -> Any:
+    drafter = {"drafter": "lookup"} if draft is None else {"assistant_model": draft}
+    with hf_specdec.enable(target, generation_strategy="speculative", **drafter):
+        return target.generate(**inputs, **GREEDY, **call, num_assistant_tokens=4, return_dict_in_generate=True)
+
+
+@pytest.mark.parametrize("as_draft", [False, True])
+def test_an_encoder_is_refused_by_name(as_draft: bool) -> None:
+    """BERT without `is_decoder` generates, too, if one only warns; each token sees all of its pass."""
+    bert = _encoder()
+    target = llama() if as_draft else bert
+    argument = "assistant_model" if as_draft else "model"
+    words = rf"{argument}=BertLMHeadModel.*is_decoder=True.*decode without"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            _speculated(target, bert if as_draft else None, prompts(1))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["PaliGemmaForConditionalGeneration", "HrmTextForCausalLM"])
+@pytest.mark.parametrize("types", [0, 1, None])
+def test_a_prompt_that_sees_both_ways_is_read_without_drafts(name: str, types: int | None, rows: int) -> None:
+    """With types for which it does, with types for which it does not, and with none."""
+    target, draft = _pair(name)
+    inputs = text_inputs(target, rows)
+    if types is not None:
+        inputs["token_type_ids"] = torch.full_like(inputs["input_ids"], types)
+    plain = target.generate(**inputs, **GREEDY)
+    for drafting in (draft, target, None):
+        out = _speculated(target, drafting, inputs)
+        assert torch.equal(out.sequences, plain)
+        if drafting is target:
+            assert out.speculation.acceptance_rate == 1.0, "the draft reads the prompt alone as well"
+        if types is not None or name.startswith("PaliGemma"):
+            assert not any(out.speculation.rounds[0].drafted)
+
+
+@pytest.mark.parametrize(("name", "types"), [("PaliGemmaForConditionalGeneration", 0), ("HrmTextForCausalLM", 1)])
+def test_without_a_cache_every_pass_reads_the_prompt(name: str, types: int) -> None:
+    target, draft = _pair(name)
+    inputs = text_inputs(target, 1)
+    causal = {**inputs, "token_type_ids": torch.full_like(inputs["input_ids"], 1 - types)}
+    plain = target.generate(**causal, **GREEDY, use_cache=False)
+    assert torch.equal(_speculated(target, draft, causal, use_cache=False).sequences, plain)
+    both_ways = {**inputs, "token_type_ids": torch.full_like(inputs["input_ids"], types)}
+    with pytest.raises(ValueError, match=f"model={name}.*use_cache=True"):
+        _speculated(target, None, both_ways, use_cache=False)
+
+
+def test_models_are_tried_once() -> None:
+    target = _pair("TrOCRForCausalLM")[0]
+    plain = target.generate(**prompts(1), **GREEDY)
+    with Passes(target) as passes:
+        assert torch.equal(_speculated(target, None, prompts(1)).sequences, plain)
+        first = passes.count
+        assert torch.equal(_speculated(target, None, prompts(1)).sequences, plain)
+        assert first == (passes.count - first) + 4, "two prompts, and two passes after one of them"
+
+
+def test_models_marked_as_causal_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sight, "_try", None)
+    for target in (llama(), _pair("T5ForConditionalGeneration")[0]):
+        _speculated(target, None, text_inputs(target, 1))
+
+
+class _Padding(LogitsProcessor):
+    """Padding is the likeliest token after some others."""
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        bonus = torch.zeros_like(scores)
+        last = input_ids[:, -1]
+        bonus[:, self.padding] = ((last % 3 == 2) & (last != self.padding)) * 1e3
+        return scores + bonus
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["Kosmos2_5ForConditionalGeneration", "M2M100ForConditionalGeneration"])
+def test_padding_that_is_generated_takes_a_place_in_the_next_pass_only(name: str, rows: int) -> None:
+    target, draft = _pair(name)
+    inputs = text_inputs(target, rows)
+    padding = dynamic_runner.padding_without_position(target)
+    assert padding is not None
+    call = {"logits_processor": [_Padding(padding)]}
+    plain = target.generate(**inputs, **GREEDY, **call)
+    assert (plain[:, -12:-1] == padding).any()
+    for drafting in (draft, target, None):
+        assert torch.equal(_speculated(target, drafting, inputs, **call).sequences, plain)
+
+
+def test_control_positions_counted_within_a_pass_give_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = _pair("Kosmos2_5ForConditionalGeneration")
+    inputs = text_inputs(target, 1)
+    call = {"logits_processor": [_Padding(dynamic_runner.padding_without_position(target))]}
+    plain = target.generate(**inputs, **GREEDY, **call)
+    monkeypatch.setattr(dynamic_runner, "padding_without_position", lambda _: None)
+    assert not torch.equal(_speculated(target, target, inputs, **call).sequences, plain)
