@@ -23,7 +23,7 @@ import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.drafting import drafter_choice
 from hf_specdec.drafting.model_drafter import ModelDrafter
-from hf_specdec.models import dynamic_runner, recorded_passes, recurrences, recurrent_states
+from hf_specdec.models import recorded_passes, recurrences, recurrent_states
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import new_cache
 from hf_specdec.models.recurrent_runner import RecurrentRunner
@@ -331,13 +331,12 @@ def test_the_modules_of_transformers_are_as_before_after_each_pass(family: str) 
     assert where and [getattr(module, kind.many) for module, kind in where] == before
 
 
-def test_a_prompt_with_pictures_and_the_token_behind_it_are_two_passes(monkeypatch) -> None:
+def test_a_prompt_with_pictures_and_the_token_behind_it_are_two_passes() -> None:
     """As of a draft in its first round: the recurrence over the one token runs by another function of the model."""
-    monkeypatch.setattr(dynamic_runner, "embedded", lambda given: True)
     target = model("Qwen3_5Text")
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     given = {"use_cache": True, cache_argument(target): new_cache(target, "model", cross_attention=False)}
-    runner = RecurrentRunner(target, given, ids[:, :4], 32)
+    runner = RecurrentRunner(target, given, ids[:, :4], 32, prompt_alone=True)
     with torch.no_grad():
         # The model's recurrence computes in float32.
         torch.testing.assert_close(runner.forward(ids, 1), target(ids).logits[:, -1:], atol=1e-4, rtol=0.0)
