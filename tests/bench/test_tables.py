@@ -57,7 +57,7 @@ def first(cell: str) -> float:
 
 def test_a_file_renders_as_when_it_was_measured(results_folder: Path) -> None:
     paths = list(results_folder.glob(f"*{SUFFIX}"))
-    assert len(paths) == 7
+    assert len(paths) == 6
     for path in paths:
         stem = path.name.removesuffix(SUFFIX)
         assert rendering.render(load(path)) == path.with_name(f"{stem}.md").read_text()

@@ -384,9 +384,10 @@ def test_the_draft_stays_as_it_was_and_its_own_generate_is_not_called(
     parts = draft.generation_config.to_dict(), draft.get_output_embeddings(), draft.get_input_embeddings()
     called = []
     generate = GenerationMixin.generate
-    monkeypatch.setattr(GenerationMixin, "generate", lambda self, **k: (called.append(self), generate(self, **k))[1])
     call = {**prompts(1), **GREEDY, "do_sample": do_sample}
-    target.generate(**call, assistant_model=draft, **SPECULATIVE, **models["tokenizers"])
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationMixin, "generate", lambda self, **k: (called.append(self), generate(self, **k))[1])
+        target.generate(**call, assistant_model=draft, **SPECULATIVE, **models["tokenizers"])
     assert called == [target]
     assert before.keys() == draft.state_dict().keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
