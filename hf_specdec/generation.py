@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +21,7 @@ from transformers import (
 )
 
 from hf_specdec.checks import check_call, check_is_model, check_kinds, check_model
-from hf_specdec.config import SpeculationConfig, check_fields
+from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafting.draft_settings import with_settings_of
 from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
@@ -61,6 +63,8 @@ from hf_specdec.rules.shared_decisions import among
 from hf_specdec.rules.verification import SAMPLING_RULES, greedy
 from hf_specdec.strategies import STRATEGY_TABLE
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
 
 
@@ -70,6 +74,15 @@ def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
     If several threads call `generate`, use `return_dict_in_generate=True` and the output's `speculation` instead.
     """
     return next((_last[target] for target in generating_parts(model) if target in _last), None)
+
+
+def _names_settings(call: Callable[P, T]) -> Callable[P, T]:
+    """Add all settings to a function's signature: `generate` passes on only what a custom loop's signature names."""
+    signature = inspect.signature(call)
+    *named, rest = signature.parameters.values()
+    settings = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in FIELDS]
+    call.__signature__ = signature.replace(parameters=[*named, *settings, rest])  # type: ignore[attr-defined]
+    return call
 
 
 class SpeculativeDecoding:
@@ -120,6 +133,7 @@ class SpeculativeDecoding:
         self.media = media or {}
         self.stats: SpeculationStats | None = None
 
+    @_names_settings
     def __call__(
         self,
         model: PreTrainedModel,
@@ -128,42 +142,11 @@ class SpeculativeDecoding:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         inputs_tensor: Tensor | None = None,
-        num_assistant_tokens: int | Literal["auto"] | None = None,
-        fallback_threshold: float | None = None,
-        rollback_threshold: float | None = None,
-        lenience: float | None = None,
-        posterior_threshold: float | None = None,
-        assistant_ensemble_weight: float | None = None,
-        drafter: str | None = None,
-        verification: str | None = None,
-        entropy_threshold: float | None = None,
-        assistant_confidence_threshold: float | None = None,
-        compile: bool | None = None,
-        on_draft_error: str | None = None,
-        disable_tqdm: bool | None = None,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
-        """Decode, with the contract of `GenerationMixin._sample`.
-
-        `generate` passes on the arguments that are named in this signature. Settings of the call override the
-        object's.
-        """
-        settings: dict[str, Any] = {
-            "num_assistant_tokens": num_assistant_tokens,
-            "fallback_threshold": fallback_threshold,
-            "rollback_threshold": rollback_threshold,
-            "lenience": lenience,
-            "posterior_threshold": posterior_threshold,
-            "assistant_ensemble_weight": assistant_ensemble_weight,
-            "drafter": drafter,
-            "verification": verification,
-            "entropy_threshold": entropy_threshold,
-            "assistant_confidence_threshold": assistant_confidence_threshold,
-            "compile": compile,
-            "on_draft_error": on_draft_error,
-            "disable_tqdm": disable_tqdm,
-        }
-        config = replace(self.config, **{name: value for name, value in settings.items() if value is not None})
+        """Decode, with the contract of `GenerationMixin._sample`. Settings of the call override the object's."""
+        settings = {name: value for name in FIELDS if (value := model_kwargs.pop(name, None)) is not None}
+        config = replace(self.config, **settings)
         self._check_draft(config)
         if self.assistant_model is not None and config.drafts_by_model:
             config = with_settings_of(self.assistant_model, config)
