@@ -12,10 +12,12 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from torch.nn import Module
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from hf_specdec.compat.accelerate_private import has_hook
+from hf_specdec.compat.transformers_private import is_callers_cache, own_loop
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.processors import check_processors
 from hf_specdec.models.cache_names import cache_argument, cache_of
@@ -87,7 +89,7 @@ def check_call(
     if model_kwargs.get("use_cache") and not is_static_by_request(cache):
         if implementation is not None:
             argument = f"cache_implementation={implementation!r}"
-        elif getattr(cache, "_is_user_defined", False):
+        elif is_callers_cache(cache):
             argument = f"{cache_argument(model)}={type(cache).__name__}"
         else:
             argument = f"model={type(model).__name__}"
@@ -270,7 +272,7 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
             f"{named} is on the 'meta' device{empty and f' in its part {empty}'}, which holds no weights: load them, "
             "or give it a device_map that keeps its first layer on a real device."
         )
-    if argument == "model" and (own := _own_loop(model)) is not None:
+    if argument == "model" and (own := own_loop(model)) is not None:
         raise ValueError(
             f"{named} decodes in a loop of its own, {own}, which speculation would replace: decode without speculation."
         )
@@ -311,18 +313,12 @@ def _empty_part(model: PreTrainedModel) -> str | None:
     if not any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())):
         return None
     # The hook of the whole model only moves its inputs; the hook of a part may load all that is in it.
-    loaded = tuple(f"{name}." for name, module in model.named_modules() if name and hasattr(module, "_hf_hook"))
+    loaded = tuple(f"{name}." for name, module in model.named_modules() if name and has_hook(module))
     for name, module in model.named_modules():
         own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if any(tensor.is_meta for tensor in own) and not f"{name}.".startswith(loaded):
             return name
     return None
-
-
-def _own_loop(model: PreTrainedModel) -> str | None:
-    """The method with which a model replaces a part of transformers' decoding loop; None if there is none."""
-    names = ("_sample", "_prefill")
-    return next((name for name in names if getattr(type(model), name) is not getattr(GenerationMixin, name)), None)
 
 
 def _sharding_of(model: PreTrainedModel) -> str | None:

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from hf_specdec.checks import check_call, check_is_model, check_kinds, check_model
+from hf_specdec.compat.transformers_private import is_callers_cache, mask_length, pad_token
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafting.draft_settings import with_settings_of
@@ -194,7 +195,7 @@ class SpeculativeDecoding:
         longest = min(maximum_length(stopping_criteria), context_length(model) or sys.maxsize)
         config = config.within(max(longest - input_ids.shape[1], 1))
         transcript = self._transcript(config, input_ids, stopping_criteria, generation_config)
-        processors = HostProcessors(logits_processor, _pad_token(generation_config) or 0)
+        processors = HostProcessors(logits_processor, pad_token(generation_config) or 0)
         cached = _cached_tokens(input_ids, model_kwargs, generation_config)
         check_dropped_cache(model, cache_of(model_kwargs), input_ids.shape[1], cached, transcript.max_length)
         static_size = _static_size(config, transcript, model, model_kwargs)
@@ -240,7 +241,7 @@ class SpeculativeDecoding:
         return Transcript(
             input_ids,
             stopping_criteria,
-            _pad_token(generation_config),
+            pad_token(generation_config),
             self.streamer,
             spare=config.longest_draft + 1,
             keep_scores=bool(returns_dict and generation_config.output_scores),
@@ -306,7 +307,7 @@ def _run(
         try:
             decoder.decode(transcript, stats, rounds)
         finally:
-            kept = keep_cache or getattr(target.cache, "_is_user_defined", False)
+            kept = keep_cache or is_callers_cache(target.cache)
             if isinstance(target, DynamicRunner) and kept and target.cache is not None:
                 copy_out_of_inference_mode(target.cache)
         if isinstance(target, StaticRunner) and keep_cache:
@@ -334,11 +335,6 @@ def _static_size(
     return None
 
 
-def _pad_token(generation_config: GenerationConfig) -> int | None:
-    pad = generation_config._pad_token_tensor
-    return None if pad is None else int(pad)
-
-
 def _last_token_visible(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether every row's last prompt token is visible."""
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
@@ -351,7 +347,7 @@ def _cached_tokens(input_ids: Tensor, model_kwargs: dict[str, Any], generation_c
     mask, cache = model_kwargs.get("attention_mask"), cache_of(model_kwargs)
     if cache is None or "encoder_outputs" in model_kwargs:
         return 0
-    covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", input_ids.shape[1])
+    covered = mask.shape[1] if mask is not None else mask_length(generation_config, input_ids.shape[1])
     return max(covered - input_ids.shape[1], 0)
 
 

@@ -32,6 +32,7 @@ from hf_specdec.checks import (
     check_versions,
     checked_target,
 )
+from hf_specdec.compat.transformers_private import unknown_arguments
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
 from hf_specdec.models.cache_names import OUTDATED_NAMES
@@ -289,16 +290,11 @@ def _configured(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _unused(model: PreTrainedModel, call: dict[str, Any]) -> Iterator[str]:
+def _unused(model: PreTrainedModel, call: dict[str, Any]) -> list[str]:
     """The arguments that neither `generate` nor, by transformers' own check, the model accepts."""
     configs = (GenerationConfig(), call.get("generation_config"), model.generation_config)
-    for name, value in call.items():
-        if name in KNOWN or any(hasattr(config, name) for config in configs):
-            continue
-        try:
-            model._validate_model_kwargs({name: value})
-        except ValueError:
-            yield name
+    known = {name for name in call if name in KNOWN or any(hasattr(config, name) for config in configs)}
+    return unknown_arguments(model, {name: value for name, value in call.items() if name not in known})
 
 
 def _check_strategy_is_not_missing(model: PreTrainedModel, call: dict[str, Any]) -> None:

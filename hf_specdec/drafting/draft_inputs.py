@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from hf_specdec.compat.transformers_private import encoded_pictures
 from hf_specdec.models.cache_names import CACHE_NAMES, cache_argument
 from hf_specdec.models.cache_rollback import new_cache
 
@@ -166,9 +167,8 @@ def _encoded_media(
             )
         return by_target
     copies = 1 if inputs_tensor is None else len(input_ids) // len(inputs_tensor)
-    own = draft._prepare_multimodal_encoder_kwargs_for_generation({key: _to_draft(media[key], draft) for key in media})
-    prompts = input_ids[::copies].to(draft.device)
-    return draft._expand_inputs_for_generation(copies, input_ids=prompts, **own)[1]["mm_encoder_outputs"]
+    own = {key: _to_draft(media[key], draft) for key in media}
+    return encoded_pictures(draft, own, input_ids[::copies].to(draft.device), copies)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
+from hf_specdec.compat.transformers_private import allowed_tokens_of
+
 # These only read the scores, row by row, so all positions can be processed at once.
 SCORES_ONLY = (
     host.TemperatureLogitsWarper,
@@ -192,7 +194,7 @@ class HostProcessors:
         """
         key = (id(constraint), row, tuple(prefix.tolist()))
         if key not in self._answers:
-            function = constraint._prefix_allowed_tokens_fn
+            function = allowed_tokens_of(constraint)
             before = _bindings(function)
             found = function(row, prefix)
             if id(constraint) in self._asked and _said(function) is None and _bindings(function) != before:
@@ -257,7 +259,7 @@ def is_stateless(processor: LogitsProcessor) -> bool:
     """
     asked = processor
     if type(processor) is host.PrefixConstrainedLogitsProcessor:
-        asked = processor._prefix_allowed_tokens_fn
+        asked = allowed_tokens_of(processor)
     said = _said(asked)
     return type(processor) in ARGUMENTS_ONLY if said is None else said
 

@@ -6,7 +6,6 @@ modules get a subclass here, so that weights, names and the output of `save_pret
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch.nn import functional
 from transformers import Cache, PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
+from hf_specdec.compat.accelerate_private import change_class
+from hf_specdec.compat.transformers_private import attention_name, can_set_attention, supports_sdpa
 from hf_specdec.models.traits import wrapped_model
 
 
@@ -123,13 +124,13 @@ def better_transformer_refusal(model: PreTrainedModel) -> str | None:
         )
     if attention_of(model) == "sdpa" or _bloom_attentions(model):
         return None
-    without = sorted({type(part).__name__ for part in parts if not part._supports_sdpa})
+    without = sorted({type(part).__name__ for part in parts if not supports_sdpa(part)})
     if without:
         return (
             f"{name} has no Better Transformer: transformers knows no SDPA attention for {', '.join(without)}, and "
             "hf_specdec brings its own for BLOOM only; leave better_transformer out for this model."
         )
-    if not all(part._can_set_attn_implementation() for part in parts):
+    if not all(can_set_attention(part) for part in parts):
         return (
             f"{name} can't change its attention {attention_of(model)!r} once it is loaded: load it with "
             "attn_implementation='sdpa'."
@@ -142,7 +143,7 @@ def attention_of(model: PreTrainedModel) -> str:
     own = _bloom_attentions(model)
     if own and all(isinstance(module, BloomSdpaAttention) for module in own):
         return "sdpa"
-    return str(wrapped_model(model).config._attn_implementation)
+    return attention_name(wrapped_model(model).config)
 
 
 def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -153,7 +154,7 @@ def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 def _set_attention(model: PreTrainedModel, attention: str) -> None:
     # transformers 5.17 doesn't pass the change on to parts with their own config of the same class, as T5's are.
     for part in _parts(model):
-        if part.config._attn_implementation != attention:
+        if attention_name(part.config) != attention:
             part.set_attn_implementation(attention)
 
 
@@ -164,7 +165,4 @@ def _bloom_attentions(model: PreTrainedModel) -> list[BloomAttention]:
 
 def _set_class(model: PreTrainedModel, attention: type[BloomAttention]) -> None:
     for module in _bloom_attentions(model):
-        module.__class__ = attention
-        if hasattr(module, "_old_forward"):
-            # accelerate's hooks keep a reference to the forward that they wrap.
-            module._old_forward = MethodType(attention.forward, module)
+        change_class(module, attention)

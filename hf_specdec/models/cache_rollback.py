@@ -15,6 +15,7 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_specdec.compat.transformers_private import is_callers_cache, is_stateful
 from hf_specdec.models.recurrences import places
 from hf_specdec.models.recurrent_states import LINEAR_LAYERS, is_purely_recurrent, recurrent_layers
 
@@ -92,7 +93,7 @@ def check_recurrence(model: PreTrainedModel, argument: str) -> None:
     Raises:
         ValueError: names the argument, its value and the way out.
     """
-    if not getattr(model, "_is_stateful", False) or (has_recurrent_layers(model) and places(model)):
+    if not is_stateful(model) or (has_recurrent_layers(model) and places(model)):
         return
     raise ValueError(
         f"{argument}={type(model).__name__} keeps a recurrent state that can't be rolled back after a rejected draft: "
@@ -102,8 +103,9 @@ def check_recurrence(model: PreTrainedModel, argument: str) -> None:
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
     """Whether the model's cache holds states of recurrent layers."""
-    stateful = bool(getattr(model, "_is_stateful", False))
-    return stateful and bool(recurrent_layers(DynamicCache(config=model.config.get_text_config(decoder=True))))
+    return is_stateful(model) and bool(
+        recurrent_layers(DynamicCache(config=model.config.get_text_config(decoder=True)))
+    )
 
 
 def cached_length(cache: Cache, argument: str) -> int:
@@ -129,12 +131,12 @@ def cached_length(cache: Cache, argument: str) -> int:
 def is_static_by_request(cache: object) -> bool:
     """Whether `generate` made this cache for `cache_implementation="static"`, so that a `RowsCache` can replace it."""
     own = self_attention(cache)
-    return isinstance(own, StaticCache) and not own.offloading and not getattr(cache, "_is_user_defined", False)
+    return isinstance(own, StaticCache) and not own.offloading and not is_callers_cache(cache)
 
 
 def is_unused_default(cache: object) -> bool:
     """Whether `generate` made this cache by default, so that any other can replace it."""
-    if not isinstance(cache, DynamicCache) or getattr(cache, "_is_user_defined", False) or is_purely_recurrent(cache):
+    if not isinstance(cache, DynamicCache) or is_callers_cache(cache) or is_purely_recurrent(cache):
         return False
     return type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0
 

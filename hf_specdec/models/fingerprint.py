@@ -15,6 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_specdec.compat.torch_private import (
+    any_global_hook,
+    children_of,
+    forward_hooks,
+    function_modes,
+    has_compiled_call,
+    held_tensors,
+)
+from hf_specdec.compat.transformers_private import attention_name
 from hf_specdec.models.stored_tensors import PLAIN, stored_tensors
 
 # PEFT's layers say here which adapter is active. Other private attributes are bookkeeping of `generate`.
@@ -34,7 +43,7 @@ def state_of(model: PreTrainedModel) -> Hashable:
     a model alive.
     """
     modules = list(model.modules())
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    attention = attention_name(model.config.get_text_config(decoder=True))
     cast = torch.is_autocast_enabled(model.device.type) and torch.get_autocast_dtype(model.device.type)
     functions = {
         name: tuple(_serial(value) for value in vars(sys.modules[name]).values() if isinstance(value, FunctionType))
@@ -76,8 +85,7 @@ def forms_of(*models: torch.nn.Module) -> Hashable:
         tuple((name, form(tensor)) for name, tensor in held.items())
         for model in models
         for module in model.modules()
-        for held in (module._parameters, module._buffers)
-        if held
+        for held in held_tensors(module)
     )
 
 
@@ -111,7 +119,7 @@ def has_custom_hooks(model: PreTrainedModel) -> bool:
 
     A recorded, compiled or captured pass would not call them as the model does.
     """
-    return torch.nn.modules.module._has_any_global_hook() or any(map(_custom_hooks, model.modules()))
+    return any_global_hook() or any(map(_custom_hooks, model.modules()))
 
 
 def runs_custom_python(model: PreTrainedModel) -> bool:
@@ -122,7 +130,7 @@ def runs_custom_python(model: PreTrainedModel) -> bool:
     """
     return (
         torch.is_autocast_enabled(model.device.type)
-        or torch._C._len_torch_function_stack() > 0
+        or function_modes() > 0
         or any(type(weight) is not torch.nn.Parameter for weight in model.parameters())
         or has_custom_hooks(model)
         or any(map(_runs_custom_python, model.modules()))
@@ -130,21 +138,22 @@ def runs_custom_python(model: PreTrainedModel) -> bool:
 
 
 def _custom_hooks(module: torch.nn.Module) -> list[Any]:
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+    return [
+        hook for hook in forward_hooks(module) if not str(getattr(hook, "__module__", "")).startswith("transformers.")
+    ]
 
 
 def _runs_custom_python(module: torch.nn.Module) -> bool:
     return bool(
         module.training
         or not type(module).__module__.startswith(("torch.nn.", "transformers.", "hf_specdec."))
-        or module._compiled_call_impl is not None
+        or has_compiled_call(module)
         or "forward" in vars(module)
     )
 
 
 def _module_state(module: torch.nn.Module) -> Hashable:
-    parts = tuple((name, _serial(part)) for name, part in module._modules.items())
+    parts = tuple((name, _serial(part)) for name, part in children_of(module).items())
     return _serial(module), parts, _behaviour_of(module, _attributes_of(module))
 
 
@@ -157,9 +166,8 @@ def _attributes_of(module: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def _behaviour_of(module: torch.nn.Module, attributes: Iterable[tuple[str, Any]]) -> Hashable:
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     kind, values = type(module), tuple((name, _value(value)) for name, value in attributes)
-    return kind, _serial(kind.forward), tuple(map(_serial, hooks)), module.training, values
+    return kind, _serial(kind.forward), tuple(map(_serial, forward_hooks(module))), module.training, values
 
 
 def _config_state(config: PreTrainedConfig) -> Hashable:

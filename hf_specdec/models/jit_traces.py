@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.compat.torch_private import can_trace, recorded
+
 _tracing = threading.local()
 
 
@@ -28,24 +30,16 @@ class Trace:
 
 
 def traced(step: Callable[..., Any], inputs: Sequence[Tensor], calls: Sequence[Trace] = ()) -> Trace | None:
-    """The trace of a function of tensors, which may replay the traces in `calls`; None where torch makes none.
-
-    `torch.jit.trace` would register the function with the process, which keeps it for good, its Python lines included.
-    """
-    if not (can_trace() and torch.jit._state._enabled):  # PYTORCH_JIT=0
+    """The trace of a function of tensors, which may replay the traces in `calls`; None where torch makes none."""
+    if not can_trace():
         return None
     warnings.filterwarnings("ignore", category=_WhileTracing)
     _tracing.active = True
     try:
-        graph, _ = torch._C._create_graph_by_tracing(step, tuple(inputs), lambda value: "", True, False)
+        function = recorded(step, inputs)
     finally:
         _tracing.active = False
-    return Trace(torch._C._create_function_from_graph("step", graph), tuple(calls))
-
-
-def can_trace() -> bool:
-    """Whether this build of torch has what tracing takes; `torch.jit.trace` calls the same."""
-    return all(hasattr(torch._C, name) for name in ("_create_graph_by_tracing", "_create_function_from_graph"))
+    return Trace(function, tuple(calls))
 
 
 def replay(made: Trace, inputs: Sequence[Tensor]) -> Any:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_specdec.compat.transformers_private import attention_name, compiles_whole
+
 ATTENTION = ("eager", "sdpa")
 # The widest pass that is recorded, or has its masks in a table. Only prompts and drafts that catch up are wider.
 MAX_MASKED_TOKENS = 32
@@ -29,10 +31,10 @@ def takes_4d_masks(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config(decoder=True)
     return (
         not model.config.is_encoder_decoder
-        and bool(model._can_compile_fullgraph)
+        and compiles_whole(model)
         and {"attention_mask", "position_ids"} <= inspect.signature(model.forward).parameters.keys()
         and not getattr(config, "alibi", False)
-        and config._attn_implementation in ATTENTION
+        and attention_name(config) in ATTENTION
         and LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
     )
 

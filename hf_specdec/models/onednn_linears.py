@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from hf_specdec.compat.torch_private import linear_pointwise
 from hf_specdec.models.processor import reported
 
 # Gives, for a model, the context manager that its passes run in.
@@ -66,14 +67,14 @@ class OneDnnLinears(TorchFunctionMode):
 
 def onednn_linears(model: PreTrainedModel) -> Callable[[], AbstractContextManager[Any]]:
     """The context manager for a model's passes without gradients: `OneDnnLinears` where it serves some weight."""
-    served = _is_available() and any(
+    served = linear_pointwise() is not None and any(
         _is_known(weight) and weight.numel() >= faster_range().least_weights for weight in model.parameters()
     )
     return OneDnnLinears if served else nullcontext
 
 
 def _linear(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    operation = torch.ops.mkldnn._linear_pointwise
+    operation = linear_pointwise()
     if torch.jit.is_tracing():
         # A trace can't hold the other variant's arguments. The sum with zeros takes up to a tenth more time.
         zeros = tokens.new_zeros(*tokens.shape[:-1], weight.shape[0])
@@ -81,12 +82,6 @@ def _linear(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     else:
         result = operation.default(tokens, weight, bias, "none", [], "")
     return result
-
-
-def _is_available() -> bool:
-    """Whether this build of torch has the operation, which inductor uses and no documentation promises."""
-    operation = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    return torch.backends.mkldnn.is_available() and all(hasattr(operation, one) for one in ("default", "binary"))
 
 
 def _is_served(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from hf_specdec.compat.torch_private import TorchDispatchMode, can_trace
 from hf_specdec.models.fingerprint import forms_of, runs_custom_python, state_of
-from hf_specdec.models.jit_traces import Trace, can_trace, replay, traced
+from hf_specdec.models.jit_traces import Trace, replay, traced
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.per_target import PerTarget
 from hf_specdec.models.rope_stages import has_fixed_rope

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from hf_specdec.compat.torch_private import children_of, pytree, replace_child
 from hf_specdec.models.fingerprint import kind_of
 from hf_specdec.models.jit_traces import Trace, replay, traced
 from hf_specdec.models.static_cache import RowsCache, Slots
@@ -66,8 +66,8 @@ def _with_module(model: torch.nn.Module, path: Sequence[str], new: torch.nn.Modu
     """A copy of a model with another module in one place; it shares everything else."""
     first, *rest = path
     twin = copy.copy(model)
-    inner = _with_module(model._modules[first], rest, new) if rest else new  # type: ignore[arg-type]
-    twin._modules = {**model._modules, first: inner}
+    inner = _with_module(children_of(model)[first], rest, new) if rest else new  # type: ignore[arg-type]
+    replace_child(twin, first, inner)
     return twin
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.compat.transformers_private import attention_name
 from hf_specdec.models.cache_names import CACHE_NAMES, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import has_recurrent_layers, new_cache
 from hf_specdec.models.dynamic_runner import PER_TOKEN_KWARGS, DynamicRunner
@@ -103,7 +104,7 @@ def _sight(
         return _try(model, model_kwargs, input_ids, argument)
     if marked_causal(model) or has_recurrent_layers(model):
         return Sight(prompt=False, later=False)
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    attention = attention_name(model.config.get_text_config(decoder=True))
     known, situation = _sights.setdefault(model, {}), (attention, cache_of(model_kwargs) is None)
     if situation not in known:
         untyped = {key: value for key, value in model_kwargs.items() if key not in PER_TOKEN_KWARGS}

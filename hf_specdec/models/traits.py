@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
+from hf_specdec.compat import transformers_private
+from hf_specdec.compat.transformers_private import is_stateful
 from hf_specdec.models.recurrent_states import is_purely_recurrent
 
 
@@ -149,7 +151,7 @@ def takes_row_positions(model: PreTrainedModel) -> bool:
     is none (Mamba).
     """
     config = model.config.get_text_config(decoder=True)
-    if getattr(model, "_is_stateful", False) and is_purely_recurrent(DynamicCache(config=config)):
+    if is_stateful(model) and is_purely_recurrent(DynamicCache(config=config)):
         return True
     if hasattr(config, "relative_attention_num_buckets") or config.model_type in ("bloom", "mpt"):
         return True
@@ -194,10 +196,8 @@ def keeps_pictures_apart(model: PreTrainedModel) -> bool:
 
 def tensor_parallel_group(*models: PreTrainedModel) -> Any:
     """The processes that hold the first of the models that is sharded together (`tp_plan`); None where none is."""
-    for model in models:
-        if (getattr(model, "_tp_size", None) or 1) > 1 and (mesh := getattr(model, "_device_mesh", None)) is not None:
-            return mesh["tp"].get_group() if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh.get_group()
-    return None
+    groups = map(transformers_private.tensor_parallel_group, models)
+    return next((group for group in groups if group is not None), None)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

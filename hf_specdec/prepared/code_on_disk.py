@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.compat.torch_private import conversions, tensor_pointer_function
 from hf_specdec.models.processor import reported
 from hf_specdec.prepared.code_folder import Folders, NoFolderError, folders_named, is_ours_alone
 from hf_specdec.prepared.cpp_compiler import OPTIONS
@@ -140,14 +141,6 @@ def code_for(what: Hashable) -> Code | None:
         return None
 
 
-def conversions() -> tuple[Callable[[list[Tensor]], list[Any]], Callable[[Any], Sequence[Tensor]]] | None:
-    """Torch's functions from tensors to handles of its C interface, in capsules, and back; None where it lacks them."""
-    interface = getattr(torch._C, "_aoti", None)
-    handles_of = getattr(interface, "unsafe_alloc_void_ptrs_from_tensors", None)
-    tensors_of = getattr(interface, "alloc_tensors_by_stealing_from_void_ptrs", None)
-    return None if handles_of is None or tensors_of is None else (handles_of, tensors_of)
-
-
 def function_in(library: Path) -> int | None:
     """The address of the function in a library of inductor's C++ that takes and returns handles; None without one."""
     function = getattr(ctypes.PyDLL(str(library)), _FUNCTION, None)
@@ -156,9 +149,7 @@ def function_in(library: Path) -> int | None:
 
 def _code_in(library: Path) -> Code | None:
     """None where torch lacks what it takes to load and call it."""
-    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    pointers = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
-    between = conversions()
+    pointers, between = tensor_pointer_function(), conversions()
     if between is None or pointers is None:
         return None
     handles_of, tensors_of = between

@@ -21,6 +21,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from hf_specdec.compat.torch_private import fake_tensors
 from hf_specdec.prepared import code_on_disk, cpp_compiler
 from hf_specdec.prepared.code_on_disk import Code
 from hf_specdec.prepared.compile_progress import progress_bar
@@ -304,9 +305,8 @@ def _code(
 
 
 def _fake(tensors: Sequence[Tensor]) -> list[Tensor]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # Inductor's cache on disk wants an environment for symbolic shapes, though there are none.
-    with FakeTensorMode(shape_env=ShapeEnv()):
+    with fake_tensors(shape_env=ShapeEnv()):
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]

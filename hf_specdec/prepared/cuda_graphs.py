@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_specdec.compat.torch_private import free_cublas_work_space
 from hf_specdec.prepared.compiled_step import CompiledStep, Step
 from hf_specdec.prepared.lent_tensors import Lent
 
@@ -108,14 +109,11 @@ def _own_work_space() -> Iterator[None]:
     Otherwise it would use the process's, which torch frees when it captures graphs of its own (`torch.compile` with
     `mode="reduce-overhead"`, as in `generate` with a static cache): the next replay would write to freed memory.
     """
-    free = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if free is not None:
-        free()
+    free_cublas_work_space()
     try:
         yield
     finally:
-        if free is not None:
-            free()
+        free_cublas_work_space()
 
 
 class _Place:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hf_specdec.compat.torch_private import schema_of
 from hf_specdec.prepared.own_code import KERNELS, library_of
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
@@ -73,7 +74,7 @@ def load(library: str, dtype: torch.dtype) -> None:
 
 def _declaration(kernel: Any) -> str:
     """The C function of a kernel, which inductor's code calls; through torch, a call takes microseconds longer."""
-    schema = kernel._schema
+    schema = schema_of(kernel)
     kinds = {"Tensor": "AtenTensorHandle", "Optional[Tensor]": "AtenTensorHandle*", "float": "double"}
     given = [kinds[str(argument.type)] for argument in schema.arguments]
     name = schema.name.removeprefix("hf_specdec::")

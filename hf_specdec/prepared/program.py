@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_specdec.compat.torch_private import conversions
 from hf_specdec.prepared import code_on_disk, own_code
 from hf_specdec.prepared.code_on_disk import Code
 from hf_specdec.prepared.lent_tensors import Lent, Place
@@ -115,11 +116,11 @@ class _Program(ctypes.Structure):
 
 def _by_cpp(calls: Sequence[Call], results: Sequence[int]) -> Callable[[Sequence[Tensor]], Run] | None:
     """The calls by C++, given the constants; None where torch or the libraries lack what it takes."""
-    conversions = code_on_disk.conversions()
+    between = conversions()
     functions = {what: _function_for(what) for what in {call.what for call in calls}}
-    if conversions is None or None in functions.values():
+    if between is None or None in functions.values():
         return None
-    handles_of, tensors_of = conversions
+    handles_of, tensors_of = between
     runner = _runner()
     segments = (_Segment * len(calls))()
     for segment, call in zip(segments, calls, strict=True):

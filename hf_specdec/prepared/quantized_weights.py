@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.compat.quanto_private import eight_bit_parts, packed_parts
+
 
 @dataclass(frozen=True)
 class QuantizedParts:
@@ -42,20 +44,19 @@ def parts_of(weight: Tensor) -> QuantizedParts | None:
 
 
 def _quanto_bytes(weight: Any) -> QuantizedParts | None:
-    if weight._data.dtype != torch.int8 or weight.axis != 0 or weight._scale.numel() != len(weight):
+    numbers, scale = eight_bit_parts(weight)
+    if numbers.dtype != torch.int8 or weight.axis != 0 or scale.numel() != len(weight):
         return None
-    return QuantizedParts(weight._data, weight._scale.reshape(-1, 1), None)
+    return QuantizedParts(numbers, scale.reshape(-1, 1), None)
 
 
 def _quanto_bits(weight: Any) -> QuantizedParts | None:
     """Groups of columns are rows of their own, of which the second half is in the high halves of the first's bytes."""
-    if weight._data._bits != 4 or weight.axis != 0 or len(weight) % 2:
+    bits, packed, scale, shift = packed_parts(weight)
+    if bits != 4 or weight.axis != 0 or len(weight) % 2:
         return None
     rows = len(weight)
-    packed: Tensor = weight._data._data
-    return QuantizedParts(
-        packed.reshape(rows // 2, -1), weight._scale.reshape(rows, -1), weight._shift.reshape(rows, -1)
-    )
+    return QuantizedParts(packed.reshape(rows // 2, -1), scale.reshape(rows, -1), shift.reshape(rows, -1))
 
 
 def _torchao(weight: Any) -> QuantizedParts | None:

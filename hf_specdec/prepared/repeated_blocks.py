@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from hf_specdec.compat.torch_private import schema_of
 from hf_specdec.prepared.step_trace import value_of
 
 LEAST_REPEATS = 6  # with fewer layers, calling segments one by one costs more than compiling them twice
@@ -80,7 +81,7 @@ def _units(trace: Graph) -> list[list[Node]]:
 
 def _is_view(node: Node) -> bool:
     """Whether an operation's result shares the memory of its first argument."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     returns: Sequence[Any] = schema.returns if schema is not None else ()
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hf_specdec.compat.torch_private import TorchDispatchMode, is_composite, pytree
 from hf_specdec.models.recorded_passes import depends_on_values
 
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -98,7 +97,7 @@ class _Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(type(tensor) in PLAIN for tensor in tensors):
             return NotImplemented  # its class says what operations on plain tensors it stands for
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         if depends_on_values(func, args):

@@ -1,0 +1,102 @@
+"""What the package reads of transformers beyond its documented interface. Seen in transformers 5.17 to 5.24."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+
+def attention_name(config: PreTrainedConfig) -> str:
+    """The attention implementation in force: "sdpa", "eager" or another. Models read the same attribute."""
+    return str(config._attn_implementation)
+
+
+def is_callers_cache(cache: object) -> bool:
+    """Whether the caller passed this cache. Without the mark, every cache counts as one that `generate` made."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether a model keeps recurrent states. Without the mark, its cache's layers alone tell."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def compiles_whole(model: PreTrainedModel) -> bool:
+    """Whether transformers serves a model with static caches. Without the mark, it decodes over dynamic ones."""
+    return bool(getattr(model, "_can_compile_fullgraph", False))
+
+
+def supports_sdpa(model: PreTrainedModel) -> bool:
+    """Whether a model's class has SDPA attention. Without the mark, Better Transformer is refused."""
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
+def can_set_attention(model: PreTrainedModel) -> bool:
+    """Whether `set_attn_implementation` takes effect. Without the method, Better Transformer is refused."""
+    return hasattr(model, "_can_set_attn_implementation") and bool(model._can_set_attn_implementation())
+
+
+def pad_token(generation_config: GenerationConfig) -> int | None:
+    """The padding token that `generate` settled on. Without its tensor, the one that the caller or the model set."""
+    pad = getattr(generation_config, "_pad_token_tensor", generation_config.pad_token_id)
+    return None if pad is None else int(pad)
+
+
+def mask_length(generation_config: GenerationConfig, default: int) -> int:
+    """The length of a mask of ones that `generate` has left out; `default` where it does not say."""
+    return int(getattr(generation_config, "_mask_length", default))
+
+
+def unknown_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> list[str]:
+    """Those of some arguments that neither `generate` nor the model takes. Without the check, none."""
+    check = getattr(model, "_validate_model_kwargs", None)
+    return [] if check is None else [name for name, value in arguments.items() if _refuses(check, {name: value})]
+
+
+def _refuses(check: Callable[[dict[str, Any]], None], argument: dict[str, Any]) -> bool:
+    try:
+        check(argument)
+    except ValueError:
+        return True
+    return False
+
+
+def own_loop(model: PreTrainedModel) -> str | None:
+    """The method with which a model replaces a part of the decoding loop; None if it has none."""
+    names = ("_sample", "_prefill")
+    return next((n for n in names if getattr(type(model), n, None) is not getattr(GenerationMixin, n, None)), None)
+
+
+def allowed_tokens_of(constraint: PrefixConstrainedLogitsProcessor) -> Callable[[int, Tensor], list[int]]:
+    """The `prefix_allowed_tokens_fn` of a call. Its processor is asked instead where it has none."""
+    return constraint._prefix_allowed_tokens_fn
+
+
+def encoded_pictures(model: PreTrainedModel, media: dict[str, Any], prompts: Tensor, copies: int) -> Any:
+    """Pictures as a model's own `generate` encodes them.
+
+    Args:
+        model: the model that encodes them.
+        media: the arguments that hold them, on its device.
+        prompts: `[B, L]`, one row per prompt.
+        copies: the sequences of a prompt.
+    """
+    encoded = model._prepare_multimodal_encoder_kwargs_for_generation(media)
+    return model._expand_inputs_for_generation(copies, input_ids=prompts, **encoded)[1]["mm_encoder_outputs"]
+
+
+def tensor_parallel_group(model: PreTrainedModel) -> Any:
+    """The processes that hold a model together (`tp_plan`); None where it is whole, or does not say."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or (getattr(model, "_tp_size", None) or 1) < 2:
+        return None
+    return mesh["tp"].get_group() if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh.get_group()
