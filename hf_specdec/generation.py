@@ -29,6 +29,7 @@ from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.host.processors import HostProcessors
+from hf_specdec.host.torch_state import KeptTorchState
 from hf_specdec.host.transcript import Transcript, maximum_length
 from hf_specdec.in_order_decoding import InOrderDecoder
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
@@ -151,16 +152,17 @@ class SpeculativeDecoding:
         self._check_draft(config)
         if self.assistant_model is not None and config.drafts_by_model:
             config = with_settings_of(self.assistant_model, config)
-        return self._decode(
-            config.resolve(model.config.model_type),
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            inputs_tensor,
-            model_kwargs,
-        )
+        with KeptTorchState():
+            return self._decode(
+                config.resolve(model.config.model_type),
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                inputs_tensor,
+                model_kwargs,
+            )
 
     def _check_draft(self, config: SpeculationConfig) -> None:
         if self.assistant_model is not None:

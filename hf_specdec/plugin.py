@@ -35,6 +35,7 @@ from hf_specdec.checks import (
 from hf_specdec.compat.transformers_private import unknown_arguments
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
+from hf_specdec.host.torch_state import KeptTorchState
 from hf_specdec.models.cache_names import OUTDATED_NAMES
 from hf_specdec.models.traits import generating_parts, media_of, wrapped_model
 from hf_specdec.prepared.engine_store import release
@@ -208,7 +209,7 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
             )
         if strategy is not None and custom is None:
             call = _speculative_call(self, strategy, settings, call)
-        with _running_now(self):
+        with KeptTorchState(), _running_now(self):
             return replaced(self, **call)
 
     _wrappers.add(_generate)
@@ -332,8 +333,9 @@ def _is_draft_call(model: PreTrainedModel, call: dict[str, Any]) -> bool:
 @contextmanager
 def _running_now(model: PreTrainedModel) -> Iterator[None]:
     """Mark `model` as running, so that calls of `generate` from within can be told apart."""
-    token = _running.set(_running.get() | {id(model)})
+    before = _running.get()
     try:
+        _running.set(before | {id(model)})
         yield
     finally:
-        _running.reset(token)
+        _running.set(before)

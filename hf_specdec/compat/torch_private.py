@@ -10,16 +10,70 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["TorchDispatchMode", "pytree"]
 
 
-def function_modes() -> int:
-    """How many `TorchFunctionMode`s are active. Without the count, none."""
-    count = getattr(torch._C, "_len_torch_function_stack", None)
-    return 0 if count is None else int(count())
+class ModeStack:
+    """The modes of a kind that are active in a thread. Without the functions that read the stack, none.
+
+    Args:
+        kind: "function" or "dispatch".
+    """
+
+    def __init__(self, kind: str) -> None:
+        names = f"_len_torch_{kind}_stack", f"_get_{kind}_stack_at"
+        self._length, self._at, self._push, self._pop = (
+            getattr(torch._C, name, None)
+            for name in (*names, f"_push_on_torch_{kind}_stack", f"_pop_torch_{kind}_stack")
+        )
+        self._which = (None,) if kind == "dispatch" else ()  # any
+
+    def modes(self) -> list[Any]:
+        """From the outermost to the innermost."""
+        return [] if self._length is None or self._at is None else [self._at(place) for place in range(self._length())]
+
+    def restore(self, modes: Sequence[Any]) -> None:
+        """Have these modes active, and no others."""
+        if self._push is None or self._pop is None:
+            return
+        for _ in self.modes():
+            self._pop(*self._which)
+        for mode in modes:
+            self._push(mode)
+
+
+FUNCTION_MODES, DISPATCH_MODES = ModeStack("function"), ModeStack("dispatch")
+
+
+def dispatch_flags() -> dict[str, bool]:
+    """The variables by which torch knows whether dispatch modes are active. Without them, none."""
+    return {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+
+
+def set_dispatch_flags(flags: Mapping[str, bool]) -> None:
+    """Set what `dispatch_flags` has returned, one of which torch's C++ keeps as well."""
+    vars(_python_dispatch).update(flags)
+    tell = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+    flag = flags.get("_is_in_any_mode_without_ignore_compile_internals")
+    if tell is not None and flag is not None:
+        tell(flag)
+
+
+def optimizes_graphs() -> bool:
+    """Whether TorchScript optimizes in this thread; True without the question."""
+    ask = getattr(torch._C, "_get_graph_executor_optimize", None)
+    return ask is None or bool(ask())
+
+
+def set_optimizes_graphs(value: bool) -> None:
+    """As `torch.jit.optimized_execution`, for good."""
+    change = getattr(torch._C, "_set_graph_executor_optimize", None)
+    if change is not None:
+        change(value)
 
 
 def any_global_hook() -> bool:

@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdec.compat.torch_private import (
+    FUNCTION_MODES,
     any_global_hook,
     children_of,
     forward_hooks,
-    function_modes,
     has_compiled_call,
     held_tensors,
 )
@@ -130,7 +130,7 @@ def runs_custom_python(model: PreTrainedModel) -> bool:
     """
     return (
         torch.is_autocast_enabled(model.device.type)
-        or function_modes() > 0
+        or bool(FUNCTION_MODES.modes())
         or any(type(weight) is not torch.nn.Parameter for weight in model.parameters())
         or has_custom_hooks(model)
         or any(map(_runs_custom_python, model.modules()))

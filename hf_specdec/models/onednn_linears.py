@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_specdec.compat.torch_private import linear_pointwise
+from hf_specdec.host.torch_state import FunctionMode
 from hf_specdec.models.processor import reported
 
 # Gives, for a model, the context manager that its passes run in.
@@ -56,7 +56,7 @@ def faster_range() -> Range:
     return MKL_ON_INTEL if "GenuineIntel" in reported("vendor_id") else MKL_ELSEWHERE
 
 
-class OneDnnLinears(TorchFunctionMode):
+class OneDnnLinears(FunctionMode):
     """While active in a thread, `torch.nn.functional.linear` runs in oneDNN where that is faster."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_specdec.compat.torch_private import TorchDispatchMode, can_trace
+from hf_specdec.host.torch_state import FunctionMode
 from hf_specdec.models.fingerprint import forms_of, runs_custom_python, state_of
 from hf_specdec.models.jit_traces import Trace, replay, traced
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
@@ -165,7 +165,7 @@ def depends_on_values(func: Any, args: Any) -> bool:
     return any(tag in func.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
-class _ReadsOnHost(TorchFunctionMode):
+class _ReadsOnHost(FunctionMode):
     """Detects tensors read by Python without an operation."""
 
     seen = False

@@ -182,17 +182,19 @@ def recording(recorder: Recorder, where: Places) -> Iterator[None]:
     The functions are replaced until the last pass that records has ended, and do what they always do for passes of
     other threads.
     """
-    token = _recorder.set(recorder)
-    with _lock:
-        for module, kind in where:
-            _replace(module, kind)
+    before, replaced = _recorder.get(), []
     try:
-        yield
-    finally:
+        _recorder.set(recorder)
         with _lock:
             for module, kind in where:
+                _replace(module, kind)
+                replaced.append((module, kind))
+        yield
+    finally:
+        _recorder.set(before)
+        with _lock:
+            for module, kind in replaced:
                 _put_back(module, kind)
-        _recorder.reset(token)
 
 
 def _replace(module: ModuleType, kind: Recurrence) -> None:

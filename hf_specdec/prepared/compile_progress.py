@@ -15,11 +15,12 @@ _disabled: ContextVar[bool] = ContextVar("disable_tqdm", default=False)
 @contextmanager
 def tqdm_disabled(disable: bool) -> Iterator[None]:
     """Show no progress in the block if `disable`."""
-    before = _disabled.set(disable)
+    before = _disabled.get()
     try:
+        _disabled.set(disable)
         yield
     finally:
-        _disabled.reset(before)
+        _disabled.set(before)
 
 
 def progress_bar(what: str, parts: int) -> Any:

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from hf_specdec.compat.torch_private import schema_of
+from hf_specdec.host.torch_state import FunctionMode
 from hf_specdec.prepared.own_code import KERNELS, library_of
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
@@ -127,7 +127,7 @@ SHAPES: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-class FewTokenProducts(TorchFunctionMode):
+class FewTokenProducts(FunctionMode):
     """Sends `linear` and `scaled_dot_product_attention` over few tokens to the kernels.
 
     Args:
@@ -135,7 +135,7 @@ class FewTokenProducts(TorchFunctionMode):
             this one asks about tensors, which takes longer than a small layer.
     """
 
-    def __init__(self, others: TorchFunctionMode | None = None) -> None:
+    def __init__(self, others: FunctionMode | None = None) -> None:
         super().__init__()
         self._others = others
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from hf_specdec.host.torch_state import FunctionMode
 from hf_specdec.prepared.few_token_products import SHAPES
 from hf_specdec.prepared.step_trace import PLAIN
 
@@ -58,7 +58,7 @@ class Tiles:
 MANY, SOME, FEW = Tiles(64, 128, stages=3), Tiles(64, 128, stages=8), Tiles(32, 256, stages=4)
 
 
-class GpuProducts(TorchFunctionMode):
+class GpuProducts(FunctionMode):
     """Sends `linear` over few tokens to the kernel; the rest stays as it is."""
 
     def __torch_function__(

@@ -12,9 +12,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from hf_specdec.host.torch_state import FunctionMode
 from hf_specdec.models.onednn_linears import onednn_linears
 from hf_specdec.prepared import few_token_products
 from hf_specdec.prepared.compiled_step import COMPILING
@@ -38,7 +38,7 @@ def pass_kernels(model: PreTrainedModel) -> Callable[[], AbstractContextManager[
         rest = others()
         if torch.is_autocast_enabled("cpu") or not _loaded(model.dtype, quantized):
             return rest
-        return FewTokenProducts(rest if isinstance(rest, TorchFunctionMode) else None)
+        return FewTokenProducts(rest if isinstance(rest, FunctionMode) else None)
 
     return kernels
 

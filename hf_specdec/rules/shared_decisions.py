@@ -24,11 +24,12 @@ TIMES = ("draft_seconds", "verify_seconds", "seconds", "catch_up_seconds")
 @contextmanager
 def among(group: distributed.ProcessGroup | None) -> Iterator[None]:
     """Share decisions among the processes of a group; None: there is one process."""
-    token = _group.set(group)
+    before = _group.get()
     try:
+        _group.set(group)
         yield
     finally:
-        _group.reset(token)
+        _group.set(before)
 
 
 def shared(decision: Tensor) -> Tensor:
