@@ -175,7 +175,7 @@ class SpeculationConfig:
         return self.drafter in ("model", "hybrid")
 
     def within(self, room: int) -> SpeculationConfig:
-        """The settings for a call whose rows have room for so many tokens. Requires resolved settings.
+        """The settings for a call whose rows have room for `room` tokens. Requires resolved settings.
 
         A lookahead beyond the room, which would only take memory, becomes the next power of two: calls with little
         room then share compiled rounds. Beyond `FORESEEN_TOKENS`, none is longer than that.

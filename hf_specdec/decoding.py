@@ -110,7 +110,7 @@ class Decoder:
         return length if stages is None or stages.agree(length, max(transcript.lengths) - 1) else 0
 
     def make_round(self, transcript: Transcript) -> Round:
-        """See `Rounds.make_round`."""
+        """Draft, verify, accept and commit once for all open rows; every step runs eagerly or replays a recording."""
         began = perf_counter()
         lengths, room = list(transcript.lengths), transcript.room
         open_rows = [row for row, space in enumerate(room) if space > 0]
@@ -219,7 +219,7 @@ class Decoder:
     def _processed_counts(self, transcript: Transcript, proposal: DraftProposal, open_rows: Sequence[int]) -> list[int]:
         """The number of positions per row that are processed: those whose text plain `generate` could reach.
 
-        None lies behind a drafted EOS or a draft that a `prefix_allowed_tokens_fn` forbids, which is rejected.
+        None comes after a drafted EOS or a draft that a `prefix_allowed_tokens_fn` forbids, which is rejected.
         """
         counts = [0] * len(proposal.lengths)
         drafts = proposal.tokens.tolist()

@@ -78,7 +78,7 @@ def draft_inputs(
         kwargs.pop("position_ids", None)
     positions = kwargs.get("position_ids")
     if positions is not None and positions.dim() > 2 and "pixel_values" not in accepted:
-        kwargs.pop("position_ids")  # places in a picture, which a text-only draft reads as so many tokens
+        kwargs.pop("position_ids")  # places in a picture, which a text-only draft reads as tokens
     if kwargs.get("use_cache"):
         kwargs[cache_argument(draft)] = new_cache(draft, "assistant_model", cross_attention=encoded)
     return kwargs

@@ -98,22 +98,22 @@ class BaseDrafter(CandidateGenerator):
         self.rollback = rollback
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `Drafter.propose`."""
+        """Draft up to `room` tokens for each row; subclasses define it."""
         raise NotImplementedError
 
     def retain(self, rows: Sequence[int]) -> None:
-        """See `Drafter.retain`."""
+        """Draft for `rows` only from now on."""
 
     def ahead(self) -> int:
-        """See `Drafter.ahead`; drafts nothing."""
+        """Draft nothing ahead; returns 0 passes."""
         return 0
 
     def observe(self, finished: Round) -> None:
-        """See `Drafter.observe`."""
+        """Let the stop rule learn from a finished round."""
         self.rule.observe(finished)
 
     def for_prepared_rounds(self) -> PreparedDrafting | None:
-        """See `Drafter.for_prepared_rounds`; a drafter that can be replaced so says it itself."""
+        """None: prepared rounds replace only drafters that say how."""
         return None
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -148,11 +148,11 @@ class NoDrafter(BaseDrafter):
         super().__init__(StopRule(0))
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `Drafter.propose`."""
+        """An empty draft."""
         return no_drafts(ids)
 
     def for_prepared_rounds(self) -> PreparedDrafting:
-        """See `Drafter.for_prepared_rounds`."""
+        """Prepared rounds without drafts."""
         return PreparedDrafting(self.rule)
 
 

@@ -122,7 +122,7 @@ class LookupDrafter(BaseDrafter):
         self._rows: list[RowText] = []
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `Drafter.propose`."""
+        """Copy what followed the latest place where the text's last tokens occurred before."""
         return self.proposal(ids, lengths, self.find(ids, lengths, room))
 
     def proposal(self, ids: Tensor, lengths: Sequence[int], found: Sequence[Sequence[int]]) -> DraftProposal:
@@ -168,7 +168,10 @@ class HybridDrafter(BaseDrafter):
         self.model = model
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `Drafter.propose`. If other rows have a model's distributions, copies get one-hot ones."""
+        """Copy where the text repeats itself, and draft with the model in the other rows.
+
+        Where a row has the model's distributions, copies get one-hot ones.
+        """
         found = self.lookup.find(ids, lengths, room)
         left = [0 if copied else space for copied, space in zip(found, room, strict=True)]
         modelled = self.model.propose(ids, lengths, left)
@@ -191,11 +194,11 @@ class HybridDrafter(BaseDrafter):
         return DraftProposal(tokens, drafted, probs, steps=modelled.steps)
 
     def retain(self, rows: Sequence[int]) -> None:
-        """See `Drafter.retain`."""
+        """Draft for `rows` only from now on."""
         self.model.retain(rows)
 
     def observe(self, finished: Round) -> None:
-        """See `Drafter.observe`. The model updates the stop rule, which both share."""
+        """Learn from a finished round: the model updates the stop rule, which both share."""
         self.model.observe(finished)
 
 

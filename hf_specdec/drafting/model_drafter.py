@@ -70,11 +70,11 @@ class ModelDrafter(BaseDrafter):
         self._fed: Sequence[int] = self._rows
 
     def retain(self, rows: Sequence[int]) -> None:
-        """See `Drafter.retain`."""
+        """Draft for `rows` only from now on."""
         self._rows, self._fed = rows, self.runner.retain(rows)
 
     def for_prepared_rounds(self) -> PreparedDrafting | None:
-        """See `Drafter.for_prepared_rounds`; drafters that are built on this one draft in other ways."""
+        """Draft with the same model in prepared rounds. Not for subclasses, which draft in other ways."""
         if type(self) is not ModelDrafter:
             return None
         return PreparedDrafting(
@@ -92,7 +92,7 @@ class ModelDrafter(BaseDrafter):
         self._read = list(read)
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `Drafter.propose`."""
+        """Draft with the model, one pass per token, until the stop rule ends every row's draft."""
         # Don't count drafts that were rejected as read. A round without drafts leaves the runner and its cache alone.
         self._read = [min(read, n - 1) for read, n in zip(self._read, lengths, strict=True)]
         limit = self._limit(lengths, room)

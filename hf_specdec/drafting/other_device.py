@@ -80,7 +80,7 @@ class OtherDeviceDrafter(ModelDrafter):
         self._ahead: AheadDraft | None = None
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `Drafter.propose`."""
+        """What was drafted ahead if the text has gone on as expected; otherwise a new draft."""
         made, self._ahead, self._last = self._ahead, None, None
         limit = self._limit(lengths, room)
         # If the rule now allows more tokens than could be drafted ahead, draft anew.
@@ -89,7 +89,7 @@ class OtherDeviceDrafter(ModelDrafter):
         return self._on_target_device(made.first(limit), ids, lengths, room)
 
     def ahead(self) -> int:
-        """See `Drafter.ahead`."""
+        """Draft what follows the last proposal while the target verifies it, and return the number of passes."""
         if self.payoff is None or not self.payoff.worth_it or self._last is None:
             return 0
         length, room, last = self._last
@@ -108,7 +108,7 @@ class OtherDeviceDrafter(ModelDrafter):
         return 1 + made.steps
 
     def observe(self, finished: Round) -> None:
-        """See `Drafter.observe`."""
+        """Learn from a finished round whether drafting ahead saves time."""
         super().observe(finished)
         if self.payoff is not None:
             self.payoff.observe(finished)

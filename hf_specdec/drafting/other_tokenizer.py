@@ -247,7 +247,7 @@ class OtherTokenizerDrafter(ModelDrafter):
         self._drafts: list[list[int]] = [[] for _ in texts.rows]  # the last round's, in the draft's vocabulary
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `Drafter.propose`."""
+        """Draft in the draft's own vocabulary, and translate the drafts into the target's."""
         if min(self.rule.limit, max(room)) <= 0:
             return no_drafts(ids)  # the texts are read when they are needed
         same = self._texts.follow(ids, lengths, self._rows, self._drafts)

@@ -22,7 +22,7 @@ class TolerantDrafter:
         self._drafter: Drafter | None = drafter
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """See `Drafter.propose`."""
+        """The drafter's proposal; none once it has failed."""
         try:
             if self._drafter is not None:
                 return self._drafter.propose(ids, lengths, room)
@@ -31,7 +31,7 @@ class TolerantDrafter:
         return no_drafts(ids)
 
     def retain(self, rows: Sequence[int]) -> None:
-        """See `Drafter.retain`."""
+        """Draft for `rows` only from now on."""
         try:
             if self._drafter is not None:
                 self._drafter.retain(rows)
@@ -39,7 +39,7 @@ class TolerantDrafter:
             self._drop(error)
 
     def ahead(self) -> int:
-        """See `Drafter.ahead`."""
+        """Let the drafter draft ahead, and return its number of passes; 0 once it has failed."""
         try:
             if self._drafter is not None:
                 return self._drafter.ahead()
@@ -48,12 +48,12 @@ class TolerantDrafter:
         return 0
 
     def observe(self, finished: Round) -> None:
-        """See `Drafter.observe`."""
+        """Let the drafter learn from a finished round."""
         if self._drafter is not None:
             self._drafter.observe(finished)
 
     def for_prepared_rounds(self) -> None:
-        """See `Drafter.for_prepared_rounds`: errors in prepared rounds would not be the draft's alone."""
+        """None: an error in a prepared round need not be the draft's."""
 
     def _drop(self, error: Exception) -> None:
         self._drafter = None

@@ -57,7 +57,7 @@ class Vocabulary:
         Args:
             tail: a text's last tokens.
             text: follows them.
-            keep: so many of the first tokens of `tail` have to stay.
+            keep: the number of first tokens of `tail` that have to stay.
             is_beginning: whether the text begins with `tail`.
         """
         whole = self.text(tail).rstrip(UNFINISHED) + text

@@ -140,7 +140,7 @@ def batch_for_step(
     """The batch of a step, about `rows` x 256 tokens.
 
     Decoder-only models get rows of 256 tokens, of 512 at every fourth step, of 1024 at every 32nd. T5 gets
-    `3 * rows` questions; with `few_shot`, every fourth batch has fewer, behind solved examples.
+    `3 * rows` questions; with `few_shot`, every fourth batch has fewer, which follow solved examples.
     """
     rng = Random(f"batch/{seed}/{step}")
     mix = (*_MIX, *emphasis, *emphasis)

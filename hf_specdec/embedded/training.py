@@ -112,7 +112,7 @@ def grow(shallow: PreTrainedModel, deep: PreTrainedModel) -> None:
     so that they add nothing at first. Muon trains them all the same: its step size does not depend on the weights.
 
     Raises:
-        ValueError: the depth of `deep` is no multiple of that of `shallow`.
+        ValueError: the depth of `deep` must be a multiple of that of `shallow`.
     """
     source = shallow.state_dict()
     for name, weight in deep.state_dict().items():

@@ -189,8 +189,8 @@ class HostProcessors:
         Drafting and verifying ask about the same texts, and constraints such as grammars are slow.
 
         Raises:
-            ValueError: the constraint changes its own state, not only in its first answer, and so is no function of
-                its arguments.
+            ValueError: the constraint changes its own state, not only in its first answer, and so is not a function
+                of its arguments.
         """
         key = (id(constraint), row, tuple(prefix.tolist()))
         if key not in self._answers:

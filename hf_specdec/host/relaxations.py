@@ -64,7 +64,7 @@ class CertainWhereKept(LogitsProcessor):
         raise NotImplementedError
 
     def relax(self, scores: Tensor, draft_tokens: Tensor, lengths: Tensor, draft_probs: Tensor | None = None) -> Tensor:
-        """See `Relaxation.relax`."""
+        """Scores `[B, γ+1, V]` that are certain of each drafted token that is kept; the others stay as they are."""
         lookahead = draft_tokens.shape[1]
         drafted, tokens = scores[:, :lookahead], draft_tokens.unsqueeze(2)
         kept = self.keeps(drafted, tokens) & is_drafted(lengths, lookahead)
@@ -100,7 +100,7 @@ class BildRollback(CertainWhereKept):
         self.greedy = greedy
 
     def keeps(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """See `CertainWhereKept.keeps`."""
+        """Tokens `[B, γ, 1]` within `threshold` nats of certainty; in greedy decoding also the target's own choice."""
         # Differences from the largest score are exact where they are small, however large the scores are.
         below = scores - scores.amax(dim=2, keepdim=True)
         kept = below.logsumexp(dim=2, keepdim=True) - below.gather(2, tokens) <= self.threshold
@@ -122,7 +122,7 @@ class LenientArgmax(CertainWhereKept):
         self.lenience = lenience
 
     def keeps(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """See `CertainWhereKept.keeps`."""
+        """Tokens `[B, γ, 1]` more probable than `lenience` times the most probable one."""
         return scores.gather(2, tokens) > scores.amax(dim=2, keepdim=True) + _log(self.lenience)
 
 
@@ -141,7 +141,7 @@ class TypicalAcceptance(CertainWhereKept):
         self.threshold = threshold
 
     def keeps(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """See `CertainWhereKept.keeps`."""
+        """Tokens `[B, γ, 1]` more probable than the smaller of ε and δ exp(-H)."""
         probs = scores.softmax(dim=2)
         entropy = torch.special.entr(probs).sum(dim=2, keepdim=True)
         return probs.gather(2, tokens) > (math.sqrt(self.threshold) * (-entropy).exp()).clamp(max=self.threshold)
@@ -163,7 +163,7 @@ class Ensemble:
         self.weight = weight
 
     def relax(self, scores: Tensor, draft_tokens: Tensor, lengths: Tensor, draft_probs: Tensor | None = None) -> Tensor:
-        """See `Relaxation.relax`; requires `draft_probs`."""
+        """The mixture's scores `[B, γ+1, V]` at drafted positions; requires `draft_probs` `[B, γ, V]`."""
         assert draft_probs is not None
         drafted = scores[:, : draft_tokens.shape[1]]
         # Relative to the target's normaliser, so that w = 1 leaves the scores exactly as they are.

@@ -76,7 +76,7 @@ class Transcript:
         self._columns: dict[str, list[Tensor]] = {kind: [] for kind in self._rows}
 
     def _take(self, ids: Tensor, columns: int) -> None:
-        """Make the working buffer, so many columns wide, that begins with `ids`."""
+        """Make the working buffer of `columns` columns, which begins with `ids`."""
         self._ids = ids.new_full((self.batch_size, columns), self._pad_token)
         self._ids[:, : ids.shape[1]] = ids
         # The host decides about each token: asking an accelerator for it, or sending it alone, takes some 20 µs.

@@ -28,8 +28,8 @@ PROBE_ALLOWANCE, PROBE_SHARE = 1.25, 0.01
 # Plain decoding is timed again after this many rounds with drafts. The interval then grows fourfold up to the maximum,
 # unless the expected speedup is below the last figure: then more is lost by being wrong than by a plain round.
 FIRST_REFRESH, LAST_REFRESH, NARROW_SPEEDUP = 16, 256, 1.2
-# After a while without drafts, so many plain rounds are only timed before the length is chosen again: learning from one
-# takes a hundredth of a short round, and choosing a tenth.
+# After a while without drafts, this many plain rounds are only timed before the length is chosen again: learning from
+# one takes a hundredth of a short round, and choosing a tenth.
 PLAIN_ROUNDS = 32
 
 
@@ -111,11 +111,11 @@ class AutoLength(StopRule):
 
     @property
     def longest(self) -> int:
-        """See `StopRule.longest`."""
+        """The longest draft that may be chosen in this call."""
         return self.lengths[-1]
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
-        """See `StopRule.use_prepared`: choose from `PREPARED_LENGTHS`, with a history for prepared rounds."""
+        """Choose from `PREPARED_LENGTHS` from now on, with what was learned in earlier prepared rounds."""
         self.lengths, self.is_ready = PREPARED_LENGTHS, is_ready
         with self.known.lock:
             prepared = self.known.prepared or LengthHistory(prepared=True)
@@ -134,12 +134,12 @@ class AutoLength(StopRule):
         self.limit = best if best and self.is_ready(best) else 1
 
     def use_general(self) -> None:
-        """See `StopRule.use_general`."""
+        """Choose from all lengths again, with what was learned in general rounds."""
         self.lengths, self.is_ready = range(MAX_ASSISTANT_TOKENS + 1), _always
         self.known = self._general
 
     def observe(self, finished: Round) -> None:
-        """See `StopRule.observe`: update the estimates, then choose `limit` for the next round.
+        """Update the estimates, then choose `limit` for the next round.
 
         Nothing is learned from the last few plain rounds of a call, which no choice follows.
         """

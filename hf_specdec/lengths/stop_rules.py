@@ -90,7 +90,7 @@ class Fallback(StopRule):
         self.threshold = threshold
 
     def before_append(self, probs: Tensor) -> Tensor:
-        """See `StopRule.before_append`."""
+        """Rows `[B]` whose most probable next token is below the threshold."""
         return probs.amax(dim=-1) < self.threshold
 
 
@@ -115,7 +115,7 @@ class EntropyStop(StopRule):
         self.most_entropy = (1.0 - threshold) ** 2 / self.SCALE  # nats; at this entropy the bound equals the threshold
 
     def after_append(self, probs: Tensor) -> Tensor:
-        """See `StopRule.after_append`."""
+        """Rows `[B]` whose draft distribution has more than `most_entropy` nats."""
         return torch.special.entr(probs).sum(dim=-1) > self.most_entropy
 
 
@@ -137,7 +137,7 @@ class ConfidenceStop(StopRule):
         self.threshold = threshold
 
     def after_append(self, probs: Tensor) -> Tensor:
-        """See `StopRule.after_append`."""
+        """Rows `[B]` whose most probable next token is below the threshold."""
         return probs.amax(dim=-1) < self.threshold
 
 
@@ -156,35 +156,35 @@ class FirstOf(StopRule):
 
     @property
     def longest(self) -> int:
-        """See `StopRule.longest`."""
+        """The shortest of the rules' longest drafts."""
         return min(rule.longest for rule in self.rules)
 
     def while_drafting(self) -> StopRule | None:
-        """See `StopRule.while_drafting`."""
+        """Those of the rules that read probabilities, as one rule."""
         parts = [part for rule in self.rules if (part := rule.while_drafting()) is not None]
         return FirstOf(*parts) if len(parts) > 1 else next(iter(parts), None)
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
-        """See `StopRule.use_prepared`."""
+        """Tell every rule, and take the smallest limit."""
         for rule in self.rules:
             rule.use_prepared(is_ready)
         self.limit = min(rule.limit for rule in self.rules)
 
     def use_general(self) -> None:
-        """See `StopRule.use_general`."""
+        """Tell every rule."""
         for rule in self.rules:
             rule.use_general()
 
     def before_append(self, probs: Tensor) -> Tensor | None:
-        """See `StopRule.before_append`."""
+        """Rows `[B]` that any rule stops before their next token."""
         return _any(rule.before_append(probs) for rule in self.rules)
 
     def after_append(self, probs: Tensor) -> Tensor | None:
-        """See `StopRule.after_append`."""
+        """Rows `[B]` that any rule stops after their next token."""
         return _any(rule.after_append(probs) for rule in self.rules)
 
     def observe(self, finished: Round) -> None:
-        """See `StopRule.observe`."""
+        """Let every rule learn from a round, and take the smallest limit."""
         for rule in self.rules:
             rule.observe(finished)
         self.limit = min(rule.limit for rule in self.rules)

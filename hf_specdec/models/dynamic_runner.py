@@ -177,7 +177,7 @@ class DynamicRunner:
         return logits if logits.shape[1] == count else logits[:, -count:]
 
     def _lengthen(self, slots: int) -> None:
-        """Let the tables of masks, positions and token types reach so many slots, and as many again."""
+        """Extend the tables of masks, positions and token types to twice the slots that are needed."""
         total = self._total = 2 * slots
         self._mask, self._positions = extend_mask(self._mask, total), extend_count(self._positions, total)
         self._per_token = {key: _extend_types(key, types, total) for key, types in self._per_token.items()}

@@ -106,7 +106,7 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def kind_of(layer: torch.nn.Module) -> Hashable:
-    """What a layer computes, whichever values its weights have and wherever in the model it stands."""
+    """What a layer computes, apart from its weights' values and its position in the model."""
     parts = [
         (name, _behaviour_of(part, (pair for pair in _attributes_of(part) if pair[0] != "layer_idx")))
         for name, part in layer.named_modules()
@@ -197,7 +197,10 @@ def _value(value: Any) -> Hashable:
 
 
 def _serial(thing: object) -> int:
-    """A number that identifies an object and is never reused; negative for objects without weak references."""
+    """A number that identifies an object while it lives; negative for objects without weak references.
+
+    Positive numbers are never reused. A negative one may be, once its object is gone.
+    """
     key = id(thing)
     known = _serials.get(key)
     if known is not None and known[0]() is thing:

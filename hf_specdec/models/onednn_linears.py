@@ -34,7 +34,7 @@ class Range:
         least_rows: with fewer, the other library is faster.
         most_rows: with more, too.
         least_weights: smaller layers stay in the processor's caches, where calling oneDNN costs more than it saves,
-            except for products of so many rows that these are at least `least_products` multiplications.
+            except where a product takes at least `least_products` multiplications.
     """
 
     least_rows: int

@@ -188,7 +188,7 @@ class RecordedPasses:
         self._one_row, self._rows = RecordedStep(slowest), RecordedStep(slowest)
 
     def of(self, rows: int) -> RecordedStep:
-        """The passes over so many rows."""
+        """The passes over `rows` rows."""
         return self._one_row if rows == 1 else self._rows
 
     @property

@@ -112,7 +112,7 @@ RECURRENCES = (
 
 
 class Recorder:
-    """What one pass's recurrences leave behind.
+    """The states that a pass's recurrences leave.
 
     Args:
         before: the state of each recurrent layer before the pass, in the layers' order; empty before the first pass.

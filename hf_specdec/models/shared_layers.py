@@ -23,7 +23,7 @@ from hf_specdec.models.static_cache import RowsCache, Slots
 
 
 class UnshareableError(Exception):
-    """A layer takes part in a pass by more than its arguments, its weights and its place in the cache."""
+    """A layer reads or changes more than its arguments, its weights and its part of the cache."""
 
 
 def trace_with_shared_layers(

@@ -162,7 +162,7 @@ class StaticRunner:
         return self._by_row(logits if logits.shape[1] == count else logits[:, -count:])
 
     def _lengthen(self, slots: int) -> None:
-        """Let the tables of masks and positions reach so many slots, and as many again."""
+        """Extend the tables of masks and positions to twice the slots that are needed."""
         positions = extend_count(self.positions, 2 * slots)
         assert positions is not None
         more = 2 * slots - self.visible.shape[1]
@@ -238,10 +238,10 @@ class StaticRunner:
             return rows
         places = list(range(len(self._fed)))
         freed = [place for place in places[:count] if self._fed[place] not in rows]
-        behind = [place for place in places[count:] if self._fed[place] in rows]
+        ended = [place for place in places[count:] if self._fed[place] in rows]
         with self._mode():
-            self.cache.swap(freed, behind, max(self.read))
-        for place, other in zip(freed, behind, strict=True):
+            self.cache.swap(freed, ended, max(self.read))
+        for place, other in zip(freed, ended, strict=True):
             places[place], places[other] = other, place
         moved = [self._fed[place] for place in places]
         self._fed, self._left_out = moved[:count], moved[count:] + self._left_out

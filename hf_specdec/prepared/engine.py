@@ -44,7 +44,7 @@ class Steps:
     ) -> None:
         target, state = buffers.target, buffers.state
         device, count = state.device, plan.lookahead
-        draws = (uniforms[:, count : 2 * count + 1],) if plan.do_sample else ()  # behind those of the drafts
+        draws = (uniforms[:, count : 2 * count + 1],) if plan.do_sample else ()  # after those of the drafts
         blanks = _blank_drafts(plan, len(state), device)
         step: Step = partial(verify_step, target, plan)
         args = state, *blanks.parts(), *draws
@@ -199,13 +199,13 @@ class Engine:
 
     def _burst(self, count: int) -> Drafts:
         if self.plan.do_sample:
-            # Bursts read the first columns, verification those behind them.
+            # Bursts read the first columns, verification those after them.
             torch.rand(self.uniforms.shape, out=self.uniforms, device=self.uniforms.device)
         return self.steps[count].run_draft()
 
 
 def burst_of(lookahead: int) -> int:
-    """How many tokens to draft between two checks: `BURST`, or the whole lookahead if it is no multiple of that."""
+    """How many tokens to draft between two checks: `BURST`, or the whole lookahead if it is not a multiple of that."""
     return BURST if lookahead and lookahead % BURST == 0 else lookahead
 
 

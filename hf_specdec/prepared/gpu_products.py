@@ -40,7 +40,7 @@ class Tiles:
     Args:
         rows: outputs that a block computes.
         columns: of their weights, read at a time.
-        stages: so many reads are under way at once.
+        stages: the number of reads in flight.
     """
 
     rows: int
@@ -80,7 +80,7 @@ def linears(
         input: of at most `MOST_TOKENS` tokens.
         weights: `[N, K]` each, contiguous.
         biases: `[N]` each, or None.
-        tiles: by default those that are fastest for so many rows, see `_tiles_for`.
+        tiles: by default those that are fastest for this number of rows, see `_tiles_for`.
     """
     tokens, width = input.shape[:-1].numel(), input.shape[-1]
     outputs = [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
@@ -158,12 +158,12 @@ def _linears(  # type: ignore[no-untyped-def]
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The kernel always takes three; those behind the last are not read."""
+    """The kernel always takes three; those after the last are not read."""
     return [*tensors, *[tensors[-1]] * (3 - len(tensors))]
 
 
 def _tiles_for(rows: int, device: torch.device) -> Tiles:
-    """The tiles for layers of so many rows together, by how many blocks of 64 rows a multiprocessor gets."""
+    """The tiles for layers that have `rows` rows together, by how many blocks of 64 rows a multiprocessor gets."""
     multiprocessors, shared_memory = _resources(device)
     blocks = rows / (SOME.rows * multiprocessors)
     if blocks >= 1:

@@ -28,7 +28,7 @@ NEAR = 2**16
 _SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 _MADV_COLLAPSE = 25
 
-# Asks for huge pages from an address on, for so many bytes. The kernel may refuse some or all.
+# Asks for huge pages, given an address and a number of bytes. The kernel may refuse some or all.
 Collapse = Callable[[int, int], None]
 
 
@@ -51,7 +51,7 @@ class HugePages:
         return self._blocks == _blocks_of(tensors)
 
     def gather(self, seconds: float = SECONDS) -> None:
-        """Go on for at most so many seconds. What the kernel can't move stays as it is, and is not tried again."""
+        """Continue for at most `seconds`. What the kernel can't move stays as it is, and is not tried again."""
         end = perf_counter() + seconds
         while self._left and perf_counter() < end:
             span = self._left.pop()

@@ -58,7 +58,7 @@ class PreparedRounds:
     mode = torch.no_grad
 
     def make_round(self, transcript: Transcript) -> Round:
-        """See `decoding.Rounds.make_round`."""
+        """Make one round with the prepared steps, or a general one if preparing has failed."""
         if self.engine.failed:
             return self.general.make_round(transcript)
         engine, first = self.engine, transcript.lengths[0] == transcript.prompt_length

@@ -64,7 +64,7 @@ class Program:
         self._run: Run | None = None
 
     def __call__(self, given: list[Tensor]) -> Sequence[Tensor]:
-        """The results for so many tensors as the step takes."""
+        """Run the step. `given`: its inputs, one tensor for each. Returns its results."""
         if self._run is not None:
             return self._run(given)
         taken = iter(self._lent.take(self._places, self._let_go))

@@ -1,7 +1,7 @@
 """Cutting a traced step into segments, so that a model's layers, which are alike, are compiled once.
 
 A trace lists the operations of all layers one after another. The longest run that repeats with a fixed period is the
-layers; each period becomes a segment, and so does what stands before and behind. Segments of equal operations, shapes
+layers; each period becomes a segment, and so does what comes before and after. Segments of equal operations, shapes
 and wiring are one function of different tensors.
 """
 
@@ -87,7 +87,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _with_views(part: Sequence[Node], place: dict[Node, int]) -> list[Node]:
-    """A part's operations, each behind the views that it reads."""
+    """A part's operations, each after the views that it reads."""
     closed: dict[Node, None] = {}
 
     def add(node: Node) -> None:

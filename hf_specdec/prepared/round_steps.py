@@ -95,7 +95,7 @@ class Drafts:
         tokens: `[B, 1]` each.
         probs: `[B, V]` each, if `Plan.keep_probs`.
         before: `[B]` each, whether the stop rule ends the row before this token; empty if it never does.
-        after: `[B]` each, whether it ends the row behind this token; empty if it never does.
+        after: `[B]` each, whether it ends the row after this token; empty if it never does.
     """
 
     tokens: tuple[Tensor, ...] = ()
@@ -104,7 +104,7 @@ class Drafts:
     after: tuple[Tensor, ...] = ()
 
     def __add__(self, more: Drafts) -> Drafts:
-        """These drafts and the ones behind them."""
+        """These drafts and all that follow them."""
         return Drafts(
             self.tokens + more.tokens,
             self.probs + more.probs,
