@@ -183,6 +183,15 @@ class SpeculationConfig:
         most = min(max(1 << (room - 1).bit_length(), MAX_ASSISTANT_TOKENS), FORESEEN_TOKENS)
         return replace(self, num_assistant_tokens=most) if self.longest_draft > most else self
 
+    def drafting_at_most(self, tokens: float) -> SpeculationConfig:
+        """The settings with no longer lookahead than this; where "auto" may be longer, a fixed one. Requires resolved
+        settings.
+        """
+        if self.longest_draft <= tokens:
+            return self
+        wanted = DEFAULT_ASSISTANT_TOKENS if self.num_assistant_tokens == "auto" else self.longest_draft
+        return replace(self, num_assistant_tokens=int(min(tokens, wanted)))
+
     def resolve(self, model_type: str) -> SpeculationConfig:
         """Fill in the default lookahead of the drafter or of the target's model family."""
         if self.num_assistant_tokens is not None:

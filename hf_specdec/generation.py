@@ -36,6 +36,7 @@ from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
 from hf_specdec.models.decoder_states import STATES, decoder_states
 from hf_specdec.models.dynamic_runner import DynamicRunner
+from hf_specdec.models.expert_capacity import most_drafts
 from hf_specdec.models.onednn_linears import onednn_linears
 from hf_specdec.models.rope_stages import check_dropped_cache
 from hf_specdec.models.runner_choice import runner_for
@@ -195,7 +196,7 @@ class SpeculativeDecoding:
             check_kinds(model, draft)
         returns_dict = bool(generation_config.return_dict_in_generate)
         longest = min(maximum_length(stopping_criteria), context_length(model) or sys.maxsize)
-        config = config.within(max(longest - input_ids.shape[1], 1))
+        config = config.within(max(longest - input_ids.shape[1], 1)).drafting_at_most(most_drafts(model, input_ids))
         transcript = self._transcript(config, input_ids, stopping_criteria, generation_config)
         processors = HostProcessors(logits_processor, pad_token(generation_config) or 0)
         cached = _cached_tokens(input_ids, model_kwargs, generation_config)

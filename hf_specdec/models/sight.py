@@ -5,6 +5,7 @@ The attention of most models' decoders is marked as causal. Other models are tri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
@@ -19,6 +20,7 @@ from hf_specdec.compat.transformers_private import attention_name
 from hf_specdec.models.cache_names import CACHE_NAMES, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import has_recurrent_layers, new_cache
 from hf_specdec.models.dynamic_runner import PER_TOKEN_KWARGS, DynamicRunner
+from hf_specdec.models.expert_capacity import most_tokens
 from hf_specdec.models.row_by_row_runner import row_of
 from hf_specdec.models.traits import PLACEHOLDERS, embedded, keeps_pictures_apart, padding_without_position
 
@@ -53,7 +55,8 @@ def prompt_is_read_alone(
     It must be if it has pictures or sound, for which a drafted placeholder would be taken, if it has embeddings instead
     of tokens, if its tokens have types (PaliGemma's prefix sees both ways by them), if the model's prompts see both
     ways anyhow, if it has padding and the model counts positions by a pass's tokens, and if the model keeps pictures
-    apart: GIT masks padding in the prompt only.
+    apart: GIT masks padding in the prompt only. It must also be if the model's experts take only so many tokens of a
+    pass.
 
     Args:
         model: the target or the draft.
@@ -78,6 +81,7 @@ def prompt_is_read_alone(
         or typed
         or keeps_pictures_apart(model)
         or embedded(model_kwargs)
+        or most_tokens(model) < math.inf
         or (padding is not None and bool((input_ids == padding).any()))
     )
 
