@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_specdec.compat.accelerate_private import has_hook
-from hf_specdec.compat.transformers_private import is_callers_cache, own_loop
+from hf_specdec.compat.transformers_private import is_callers_cache, own_loop, steered_by
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.processors import check_processors
 from hf_specdec.models.cache_names import cache_argument, cache_of
@@ -275,6 +275,11 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
     if argument == "model" and (own := own_loop(model)) is not None:
         raise ValueError(
             f"{named} decodes in a loop of its own, {own}, which speculation would replace: decode without speculation."
+        )
+    if argument == "model" and (steered := steered_by(model)):
+        raise ValueError(
+            f"{named} steers its decoding after every token, by {', '.join(steered)}, which a pass over several tokens "
+            "can't do: decode without speculation."
         )
     sharding = _sharding_of(model)
     if sharding is not None:

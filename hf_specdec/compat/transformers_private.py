@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +14,18 @@ from transformers import (
     PrefixConstrainedLogitsProcessor,
     PreTrainedConfig,
     PreTrainedModel,
+)
+
+# What the runners continue along the text or keep as it is.
+CONTINUED = frozenset(
+    {
+        "attention_mask",
+        "cross_attention_mask",
+        "image_attention_mask",
+        "image_hidden_states",
+        "token_type_ids",
+        "use_cache",
+    }
 )
 
 
@@ -74,6 +88,21 @@ def own_loop(model: PreTrainedModel) -> str | None:
     """The method with which a model replaces a part of the decoding loop; None if it has none."""
     names = ("_sample", "_prefill")
     return next((n for n in names if getattr(type(model), n, None) is not getattr(GenerationMixin, n, None)), None)
+
+
+def steered_by(model: PreTrainedModel) -> list[str]:
+    """What a model passes on from each pass to the next that is more than a mask along the text.
+
+    Keyword arguments, and attributes of the model, by the names in the code of its own
+    `_update_model_kwargs_for_generation`, which plain `generate` calls after every token. Without the method, nothing.
+    """
+    found: set[str] = set()
+    for kind in type(model).__mro__:
+        method: Any = inspect.unwrap(vars(kind).get("_update_model_kwargs_for_generation", steered_by))
+        if kind is not GenerationMixin and method is not steered_by:
+            found.update(name for name in method.__code__.co_consts if isinstance(name, str) and name.isidentifier())
+            found.update(one.argval for one in dis.get_instructions(method) if one.opname == "STORE_ATTR")
+    return sorted(found - CONTINUED)
 
 
 def allowed_tokens_of(constraint: PrefixConstrainedLogitsProcessor) -> Callable[[int, Tensor], list[int]]:
