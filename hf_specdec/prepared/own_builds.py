@@ -165,7 +165,7 @@ def _answer_of(compiler: str) -> None:
 
 
 def _run(command: list[str], folder: Path, seconds: int) -> None:
-    """Run a compiler.
+    """Run a compiler in a folder, which also takes its temporary files: the usual place for these may be full.
 
     Raises:
         CompilerError: it is not there, fails, or does not end; then it is not tried again.
@@ -175,17 +175,20 @@ def _run(command: list[str], folder: Path, seconds: int) -> None:
         if compiler in _hanging:
             raise subprocess.TimeoutExpired(command, seconds)
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        subprocess.run(command, cwd=folder, check=True, timeout=seconds, **streams)
+        settings = {**os.environ, "TMPDIR": str(folder)}
+        subprocess.run(command, cwd=folder, env=settings, check=True, timeout=seconds, **streams)
     except subprocess.TimeoutExpired as error:
         _hanging.add(compiler)
         raise CompilerError(f"{compiler} did not end within {seconds} seconds. {_OTHER_COMPILER}") from error
     except subprocess.CalledProcessError as error:
-        raise CompilerError(f"{compiler} failed: {_said(error.stdout)}") from error
+        raise CompilerError(f"{compiler} failed: {_said(error.stdout, folder)}") from error
     except OSError as error:
         raise CompilerError(f"{compiler} can't be run ({error.strerror}). {_OTHER_COMPILER}") from error
 
 
-def _said(output: bytes) -> str:
-    """The line of a compiler's output that tells what is wrong."""
+def _said(output: bytes, folder: Path) -> str:
+    """The line of a compiler's output that tells what is wrong, or what a full disk of its folder takes."""
     lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()] or ["it says nothing"]
+    if any("No space left on device" in line for line in lines):
+        return f"no room is left in {folder}. Free some, or set TORCHINDUCTOR_CACHE_DIR to a folder with more"
     return next((line for line in lines if "error" in line), lines[-1])

@@ -183,6 +183,28 @@ def test_one_that_fails_is_quoted(disk: Path, compiler: Path) -> None:
         own_code.library_of(TWICE)
 
 
+def _full(program: Path, place: str) -> None:
+    """A compiler that fails if its temporary files go to a place, and otherwise compiles."""
+    fails = f'case "$TMPDIR" in {place}) echo "as: a.s: No space left on device"; echo "collect2: error"; exit 1;; esac'
+    _write(program, f'{ANSWERS}; {fails}; exec "${{CXX:-g++}}" "$@"')
+
+
+def test_its_temporary_files_are_where_there_is_room(
+    disk: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/full")
+    _full(compiler, "/full")
+    assert _twice(own_code.library_of(TWICE)) == 8
+
+
+def test_that_there_is_no_room_is_told_with_the_way_out(disk: Path, compiler: Path) -> None:
+    _full(compiler, "*")
+    with pytest.raises(
+        CompilerError, match=r"failed: no room is left in .*\. Free some, or set TORCHINDUCTOR_CACHE_DIR to"
+    ):
+        own_code.library_of(TWICE)
+
+
 def test_of_inductors_errors_the_first_line_is_told() -> None:
     class InductorError(Exception):
         inner_exception = RuntimeError("first line\nwhere it came from")
