@@ -140,6 +140,8 @@ def ours(
     kept = {key: keywords[key] for key in KEYWORDS if keywords.get(key) is not None and keywords[key] is not False}
     kept = {key: value for key, value in kept.items() if key not in others_settings(strategy)}
     drafts_by_model = kept.get("drafter", "model") in ("model", "hybrid")
+    # They are compared; if they agree, nothing is translated.
+    tokenizers = {"tokenizer": pair.tokenizer, "assistant_tokenizer": pair.draft_tokenizer} if drafts_by_model else {}
     return _of_our_loop(
         strategy if name is None else name,
         _title(strategy, kept) if title is None else title,
@@ -148,6 +150,7 @@ def ours(
         draft=pair.draft if drafts_by_model else None,
         draft_name=pair.draft_name if drafts_by_model else None,
         same_engine=plain_on_engine(kept).name,
+        tokenizers=tokenizers,
     )
 
 
@@ -178,7 +181,14 @@ def fixed_lookahead(settings: Settings, pair: LoadedPair) -> int:
     return cast(int, hf_specdec.SpeculationConfig().resolve(pair.target.config.model_type).num_assistant_tokens)
 
 
-def _of_our_loop(name: str, title: str, kind: str, keywords: Mapping[str, Any], **more: Any) -> Method:
+def _of_our_loop(
+    name: str,
+    title: str,
+    kind: str,
+    keywords: Mapping[str, Any],
+    tokenizers: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Method:
     tokens = keywords.get("num_assistant_tokens")
 
     def read(pair: LoadedPair, new: Any, puts: Any, log: Any) -> tuple[Rounds | None, Spent | None]:
@@ -194,7 +204,7 @@ def _of_our_loop(name: str, title: str, kind: str, keywords: Mapping[str, Any], 
         tokens,
         MAX_ASSISTANT_TOKENS if tokens == "auto" else tokens or 0,
         keywords,
-        {} if more.get("draft") is None else {"assistant_model": more["draft"]},
+        {} if more.get("draft") is None else {"assistant_model": more["draft"], **(tokenizers or {})},
         surroundings=lambda loaded: hf_specdec.enable(loaded.target),
         read_rounds=read,
         **more,
