@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.compat.inductor import OPTIONS
 from hf_specdec.compat.torch_private import conversions, tensor_pointer_function
 from hf_specdec.models.processor import reported
 from hf_specdec.prepared.code_folder import Folders, NoFolderError, folders_named, is_ours_alone
-from hf_specdec.prepared.cpp_compiler import OPTIONS
 
 Code = Callable[[list[Any]], Sequence[Any]]  # as inductor's; empties the list that it is given
 

@@ -19,10 +19,11 @@ from typing import Any, cast
 import torch
 from packaging.version import Version
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
+from hf_specdec.compat import inductor
 from hf_specdec.compat.torch_private import fake_tensors
-from hf_specdec.prepared import code_on_disk, cpp_compiler
+from hf_specdec.prepared import code_on_disk
 from hf_specdec.prepared.code_on_disk import Code
 from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.few_token_products import FewTokenProducts, called_directly, supported
@@ -216,7 +217,7 @@ def _inductor() -> Future[None]:
 @cache
 def _begun() -> Future[None]:
     with in_own_folder(torch.device("cpu")):
-        cpp_compiler.find_instructions()
+        inductor.find_instructions()
     pool = ThreadPoolExecutor(1)
     ready = pool.submit(_compile_any)
     pool.shutdown(wait=False)
@@ -278,15 +279,7 @@ def _code(
     graph: Graph, inputs: Sequence[Tensor], device: torch.device, keep: Callable[[Path], None] = lambda library: None
 ) -> Code:
     """Inductor's code of a graph for inputs like these; its library is kept once it is there."""
-    # Importing these takes seconds.
-    from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
     codes: list[Any] = []
-
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        codes.append(compile_fx_inner(*args, **kwargs))
-        return codes[-1]
 
     def finished(library: Path) -> None:
         # Inductor's code adds constants to the inputs in Python.
@@ -294,13 +287,10 @@ def _code(
             keep(library)
 
     kernels = {node.target: called_directly[node.target] for node in graph.nodes if node.target in called_directly}
-    options = {**cpp_compiler.OPTIONS, **cpp_compiler.calling(kernels)} if device.type == "cpu" else {}
-    # AOTAutograd's cache would give back code that has not passed `inner`. Inductor's own is used.
-    alone = functorch_config.patch(enable_autograd_cache=False)
-    with in_own_folder(device), alone, torch.no_grad(), cpp_compiler.in_background(finished):
-        compile_fx(GraphModule({}, graph), _fake(inputs), inner, config_patches=options)
-    (code,) = codes
-    run: Code = code.current_callable
+    options = {**inductor.OPTIONS, **inductor.calling(kernels)} if device.type == "cpu" else {}
+    with in_own_folder(device), inductor.in_background(finished):
+        codes.append(inductor.code_of(graph, _fake(inputs), options))
+    run: Code = codes[0].current_callable
     return run
 
 

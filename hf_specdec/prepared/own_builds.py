@@ -8,17 +8,16 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
+from hf_specdec.compat import inductor
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.prepared import code_on_disk
 from hf_specdec.prepared.code_folder import NoFolderError
@@ -58,9 +57,7 @@ def in_own_folder(device: torch.device) -> Iterator[None]:
         NoFolderError: there is no folder for it.
         CompilerError: there is no compiler for a CPU.
     """
-    # Imported before, since it keeps folders that it looks up then.
-    from torch._inductor import codecache  # noqa: F401
-
+    inductor.keep_imported()
     on_cpu = device.type == "cpu"
     if on_cpu:
         _find_compiler()
@@ -79,7 +76,7 @@ def _enter(block: object, place: Path, on_cpu: bool) -> None:
         if not _blocks:
             _changes.enter_context(_environment(TORCHINDUCTOR_CACHE_DIR=str(place)))
             if on_cpu:
-                _change_inductor(_changes, place)
+                _changes.enter_context(inductor.building(place, _build))
             else:
                 _changes.enter_context(_environment(TRITON_CACHE_DIR=str(place / "triton")))
         _blocks.add(block)
@@ -106,57 +103,23 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _change_inductor(changes: ExitStack, place: Path) -> None:
-    """Where inductor lacks what this replaces, all is compiled in the folder, and nothing of it is kept."""
-    from torch._inductor import codecache, config, cpp_builder
-
-    headers = _headers_in(place)
-    if headers is None:
-        changes.enter_context(config.patch(cpp_cache_precompile_headers=False))
-    else:
-        folder = place / "precompiled_headers"
-        new = {"_HEADER_DIR": str(folder), "_HEADER_LOCK_DIR": str(folder / "locks"), "_precompile_header": headers}
-        changes.enter_context(patch.multiple(codecache, **new))
-    for module in (codecache, cpp_builder):
-        if hasattr(module, "CppBuilder") and sys.platform != "win32":
-            changes.enter_context(patch.object(module, "CppBuilder", _builder()))
-
-
-@cache
-def _headers_in(place: Path) -> Any:
-    """Inductor's function that makes a precompiled header, which remembers where; None where it is another."""
-    from torch._inductor import codecache
-
-    known = hasattr(codecache, "_HEADER_DIR") and hasattr(codecache, "_HEADER_LOCK_DIR")
-    make = getattr(getattr(codecache, "_precompile_header", None), "__wrapped__", None)
-    return cache(make) if known and make is not None else None
-
-
-@cache
-def _builder() -> type:
-    from torch._inductor.cpp_builder import CppBuilder
-
-    class Builder(CppBuilder):
-        def build(self) -> None:
-            """Compile, unless a process has kept what it compiled of the same text by the same command."""
-            target, command = Path(self.get_target_file_path()), shlex.split(self.get_command_line())
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.suffix not in _KEPT:
-                _run(command, target.parent, LONGEST)
-                return
-            with code_on_disk.one_at_a_time(target.name):
-                if not code_on_disk.take(target.name, target):
-                    _run(command, target.parent, LONGEST)
-                    code_on_disk.keep(target.name, target)
-
-    return Builder
+def _build(builder: Any) -> None:
+    """Compile, unless a process has kept what it compiled of the same text by the same command."""
+    target, command = Path(builder.get_target_file_path()), shlex.split(builder.get_command_line())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.suffix not in _KEPT:
+        _run(command, target.parent, LONGEST)
+        return
+    with code_on_disk.one_at_a_time(target.name):
+        if not code_on_disk.take(target.name, target):
+            _run(command, target.parent, LONGEST)
+            code_on_disk.keep(target.name, target)
 
 
 def _find_compiler() -> None:
-    from torch._inductor import config
-
-    if not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
-        _answer_of(config.cpp.cxx[-1])
+    compiler = inductor.compiler()
+    if compiler is not None:
+        _answer_of(compiler)
 
 
 @cache

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from hf_specdec.prepared import code_on_disk, cpp_compiler
+from hf_specdec.compat import inductor
+from hf_specdec.prepared import code_on_disk
 from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.own_builds import in_own_folder
 
@@ -23,12 +24,8 @@ def library_of(text: str) -> Path:
 
 
 def _compile(text: str) -> Path:
-    # Importing it takes seconds.
-    from torch._inductor import config
-    from torch._inductor.codecache import CppCodeCache
-
-    with in_own_folder(torch.device("cpu")), config.patch(cpp_compiler.INSTRUCTIONS), progress_bar("kernels", 1) as bar:
-        library = Path(CppCodeCache.load(text)._name)
+    with in_own_folder(torch.device("cpu")), progress_bar("kernels", 1) as bar:
+        library = inductor.library_of(text)
         bar.update()
     code_on_disk.keep(text, library)
     return library

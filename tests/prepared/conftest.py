@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_specdec.compat.inductor import INSTRUCTIONS
 from hf_specdec.prepared import code_folder, code_on_disk, compiled_step, few_token_products
-from hf_specdec.prepared.cpp_compiler import INSTRUCTIONS
 from hf_specdec.prepared.few_token_products import library_with, operation, source, suffix
 from hf_specdec.prepared.own_builds import in_own_folder
 

@@ -15,7 +15,8 @@ pytest.importorskip("torch._inductor.codecache")
 from torch._inductor import codecache, config, cpp_builder
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from hf_specdec.prepared import code_on_disk, cpp_compiler, own_builds, own_code
+from hf_specdec.compat import inductor
+from hf_specdec.prepared import code_on_disk, own_builds, own_code
 from hf_specdec.prepared.own_builds import CompilerError, in_own_folder, tell_going_without
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ TWICE = 'extern "C" int twice(int number) { return 2 * number; }\n'
 def instructions() -> None:
     """Inductor tries them once a process."""
     with in_own_folder(CPU):
-        cpp_compiler.find_instructions()
+        inductor.find_instructions()
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ def test_what_was_cut_short_is_compiled_anew_once(left: int, disk: Path, runs: l
 
 def test_what_lies_in_torchs_folder_is_not_loaded(disk: Path, runs: list[list[str]]) -> None:
     other = own_code.library_of(TWICE.replace("2", "3")).read_bytes()
-    with config.patch(cpp_compiler.INSTRUCTIONS):
+    with config.patch(inductor.INSTRUCTIONS):
         codecache.CppCodeCache.load_async(TWICE)
         (source,) = (disk / "torch").glob("??/*.main.cpp")
         source.with_suffix(".so").write_bytes(other)

@@ -83,7 +83,7 @@ def test_code_calls_kernels_without_the_dispatcher(weights: list[Tensor], monkey
     x, results, what = torch.randn(2, 4, dtype=torch.float64), [], compiled_step._what
     for directly in (True, False):
         if not directly:
-            monkeypatch.setattr(compiled_step.cpp_compiler, "calling", lambda functions: {})
+            monkeypatch.setattr(compiled_step.inductor, "calling", lambda functions: {})
             monkeypatch.setattr(compiled_step, "_what", lambda *about: (what(*about), "through the dispatcher"))
             compiled_step._codes.clear()
         compiled = CompiledStep(lambda x: linear(x, weights[0]) + 1, CPU, "step")

@@ -12,7 +12,7 @@ pytest.importorskip("torch._inductor.codecache")
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppWrapperCodeCache
 
-from hf_specdec.prepared.cpp_compiler import in_background
+from hf_specdec.compat.inductor import in_background
 
 
 @pytest.fixture
