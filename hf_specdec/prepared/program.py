@@ -1,8 +1,8 @@
 """`Program`: a compiled step as its segments' code, called one after another.
 
 Python takes as long to call a layer's code as a small layer takes to compute. Where all the code lies on disk and torch
-has what it takes, C++ calls it instead, with the same tensors: a quarter of a plain step of the embedded target on an AMD
-processor, and 5 to 10% of one at 135M in int8. The first call is Python's, and waits for the compiler.
+has what it takes, C++ calls it instead, with the same tensors. This saves a quarter of a plain step of the embedded
+target on an AMD processor, and 5 to 10% of one at 135M in int8. The first call is Python's, and waits for the compiler.
 """
 
 from __future__ import annotations
