@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -55,6 +55,8 @@ ARGUMENTS_ONLY = (
 TWO_ROWS_EACH = (host.ClassifierFreeGuidanceLogitsProcessor, host.DiaClassifierFreeGuidanceLogitsProcessor)
 
 CHUNK = 1 << 21  # the most scores that are processed at once
+SCALARS = (int, float, str)
+FEW = 16  # items; a longer list of numbers is a vocabulary rather than a state
 
 
 class HostProcessors:
@@ -197,7 +199,11 @@ class HostProcessors:
             function = allowed_tokens_of(constraint)
             before = _bindings(function)
             found = function(row, prefix)
-            if id(constraint) in self._asked and _said(function) is None and _bindings(function) != before:
+            if (
+                id(constraint) in self._asked
+                and _said(function) is None
+                and _changed(before, _bindings(function, found))
+            ):
                 name = getattr(function, "__qualname__", type(function).__name__)
                 raise ValueError(
                     f"prefix_allowed_tokens_fn={name} keeps state, but is asked about drafts too, which may be "
@@ -284,11 +290,39 @@ def _said(asked: Any) -> bool | None:
     return None if said is None else bool(said)
 
 
-def _bindings(function: Any) -> list[tuple[type, Any]]:
-    """What a function's own names stand for: numbers and strings by value, other objects by identity."""
-    held = []
-    for cell in getattr(function, "__closure__", None) or ():
+def _bindings(function: Any, answer: Any = None) -> dict[Hashable, tuple[type, Any]]:
+    """What a function's own names stand for, by place: numbers and strings by value, other objects by identity.
+
+    Numbers and strings in small lists and dictionaries of its own, in default values and in its module count, too.
+    What is added to one does not: it may be a memory of answers. Nor do the items of `answer`, a list that
+    it may fill again.
+    """
+    method = getattr(function, "__func__", function)
+    held: dict[Hashable, Any] = dict(enumerate(getattr(method, "__defaults__", None) or ()))
+    held.update(getattr(method, "__kwdefaults__", None) or {})
+    for name, cell in enumerate(getattr(method, "__closure__", None) or ()):
         with suppress(ValueError):  # a name without a value yet
-            held.append(cell.cell_contents)
-    held += getattr(getattr(function, "__self__", function), "__dict__", {}).values()
-    return [(type(item), repr(item) if isinstance(item, (int, float, str)) else id(item)) for item in held]
+            held["closure", name] = cell.cell_contents
+    for name, value in getattr(getattr(function, "__self__", function), "__dict__", {}).items():
+        held["attribute", name] = value
+    own = {place: (type(item), repr(item) if isinstance(item, SCALARS) else id(item)) for place, item in held.items()}
+    names, known = getattr(getattr(method, "__code__", None), "co_names", ()), getattr(method, "__globals__", {})
+    held.update({("global", name): known[name] for name in names if name in known})
+    return {
+        **{place: (type(item), repr(item)) for place, item in _parts(held, answer) if isinstance(item, SCALARS)},
+        **own,
+    }
+
+
+def _parts(held: dict[Hashable, Any], answer: Any) -> Iterator[tuple[Hashable, Any]]:
+    """What is held, and the items of small lists and dictionaries among it."""
+    for place, item in held.items():
+        yield place, item
+        # Not their subclasses: a `Counter` or an `OrderedDict` is more likely statistics or a memory of answers.
+        if type(item) in (list, dict) and item is not answer and len(item) <= FEW:
+            for key, part in item.items() if isinstance(item, dict) else enumerate(item):
+                yield (place, key), part
+
+
+def _changed(before: dict[Hashable, tuple[type, Any]], after: dict[Hashable, tuple[type, Any]]) -> bool:
+    return any(place in before and before[place] != value for place, value in after.items())

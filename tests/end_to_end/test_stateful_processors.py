@@ -289,8 +289,44 @@ def counted() -> Callable[[int, Tensor], list[int]]:
     return allowed
 
 
+def counted_in_a_default_value() -> Callable[[int, Tensor], list[int]]:
+    def allowed(row: int, text: Tensor, questions: dict[str, int] = {"asked": 0}) -> list[int]:  # noqa: B006
+        questions["asked"] += 1
+        return [token for token in range(1, VOCABULARY) if token % 3 != questions["asked"] % 3]
+
+    return allowed
+
+
+def counted_in_a_list() -> Callable[[int, Tensor], list[int]]:
+    questions = [0]
+
+    def allowed(row: int, text: Tensor) -> list[int]:
+        questions[0] += 1
+        return [token for token in range(1, VOCABULARY) if token % 3 != questions[0] % 3]
+
+    return allowed
+
+
+ASKED = 0
+
+
+def counted_in_its_module(row: int, text: Tensor) -> list[int]:
+    global ASKED
+    ASKED += 1
+    return [token for token in range(1, VOCABULARY) if token % 3 != ASKED % 3]
+
+
 @pytest.mark.parametrize(
-    "make", [CountedWalk, counted, lambda: CountedWalk().__call__], ids=["object", "closure", "method"]
+    "make",
+    [
+        CountedWalk,
+        counted,
+        lambda: CountedWalk().__call__,
+        counted_in_a_list,
+        counted_in_a_default_value,
+        lambda: counted_in_its_module,
+    ],
+    ids=["object", "closure", "method", "list", "default value", "module"],
 )
 def test_a_constraint_that_keeps_state_and_does_not_say_so_is_refused(pair, make: Callable[[], Any]) -> None:
     """By its contract it is a function of its arguments, and is asked about drafts."""
@@ -318,8 +354,16 @@ def test_a_constraint_may_prepare_itself_and_remember_its_answers(pair) -> None:
             self.questions += 1
             return super().__call__(row, text)
 
+    class Remembers(Prepared):
+        def __init__(self) -> None:
+            self.answers: dict[tuple[int, ...], int] = {}
+
+        def __call__(self, row: int, text: Tensor) -> list[int]:
+            self.answers[tuple(text.tolist())] = int(text[-1]) % 3
+            return super().__call__(row, text)
+
     call = {**repetitive(1), **CALL}
-    for allowed in (Prepared(), Counts(), Counts().__call__):
+    for allowed in (Prepared(), Remembers(), Counts(), Counts().__call__):
         decoding = SpeculativeDecoding(pair[1])
         plain, ours = (
             pair[0].generate(**call, prefix_allowed_tokens_fn=allowed, custom_generate=custom)
