@@ -37,6 +37,7 @@ setup(
             "datasets",
             "evaluate>=0.4.6",
             "matplotlib",
+            "pandas",
             "psutil",
             "rouge_score",
             "sacrebleu>=2.4",

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.config import LOSSY_STRATEGIES, STRATEGY_SETTINGS
+from hf_specdec.config import LOSSY_STRATEGIES, STRATEGY_SETTINGS, SpeculationConfig
+
+# Settings of ours that are keywords of generate(), in the order in which they are written.
+KEYWORDS = (
+    "num_assistant_tokens", "fallback_threshold", "rollback_threshold", "lenience", "posterior_threshold",
+    "assistant_ensemble_weight", "drafter", "verification", "entropy_threshold", "compile", "cache_implementation",
+)  # fmt: skip
+_OURS: dict[str, Any] = {one.name: one.default for one in fields(SpeculationConfig)}
 
 
 class BenchError(Exception):
@@ -18,8 +25,8 @@ class BenchError(Exception):
 class Settings:
     """The arguments of one run, checked one by one before; None leaves the choice to us.
 
-    `grid` holds the values of arguments that got several, of those that the task `sweep` crosses; in `engines` only
-    `num_assistant_tokens`. Keywords of generate() have the names that they have there.
+    Each task has defaults of its own. `grid` holds the values of arguments that got several, where the task takes
+    several. Keywords of generate() have the names that they have there.
     """
 
     task: str = "benchmark"
@@ -33,11 +40,11 @@ class Settings:
     top_p: float = 1.0
     seed: int = 0
     num_assistant_tokens: int | str | None = None  # or "auto"
-    fallback_threshold: float = 0.6
-    rollback_threshold: float = 3.0
-    lenience: float = 0.5
-    posterior_threshold: float = 0.09
-    assistant_ensemble_weight: float = 0.5
+    fallback_threshold: float = _OURS["fallback_threshold"]
+    rollback_threshold: float = _OURS["rollback_threshold"]
+    lenience: float = _OURS["lenience"]
+    posterior_threshold: float = _OURS["posterior_threshold"]
+    assistant_ensemble_weight: float = _OURS["assistant_ensemble_weight"]
     drafter: str | None = None
     verification: str | None = None
     entropy_threshold: float | None = None
@@ -52,7 +59,7 @@ class Settings:
     dtype: str = "auto"
     draft_dtype: str = "auto"
     repeats: int = 1
-    draft_models: tuple[str, ...] = ()  # of the tasks `sweep` and `tune`
+    draft_models: tuple[str, ...] = ()
     dataset: str = "embedded"
     dataset_path: Path | None = None
     split: str | None = None  # embedded: heldout; hub: test
@@ -60,18 +67,19 @@ class Settings:
     reference_column: str | None = None
     prompt_template: str = "{prompt}"
     limit: int | None = None
+    embedded_limit: int = 50  # without a limit, of each embedded subtask
     better_transformer: bool = False
-    batch_sizes: tuple[int, ...] = (1,)  # several are for the tasks `engines` and `tune`
-    engines: tuple[str, ...] = ("eager", "compiled")  # of the tasks `engines` and `tune`
-    minutes: float = 10.0  # of the task `tune`
-    max_quality_loss: float | None = None  # of the task `tune`, in points; without it only lossless methods
+    batch_sizes: tuple[int, ...] = (1,)
+    engines: tuple[str, ...] = ("eager", "compiled")
+    minutes: float = 10.0
+    max_quality_loss: float | None = None  # in points; without it only lossless methods
     precision: str | None = None
     draft_precision: str | None = None
-    draft_vocabulary: int | None = None  # of the task `benchmark`: tokens of a trimmed head
+    draft_vocabulary: int | None = None  # tokens of a trimmed head
     device_map: str | None = None
     offload_folder: Path | None = None
     allow_pickle: bool = False
-    loss: str = "forward_kl"  # this and the next five: of the task `align`
+    loss: str = "forward_kl"
     steps: int | None = None  # by the number of answers
     learning_rate: float | None = None  # by the draft's size
     top_k_targets: int | None = None
@@ -108,13 +116,4 @@ class Settings:
         """The part of generate()'s arguments that is the same for every method."""
         if not self.sampling:
             return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-        return {
-            "do_sample": True,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
-        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+        return {"do_sample": True, **{name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}}

@@ -13,20 +13,15 @@ import pytest
 from filelock import FileLock
 from helpers.script import load_script
 
-from hf_specdec.bench.figures import bandwidth
-from hf_specdec.bench.running import warming
-from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.records import Result
+from hf_specdec.bench.results import SUFFIX, load
+from hf_specdec.bench.running import memory, warming
 from hf_specdec.bench.settings import Settings
-from hf_specdec.bench.storage.results import SUFFIX, load
-from hf_specdec.bench.tasks.ablation import run_ablation
-from hf_specdec.bench.tasks.benchmark import run_benchmark
-from hf_specdec.bench.tasks.engines import run_engines
-from hf_specdec.bench.tasks.subtasks import run_subtasks
-from hf_specdec.bench.tasks.sweep import run_sweep
+from hf_specdec.bench.tasks import run_task
 
 # Tests are about what is kept, so that fewer warm-up calls and less memory read do.
 warming.MOST_WARM_UPS = 3
-bandwidth.BUFFER["cpu"] = 2**23
+memory.BUFFER["cpu"] = 2**23
 
 SUMS = "".join(
     f'{{"q": "How much is {a} and {b}?", "a": "{a + b}", "kind": "x"}}\n' for a, b in ((2, 2), (2, 3), (4, 5))
@@ -72,21 +67,21 @@ def measure_each_task(pair: tuple[Path, Path], folder: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
         # Any two calls will do: no test looks at how warm they were.
         patch.setattr(warming, "SETTLED", 10.0)
-        run_benchmark(Settings(**common, prompt_lengths=(20, 30)))
-        run_subtasks(Settings(task="subtasks", **data), Processes())
-        run_subtasks(Settings(task="subtasks", **data, do_sample=True), Processes())
-        run_sweep(Settings(task="sweep", **data | {"limit": 2, "repeats": 1}, grid=grid), Processes())
-        run_ablation(Settings(task="ablation", **data | {"repeats": 1}), Processes())
+        run_task(Settings(**common, prompt_lengths=(20, 30)))
+        run_task(Settings(task="subtasks", **data))
+        run_task(Settings(task="subtasks", **data, do_sample=True))
+        run_task(Settings(task="sweep", **data | {"limit": 2, "repeats": 1}, grid=grid))
+        run_task(Settings(task="ablation", **data | {"repeats": 1}))
         lookaheads = {"num_assistant_tokens": (2,)}
         sizes: dict[str, Any] = {"batch_sizes": (1, 2, 3), "prompt_lengths": (20,), "limit": 3}
-        run_engines(Settings(task="engines", **common, **sizes, engines=("eager", "static"), grid=lookaheads))
+        run_task(Settings(task="engines", **common, **sizes, engines=("eager", "static"), grid=lookaheads))
 
 
 @pytest.fixture(scope="session")
-def results(results_folder: Path) -> dict[str, dict[str, Any]]:
+def results(results_folder: Path) -> dict[str, Result]:
     """The results by task, `subtasks` in sampling as "sampling"."""
     found = {}
     for path in results_folder.glob(f"*{SUFFIX}"):
         result = load(path)
-        found["sampling" if result["sampling"] else result["task"]] = result
+        found["sampling" if result.settings.sampling else result.settings.task] = result
     return found

@@ -21,12 +21,12 @@ from hf_specdec.bench.aligning.answers import answers_folder, target_answers
 from hf_specdec.bench.aligning.batches import Collator, answer_logits
 from hf_specdec.bench.aligning.losses import on_tokens
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
-from hf_specdec.bench.reports.pictures.by_task import pictures
+from hf_specdec.bench.records import Result
+from hf_specdec.bench.results import load
+from hf_specdec.bench.running.measuring import batches
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage.results import load
-from hf_specdec.bench.tasks import align, collecting
-from hf_specdec.bench.tasks.align import run_align
+from hf_specdec.bench.tasks import align, run_task
 
 ALONE = Processes()
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,12 +60,12 @@ def settings_for(pair: tuple[Path, Path], questions_file: Path, folder: Path, **
 
 
 def answered(settings: Settings, pair: LoadedPair, name: str = "learned") -> Any:
-    groups = collecting.batches(align.prompts(settings)[0], settings.batch_size)
+    groups = batches(align.prompts(settings)[0], settings.batch_size)
     settings.output_dir.mkdir(parents=True, exist_ok=True)
     return target_answers(answers_folder(settings, pair) / name, settings, pair, groups, ALONE)
 
 
-def result_in(folder: Path) -> dict[str, Any]:
+def result_in(folder: Path) -> Result:
     (path,) = folder.glob("*.json.gz")
     return load(path)
 
@@ -108,7 +108,7 @@ def test_answers_go_on_after_an_interruption_and_are_used_again(
     pair, inner, asked = load_pair(settings), answers.timed_call, []
 
     def counted(*arguments: Any) -> Any:
-        asked.append([prompt.index for prompt in arguments[2]])
+        asked.append([prompt.index for prompt in arguments[1]])
         if len(asked) == 3:
             raise KeyboardInterrupt
         return inner(*arguments)
@@ -150,14 +150,14 @@ def test_a_better_draft_is_saved_beside_the_old_one(
     """Its original stays byte for byte; a second run refuses to overwrite it."""
     before = weights_of(kinds["decoder"][1])
     settings = settings_for(kinds["decoder"], questions_file, tmp_path, steps=40, learning_rate=3e-3)
-    run_align(settings, ALONE)
+    run_task(settings)
     result, saved = result_in(tmp_path), tmp_path / "draft-aligned"
-    facts = result["alignment"]
-    assert facts["saved"] == str(saved) and weights_of(kinds["decoder"][1]) == before
-    assert facts["held_out_curve"][-1][1] < facts["held_out_curve"][0][1] and facts["curve"][-1][0] == 40
-    assert facts["prompts"] == 18 and len(result["prompts"]) == 2
+    facts = result.training
+    assert facts is not None and facts.saved == str(saved) and weights_of(kinds["decoder"][1]) == before
+    assert facts.held_out_curve[-1][1] < facts.held_out_curve[0][1] and facts.curve[-1][0] == 40
+    assert facts.prompts == 18 and len(result.prompts) == 2
     assert "The aligned draft is in" in capsys.readouterr().out
-    assert {"loss", "acceptance-by-position"} <= set(pictures(result))
+    assert list(tmp_path.glob("align-*-acceptance-by-position.png"))
     kept = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
     assert kept == {"align", "answers", "draft"}, "no checkpoint, no journal"
     # An ordinary checkpoint: the keys of the original, other values.
@@ -166,7 +166,7 @@ def test_a_better_draft_is_saved_beside_the_old_one(
     assert {weight.dtype for weight in new.values()} == {weight.dtype for weight in old.values()}
     assert AutoTokenizer.from_pretrained(saved).get_vocab() == AutoTokenizer.from_pretrained(saved).get_vocab()
     with pytest.raises(BenchError, match=r"--output_dir: .*draft-aligned' is there already"):
-        run_align(settings, ALONE)
+        run_task(settings)
 
 
 def test_a_draft_that_got_worse_is_said_to_be_so_and_not_saved(
@@ -174,8 +174,8 @@ def test_a_draft_that_got_worse_is_said_to_be_so_and_not_saved(
 ) -> None:
     before = weights_of(kinds["decoder"][1])
     settings = settings_for(kinds["decoder"], questions_file, tmp_path, learning_rate=10.0, loss="cross_entropy")
-    run_align(settings, ALONE)
-    assert result_in(tmp_path)["alignment"]["saved"] is None
+    run_task(settings)
+    assert result_in(tmp_path).training.saved is None
     assert "**The draft did not get better**" in capsys.readouterr().out
     assert weights_of(kinds["decoder"][1]) == before
     assert not (tmp_path / "draft-aligned").exists()
@@ -208,8 +208,8 @@ def test_every_way_of_training_changes_the_draft(
     new = type(pair.draft).from_pretrained(tmp_path / "training" / "draft").state_dict()
     old = pair.draft.state_dict()
     assert old.keys() == new.keys() and any(not torch.equal(old[key], new[key]) for key in old)
-    assert (facts["parameters"] < parameters) == ("lora_rank" in more)
-    assert all(value >= 0 for _, value in facts["held_out_curve"])
+    assert (facts.parameters < parameters) == ("lora_rank" in more)
+    assert all(value >= 0 for _, value in facts.held_out_curve)
 
 
 def test_training_goes_on_from_its_checkpoint(
@@ -235,7 +235,7 @@ def test_training_goes_on_from_its_checkpoint(
             with pytest.raises(KeyboardInterrupt):
                 training.train(settings, pair, load_pair(settings).draft, rows, rows, tmp_path / name, ALONE)
         facts = training.train(settings, pair, load_pair(settings).draft, rows, rows, tmp_path / name, ALONE)
-        assert facts["resumed_at"] == (4 if name == "cut" else 0), "what its seconds are about"
+        assert facts.resumed_at == (4 if name == "cut" else 0), "what its seconds are about"
         ends[name] = AutoModelForCausalLM.from_pretrained(tmp_path / name / "draft").state_dict()
     assert steps == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7], "from the last checkpoint"
     for key, weight in ends["through"].items():
@@ -253,10 +253,11 @@ def test_steps_and_learning_rate_follow_data_and_draft(
     assert rates[0] == 4e-3 and rates[0] > rates[1] > rates[2] == rates[3] == 1e-4
     monkeypatch.setattr(training, "_LEAST_STEPS", 3)
     settings = settings_for(kinds["decoder"], questions_file, tmp_path, steps=None, learning_rate=None)
-    run_align(settings, ALONE)
-    facts = result_in(tmp_path)["alignment"]
+    run_task(settings)
+    facts = result_in(tmp_path).training
+    assert facts is not None
     # Five passes over 18 answers, four a step.
-    assert facts["steps"] == 23 == facts["curve"][-1][0] and facts["learning_rate"] == 4e-3
+    assert facts.steps == 23 == facts.curve[-1][0] and facts.learning_rate == 4e-3
     (report,) = tmp_path.glob("*.md")
     assert "|      23 |" in report.read_text() and "0.004" in report.read_text()
 
@@ -284,7 +285,7 @@ def test_refusals(
     if settings.dataset.startswith("embedded"):
         settings = replace(settings, prompt_column=None)
     with pytest.raises(BenchError, match=words):
-        run_align(settings, ALONE)
+        run_task(settings)
     assert not list(tmp_path.iterdir()), "nothing was begun"
 
 
@@ -296,17 +297,17 @@ def test_a_draft_of_another_vocabulary_is_refused(
     with pytest.raises(
         BenchError, match=r"--assistant_model: .*draft' has another vocabulary than the target 'target'"
     ):
-        run_align(settings, ALONE)
+        run_task(settings)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(align, "find_spec", lambda name: None if name == "peft" else object())
     with pytest.raises(BenchError, match=r"--lora_rank: 4 needs peft, .* pip install 'hf_specdec\[align\]'"):
-        run_align(Settings(task="align", lora_rank=4), ALONE)
+        align.run(Settings(task="align", lora_rank=4), ALONE)
     align.check_arguments(Settings(task="align"))
     monkeypatch.setattr(align, "find_spec", lambda name: None)
     with pytest.raises(BenchError, match="--task: 'align' needs accelerate"):
-        run_align(Settings(task="align"), ALONE)
+        align.run(Settings(task="align"), ALONE)
 
 
 def test_no_prompt_is_learned_and_judged() -> None:
@@ -334,10 +335,10 @@ def test_two_processes_align_as_one_does(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.lower().count("acceptance went from") == 1, "only one process speaks"
-    facts, aligned = result_in(tmp_path / "two")["alignment"], tmp_path / "two" / "draft-aligned"
-    assert facts["rows"] == 4 and facts["prompts"] == 18
-    assert facts["saved"] == (str(aligned) if "The aligned draft is in" in done.stdout else None)
-    assert aligned.exists() == (facts["saved"] is not None)
+    facts, aligned = result_in(tmp_path / "two").training, tmp_path / "two" / "draft-aligned"
+    assert facts is not None and facts.rows == 4 and facts.prompts == 18
+    assert facts.saved == (str(aligned) if "The aligned draft is in" in done.stdout else None)
+    assert aligned.exists() == (facts.saved is not None)
     settings = settings_for(kinds["decoder"], questions_file, tmp_path / "one", batch_sizes=(2,))
     alone = list(answered(settings, load_pair(settings)))
     (folder,) = (tmp_path / "two").glob("answers-*")

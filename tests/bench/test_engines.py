@@ -15,19 +15,19 @@ from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.tiny_pair import CONTEXT, save_pair
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-from hf_specdec.bench.figures import bandwidth, passes
+from hf_specdec.bench.figures import passes
+from hf_specdec.bench.figures.frames import whole
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
-from hf_specdec.bench.reports.rendering import render
-from hf_specdec.bench.reports.tables import engines as engines_table
-from hf_specdec.bench.running import warming
+from hf_specdec.bench.records import Pass, Result
+from hf_specdec.bench.results import document, load
+from hf_specdec.bench.running import memory, warming
 from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
-from hf_specdec.bench.running.methods_by_task import of_engines
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.running.transformers_methods import SCHEDULES
 from hf_specdec.bench.settings import Settings
-from hf_specdec.bench.storage.results import load
-from hf_specdec.bench.tasks import benchmark, engines
+from hf_specdec.bench.tasks import benchmark, engines, run_task
+from hf_specdec.bench.tasks.engines import allowed_table, compared
 from hf_specdec.lengths.auto_length import AutoLength
 from hf_specdec.prepared import compiled_step, cuda_graphs, few_token_products
 
@@ -51,27 +51,25 @@ def pair(settings: Settings) -> LoadedPair:
 
 
 @pytest.fixture(scope="module")
-def result(settings: Settings) -> dict[str, Any]:
-    engines.run_engines(settings)
+def result(settings: Settings) -> Result:
+    run_task(settings)
     return load(settings.output_dir / FILE)
 
 
-def test_every_method_decodes_plain_tokens_at_every_batch_size(result: dict[str, Any]) -> None:
-    plain = {call.prompts: call.tokens for call in result["calls"] if call.method == "plain"}
-    lossy = {method["name"] for method in result["methods"] if method["kind"] == "ensemble"}
+def test_every_method_decodes_plain_tokens_at_every_batch_size(result: Result) -> None:
+    plain = {call.prompts: call.outputs for call in result.calls if call.method == "plain"}
+    lossy = {method.name for method in result.methods if method.kind == "ensemble"}
     assert len(lossy) == 1
-    for call in result["calls"]:
-        assert [len(row) for row in call.tokens] == [12] * call.batch
-        assert call.method in lossy or call.tokens == plain[call.prompts], call.method
-        if call.rounds is not None:
-            assert [sum(row) for row in zip(*call.rounds.new_tokens, strict=True)] == [12] * call.batch
+    for call in result.calls:
+        assert call.new_tokens == 12 * len(call.prompts) and call.peak_bytes
+        assert call.method in lossy or call.outputs == plain[call.prompts], call.method
 
 
-def test_methods_take_turns_and_transformers_own_run_one_row_only(result: dict[str, Any]) -> None:
-    kinds = {method["name"]: method["kind"] for method in result["methods"]}
+def test_methods_take_turns_and_transformers_own_run_one_row_only(result: Result) -> None:
+    kinds = {method.name: method.kind for method in result.methods}
     assert Counter(kinds.values())["assisted"] == len(SCHEDULES)
     for batch, groups in ((1, {(0,), (1,)}), (2, {(0, 1)})):
-        calls = [call for call in result["calls"] if call.batch == batch]
+        calls = [call for call in result.calls if len(call.prompts) == batch]
         assert {call.prompts for call in calls} == groups
         alone = {name for name, kind in kinds.items() if kind in ALONE or name == "floor"}
         expected = set(kinds) if batch == 1 else set(kinds) - alone
@@ -83,97 +81,100 @@ def test_methods_take_turns_and_transformers_own_run_one_row_only(result: dict[s
                 assert sorted(positions) == list(range(min(positions), min(positions) + len(expected)))
 
 
-def test_every_method_of_ours_has_plain_decoding_on_its_engine_beside_it(result: dict[str, Any]) -> None:
-    kinds = {method["name"]: (method["kind"], method["engine"]) for method in result["methods"]}
-    for method in result["methods"]:
-        ours = method["kind"] == "speculative"
-        assert method["kind"] != "none" or method["same_engine"] in (None, method["name"])
-        assert not ours or kinds[method["same_engine"]] == ("none", method["engine"])
+def test_every_method_of_ours_has_plain_decoding_on_its_engine_beside_it(result: Result) -> None:
+    kinds = {method.name: (method.kind, method.engine) for method in result.methods}
+    for method in result.methods:
+        assert method.kind != "speculative" or kinds[str(method.same_engine)] == ("none", method.engine)
 
 
-def test_every_warm_up_is_kept(result: dict[str, Any]) -> None:
-    warmed = {(item["method"], item["batch"]): item for item in result["cold"]}
-    assert warmed.keys() == {(call.method, call.batch) for call in result["calls"]}
-    assert all(2 <= len(item["seconds"]) <= warming.MOST_WARM_UPS for item in warmed.values())
-    assert set(result["loading_seconds"]) == {result["models"][role]["name"] for role in ("target", "draft")}
+def test_every_warm_up_is_kept(result: Result) -> None:
+    warmed = {(item.method, item.batch): item for item in result.cold}
+    assert warmed.keys() == {(call.method, len(call.prompts)) for call in result.calls}
+    assert all(2 <= len(item.seconds) <= warming.MOST_WARM_UPS for item in warmed.values())
+    assert set(result.loading_seconds) == {result.models[role].name for role in ("target", "draft")}
 
 
-def test_bare_passes_are_timed_on_the_engines_of_the_methods(result: dict[str, Any]) -> None:
-    assert {(item["engine"], item["batch"]) for item in result["passes"]} == {
+def test_bare_passes_are_timed_on_the_engines_of_the_methods(result: Result) -> None:
+    assert {(item.engine, len(item.prompts)) for item in result.passes} == {
         (engine, batch) for engine in ("generate", "eager", "static") for batch in (1, 2)
     }
     for engine in ("generate", "eager", "static"):
         (costs,) = passes.costs(result, engine, 1).values()
         assert costs.draft and set(costs.target) >= {1, 3, 4}
-        samples = [item["times"] for item in result["passes"] if (item["engine"], item["batch"]) == (engine, 1)]
-        assert costs.target[3] == pytest.approx(median(s for times in samples for s in times["target"]["3"]))
+        mine = [one for one in result.passes if (one.engine, len(one.prompts)) == (engine, 1)]
+        samples = [one.seconds for one in mine if (one.role, one.tokens) == ("target", 3)]
+        assert costs.target[3] == pytest.approx(median(samples))
 
 
-def test_what_passes_allow_is_told_by_passes_of_the_calls_own_length(result: dict[str, Any]) -> None:
-    slow = {"draft": {"1": [1.0]}, "target": {"1": [1.0], "40": [40.0]}}
-    more = result | {
-        "passes": [*({**item, "length": 1, "times": slow} for item in result["passes"]), *result["passes"]]
-    }
+def test_what_passes_allow_is_told_by_passes_of_the_calls_own_length(result: Result) -> None:
+    timed = [("draft", 1, 1.0), ("target", 1, 1.0), ("target", 40, 40.0)]
+    slow = [
+        Pass(engine, one.draft, one.prompts, 0, 1, *about)
+        for engine, one in {(one.engine, one.prompts): one for one in result.passes}.items()
+        for engine in [one.engine]
+        for about in timed
+    ]
+    more, only = replace(result, passes=[*slow, *result.passes]), replace(result, passes=slow)
     assert set(passes.costs(more, "eager", 1)) == {1, *passes.costs(result, "eager", 1)}
-    assert engines_table.allowed_table(more) == engines_table.allowed_table(result)
-    only = {**result, "passes": more["passes"][: len(result["passes"])]}
-    assert engines_table.allowed_table(only) != engines_table.allowed_table(result), "the control"
+    tables = [allowed_table(whole(one)) for one in (result, more, only)]
+    assert tables[0] == tables[1] != tables[2], "the last is the control"
 
 
-def test_memory_is_read_after_each_plain_call_of_one_row(result: dict[str, Any]) -> None:
-    plain = {method["name"] for method in result["methods"] if method["kind"] in ("plain", "none")}
-    calls = {(c.method, c.prompts, c.repeat) for c in result["calls"] if c.method in plain and c.batch == 1}
-    read = [(r["method"], tuple(r["prompts"]), r["repeat"]) for r in result["readings"]]
-    assert len(plain) == 3 and len(read) == len(set(read)) and set(read) == calls
-    assert all(bandwidth.share(result, method) > 0 for method in plain)
-    assert all(reading["bytes_per_second"] > 1e8 for reading in result["readings"])
+def test_memory_is_read_after_each_plain_call_of_one_row(result: Result) -> None:
+    plain = [method for method in result.methods if method.kind in ("plain", "none")]
+    names = {method.name for method in plain}
+    assert len(names) == 3
+    for call in result.calls:
+        read = call.method in names and len(call.prompts) == 1
+        assert (call.read_rate is not None) == read and (not read or (call.read_rate or 0) > 1e8)
+    assert all((passes.bandwidth_share(whole(result), method) or 0) > 0 for method in plain)
 
 
 def test_widths_reach_as_far_as_drafts(settings: Settings, pair: LoadedPair) -> None:
-    methods = of_engines(settings, pair)
+    methods = compared(settings, pair)
     widths = widths_for(methods)
     assert widths[0] == 1 and widths[-1] == max(method.longest for method in methods) + 1 and {3, 4} <= set(widths)
 
 
-def test_rendering_needs_the_file_only(settings: Settings, result: dict[str, Any]) -> None:
+def test_rendering_needs_the_file_only(settings: Settings, result: Result) -> None:
     path = settings.output_dir / FILE.replace(".json.gz", ".md")
-    assert render(result) == path.read_text()
+    assert document(result, path.stem, engines.render)[0] == path.read_text()
 
 
 def test_a_run_that_was_broken_off_goes_on(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, measured = Counter[str](), list[str]()
     real = warming.timed_call
 
-    def counted(pair: Any, method: Any, *args: Any, **place: Any) -> Any:
+    def counted(method: Any, *args: Any, **place: Any) -> Any:
         made[method.name] += 1
         if place:  # else it warms up
             measured.append(method.name)
         if len(measured) == 5:
             measured.append("interrupted")
             raise KeyboardInterrupt
-        return real(pair, method, *args, **place)
+        return real(method, *args, **place)
 
     monkeypatch.setattr(warming, "timed_call", counted)
     short = replace(settings, repeats=1, batch_sizes=(1,), limit=1, max_new_tokens=4, output_dir=tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        engines.run_engines(short)
+        run_task(short)
     first, finished = dict(made), measured[:4]
-    engines.run_engines(short)
+    run_task(short)
     result = load(tmp_path / FILE)
-    assert len(result["calls"]) == len(result["methods"]) == len({call.method for call in result["calls"]})
+    assert len(result.calls) == len(result.methods) == len({call.method for call in result.calls})
     assert all(made[name] == first[name] for name in finished), "neither warmed up nor called again"
-    assert not list(tmp_path.glob("*.sqlite"))
+    assert not list(tmp_path.glob("*.jsonl"))
 
 
 def test_sampling_draws_as_many_tokens(settings: Settings, pair: LoadedPair) -> None:
     drawn = replace(settings, do_sample=True, top_k=0)
     prompts = benchmark_prompts(pair, (30,), 2, 12)
-    for method in of_engines(drawn, pair):
-        call = timed_call(pair, method, prompts[: method.most_rows], drawn)
+    for method in compared(drawn, pair):
+        call = timed_call(method, prompts[: method.most_rows], drawn)
         assert all(len(row) == 12 for row in call.tokens)
-    by_block = {m.engine for m in of_engines(drawn, pair) if m.options.get("verification") == "block"}
+    by_block = {m.method.engine for m in compared(drawn, pair) if m.options.get("verification") == "block"}
     assert by_block == set(drawn.engines)
-    assert not any("verification" in method.options for method in of_engines(settings, pair))
+    assert not any("verification" in method.options for method in compared(settings, pair))
 
 
 def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
@@ -181,14 +182,14 @@ def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
     asked = replace(settings, model_name=str(target), assistant_model=str(draft))
     pair = load_pair(asked)
     prompts = benchmark_prompts(pair, (30,), 2, 12)
-    methods = {method.name: method for method in of_engines(asked, pair)}
-    calls = [timed_call(pair, methods[name], prompts, asked) for name in ("plain", "speculative, γ = 2, eager")]
+    methods = {method.name: method for method in compared(asked, pair)}
+    calls = [timed_call(methods[name], prompts, asked) for name in ("plain", "speculative, γ = 2, eager")]
     assert calls[0].tokens == calls[1].tokens
     for engine in ("generate", "eager", "static"):
         times = BarePasses(pair, 12, [1, 3]).sample(engine, prompts)
-        assert times is not None and set(times["target"]) == {"1", "3"}
-    assert BarePasses(pair, 12, [1, 3]).sample("compiled", prompts) is None, "nothing was compiled for them"
-    assert bandwidth.describe(pair, 30)["cache_bytes"] is None
+        assert {tokens for role, tokens, _ in times if role == "target"} == {1, 3}
+    assert not BarePasses(pair, 12, [1, 3]).sample("compiled", prompts), "nothing was compiled for them"
+    assert memory.describe(pair, 30).cache_bytes is None
 
 
 @pytest.mark.compiles
@@ -197,7 +198,7 @@ def test_calls_whose_rounds_are_not_compiled_have_bare_passes_of_their_own(
 ) -> None:
     """With `compile=True` these run in the kernels; those of the compiled baseline say nothing about drafts."""
     interpret_compiled_steps(monkeypatch)
-    benchmark.run_benchmark(
+    run_task(
         replace(
             settings, task="benchmark", drafter="hybrid", compile=True, num_assistant_tokens=2, batch_sizes=(1,),
             engines=(), grid={}, output_dir=tmp_path,
@@ -205,19 +206,19 @@ def test_calls_whose_rounds_are_not_compiled_have_bare_passes_of_their_own(
     )  # fmt: skip
     (file,) = tmp_path.glob("*.json.gz")
     found = load(file)
-    assert {method["engine"] for method in found["methods"]} == {"generate", "kernels", "compiled"}
+    assert {method.engine for method in found.methods} == {"generate", "kernels", "compiled"}
     costs = passes.costs(found, "kernels")[30]
     assert set(costs.draft) == {1} and {1, 3} <= set(costs.target)
-    eta = passes.efficiency(found, [call for call in found["calls"] if call.method == "speculative"])
+    eta = passes.efficiency(whole(found), found.method("speculative"))
     assert eta is not None and 0 < eta < 2
-    assert "drafter hybrid, kernels" in render(found)
+    assert "drafter hybrid, kernels" in document(found, "x", benchmark.render)[0]
     used: list[torch.Tensor] = []
     linear = few_token_products._linear
     monkeypatch.setattr(few_token_products, "_linear", lambda *given: used.append(given[0]) or linear(*given))
     prompts = benchmark_prompts(pair, (30,), 1, 12)
     for engine in ("static", "kernels"):
         assert not used
-        assert BarePasses(pair, 12, [1, 3]).sample(engine, prompts) is not None
+        assert BarePasses(pair, 12, [1, 3]).sample(engine, prompts)
     assert used
 
 
@@ -227,7 +228,7 @@ def test_bare_passes_leave_the_cache_as_it_was(pair: LoadedPair) -> None:
     for engine in ("generate", "eager"):
         bare = BarePasses(pair, 12, [1, 5])
         for _ in range(5):
-            assert bare.sample(engine, prompts) is not None
+            assert bare.sample(engine, prompts)
 
 
 def test_bytes_that_a_step_reads(pair: LoadedPair) -> None:
@@ -235,19 +236,19 @@ def test_bytes_that_a_step_reads(pair: LoadedPair) -> None:
     config = target.config
     total = sum(p.numel() for p in target.parameters()) - config.vocab_size * config.hidden_size
     assert not config.tie_word_embeddings
-    assert bandwidth.weight_bytes(target) == 8 * total
-    assert bandwidth.cache_bytes(target, 10) == 8 * 10 * 2 * config.num_hidden_layers * config.hidden_size
-    assert bandwidth.read_rate(torch.device("cpu"), 2**16) > 0
+    assert memory.weight_bytes(target) == 8 * total
+    assert memory.cache_bytes(target, 10) == 8 * 10 * 2 * config.num_hidden_layers * config.hidden_size
+    assert memory.read_rate(torch.device("cpu"), 2**16) > 0
 
 
 def test_bytes_of_tables_and_experts() -> None:
     """Of positions a step reads a row, of a tied table all; which experts it reads depends on the text."""
     tied = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=64, n_embd=16, n_layer=1, n_head=2))
     table = tied.transformer.wpe.weight
-    assert bandwidth.weight_bytes(tied) == sum(p.nbytes for p in tied.parameters()) - table.nbytes
+    assert memory.weight_bytes(tied) == sum(p.nbytes for p in tied.parameters()) - table.nbytes
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     experts = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
-    assert bandwidth.weight_bytes(experts) is None
+    assert memory.weight_bytes(experts) is None
 
 
 def test_prepared_steps_are_timed_for_their_own_batch_size(
@@ -261,15 +262,15 @@ def test_prepared_steps_are_timed_for_their_own_batch_size(
     asked = replace(settings, engines=("compiled",))
     prompts = benchmark_prompts(pair, (30,), 2, 12)
     bare = BarePasses(pair, 12, [1, 3])
-    assert bare.sample("compiled", prompts) is None
+    assert not bare.sample("compiled", prompts)
     with keeping_engines(9, pair.target.device):
-        methods = [m for m in of_engines(asked, pair) if m.kind == "none" or m.facts.get("role") in ("fixed", "auto")]
-        calls = [timed_call(pair, method, prompts, asked) for method in methods]
+        methods = [m for m in compared(asked, pair) if m.method.kind == "none" or m.method.role in ("fixed", "auto")]
+        calls = [timed_call(method, prompts, asked) for method in methods]
         times = bare.sample("compiled", prompts)
-        assert bare.sample("compiled", prompts[:1]) is None
+        assert not bare.sample("compiled", prompts[:1])
         longer = BarePasses(pair, 150, [1, 3])
-        assert longer.sample("compiled", prompts) is None, "another size of the caches"
+        assert not longer.sample("compiled", prompts), "another size of the caches"
     assert len(calls) == 4 and all(call.tokens == calls[0].tokens for call in calls)
-    assert times is not None
     # Those of auto are 1, at first, and then 0 and 4.
-    assert (set(times["draft"]), set(times["target"])) == ({"1", "2", "3", "4"}, {"1", "2", "3", "4", "5"})
+    found = {role: {tokens for one, tokens, _ in times if one == role} for role in ("draft", "target")}
+    assert found == {"draft": {1, 2, 3, 4}, "target": {1, 2, 3, 4, 5}}

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_specdec.bench.figures.bootstrap import ENOUGH, Ratio, interval
-from hf_specdec.bench.tasks import halving
-from hf_specdec.bench.tasks.halving import Stage, overall_ranking, successive_halving
+from hf_specdec.bench.figures.bootstrap import ENOUGH, interval
+from hf_specdec.bench.records import Interval, Stage
+from hf_specdec.bench.tuning import halving
+from hf_specdec.bench.tuning.halving import overall_ranking, successive_halving
 
 SECONDS = 300.0
 # True speeds over the baseline's: one is best, with some within 5% of it and many behind.
@@ -42,11 +43,10 @@ class Machine:
         self.took[name][example] = seconds
         self.now += seconds
 
-    def ratio(self, ours: str, base: str) -> Ratio | None:
+    def ratio(self, ours: str, base: str) -> Interval | None:
         both = sorted(self.took[ours].keys() & self.took[base].keys())
         cells = [[(self.took[base][example], self.took[ours][example])] for example in both]
-        found = interval(cells, lambda theirs, mine: theirs / mine, deciding=True)
-        return None if found is None else Ratio(found.value, found.low, found.high)
+        return interval(cells, lambda theirs, mine: theirs / mine)
 
     def race(self, seconds: float = SECONDS, group: Callable[[str], str] = lambda name: "") -> list[Stage]:
         return successive_halving(

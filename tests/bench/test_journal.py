@@ -10,141 +10,134 @@ import random
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.made_up_results import drafted_call
 from helpers.script import SCRIPT, load_script
 
-from hf_specdec.bench.running.processes import Processes
-from hf_specdec.bench.running.timed_call import Call
+from hf_specdec.bench import environment, results
+from hf_specdec.bench.journal import Journal, discard, files, key_of
+from hf_specdec.bench.records import Asked, Call, Result
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage import environment, results
-from hf_specdec.bench.storage.journal import Journal, discard
-from hf_specdec.bench.storage.run_session import RunSession, key_of
 
 KILLS = int(os.environ.get("HF_SPECDEC_KILLS", "2"))
-ARGUMENTS = {"max_new_tokens": 8, "draft_models": ("a", "b")}
+HERE = environment.describe()
 
 
-def opened(folder: Path, arguments: dict[str, Any] = ARGUMENTS) -> Journal:
-    journal = Journal(folder, "run", arguments)
-    journal.begin(environment={})
-    return journal
+def opened(folder: Path, **changes: Any) -> Journal:
+    return Journal(Settings(output_dir=folder, max_new_tokens=8, draft_models=("a", "b"), **changes), "run")
+
+
+def asked(number: int) -> Asked:
+    return Asked(number, number, "qa", 9)
 
 
 def numbers(journal: Journal) -> list[int]:
-    return [record["number"] for record in journal.records]
+    return [record.index for record in journal.records.values()]
 
 
 def test_a_start_that_measured_nothing_binds_nobody(tmp_path: Path) -> None:
     opened(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    opened(tmp_path, ARGUMENTS | {"max_new_tokens": 9}).append({"number": 0})
+    opened(tmp_path, limit=9).keep("asked", asked(0))
 
 
-def test_records_come_back_and_one_that_is_half_written_does_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [1, 5, 30])
+def test_records_come_back_and_a_torn_last_line_does_not(tmp_path: Path, cut: int) -> None:
     journal = opened(tmp_path)
     for number in range(3):
-        journal.append({"number": number})
-    assert journal._file is not None
-    journal._file.execute("INSERT INTO records (record) VALUES ('{\"number\": 3}')")
-    journal._file.close()
+        journal.keep("asked", asked(number))
+    (path,) = files(tmp_path, "run")
+    text = path.read_text()
+    path.write_text(text[:-cut])  # killed while it wrote
     again = opened(tmp_path)
-    assert numbers(again) == [0, 1, 2]
-    again.append({"number": 3})
-    assert numbers(opened(tmp_path)) == [0, 1, 2, 3]
+    assert numbers(again) == [0, 1]
+    again.keep("asked", asked(2))
+    assert numbers(opened(tmp_path)) == [0, 1, 2]
+    for length in range(len(text.splitlines()[0]) + 1):  # or while it wrote the first line
+        path.write_text(text[:length])
+        assert numbers(opened(tmp_path)) == [2]
 
 
-def test_the_header_is_that_of_the_start_which_measured_first(tmp_path: Path) -> None:
-    for place in ("here", "there"):
-        journal = Journal(tmp_path, "run", ARGUMENTS)
-        journal.begin(environment=place)
-        journal.append({"number": 0})
-    assert Journal(tmp_path, "run", ARGUMENTS).header["environment"] == "here"
+def test_every_record_comes_back_as_it_was(tmp_path: Path) -> None:
+    call = drafted_call([(2, 1), (3, 3)], seconds=1.23456789)
+    journal = opened(tmp_path)
+    kept = journal.keep("call", call)
+    assert kept == replace(call, seconds=1.2346) == opened(tmp_path).call("speculative", (0,), 0)
+    journal.keep("call", replace(call, seconds=7.0))
+    assert opened(tmp_path).call("speculative", (0,), 0) == kept, "one of each; the first stands"
 
 
-def test_a_start_elsewhere_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("cpu", "instructions", "gpus", "packages", "torch_threads", "commit", "busy_cores", "date")
-    here = dict.fromkeys(names, "here")
-    monkeypatch.setattr(environment, "busy_cores", lambda: 0.0)
-    for name in here:
-        settings, notes = Settings(output_dir=tmp_path / name), []
-        for there in ({}, {name: "there"}):
-            monkeypatch.setattr(environment, "describe", lambda there=there: here | there)
-            session = RunSession(settings, Processes())
-            session.keep("prompt", {"index": len(session.records)})
-        result = {"methods": [], "notes": notes}
-        session.conclude(result)
-        said = [f"Measured in several starts that differ in {name} (here, then there)"]
-        assert [note.split(":")[0] for note in notes] == ([] if name in ("busy_cores", "date") else said)
-        assert result["environment"] == here | {"busy_cores_at_end": 0.0} and len(result["prompts"]) == 2
-
-
-def test_what_an_earlier_version_began_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "busy_cores", lambda: 0.0)
-    here = dict.fromkeys(("cpu", "instructions", "gpus", "packages", "torch_threads", "commit"), "here")
-    earlier = {name: value for name, value in here.items() if name != "instructions"}
-    for described in (earlier, here):
-        monkeypatch.setattr(environment, "describe", lambda described=described: described)
-        session = RunSession(Settings(output_dir=tmp_path), Processes())
-        session.keep("prompt", {"index": len(session.records)})
-    result = {"methods": [], "notes": []}
-    session.conclude(result)
-    (note,) = result["notes"]
-    assert "differ in instructions (None, then here)" in note
-
-
-def test_any_process_continues_what_others_began(tmp_path: Path) -> None:
+def test_no_two_processes_write_one_file(tmp_path: Path) -> None:
+    """And any continues what others began."""
     journals = [opened(tmp_path) for _ in range(3)]
     for journal, number in zip(journals[:2], (0, 1), strict=True):
-        journal.append({"number": number})
-    assert numbers(opened(tmp_path)) == [0, 1]
+        journal.keep("asked", asked(number))
+    assert len(files(tmp_path, "run")) == 2 and numbers(opened(tmp_path)) == [0, 1]
     for journal in journals:
         journal.close()
     discard(tmp_path, "run")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_record_is_written_through(tmp_path: Path) -> None:
+def test_each_record_is_on_the_disk_before_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(number))
     journal = opened(tmp_path)
     for number in range(2):
-        journal.append({"number": number})
-        assert numbers(opened(tmp_path)) == list(range(number + 1))
-    assert journal._file is not None
-    ((synchronous,),) = journal._file.execute("PRAGMA synchronous")
-    assert synchronous >= 2, "FULL: a record is on the disk before work goes on"
+        journal.keep("asked", asked(number))
+        assert numbers(opened(tmp_path)) == list(range(number + 1)) and len(synced) == number + 2
+
+
+def test_a_start_elsewhere_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"cpu": "other", "instructions": "other", "gpus": ("other",), "packages": {"torch": "0"}}
+    changes |= {"torch_threads": 99, "commit": "other", "busy_cores": 9.0, "date": "other"}
+    for name, value in changes.items():
+        folder, notes = tmp_path / name, []
+        folder.mkdir()
+        for number, there in enumerate((HERE, replace(HERE, **{name: value}))):
+            monkeypatch.setattr(environment, "describe", lambda there=there: there)
+            journal = opened(folder)
+            notes = journal.notes()
+            journal.keep("asked", asked(number))
+        said = [note.split(" (")[0] for note in notes]
+        assert said == ([] if name in ("busy_cores", "date") else [f"Measured in several starts that differ in {name}"])
+        assert journal.began()[0] == HERE
 
 
 def test_other_arguments_are_refused_by_name(tmp_path: Path) -> None:
-    opened(tmp_path).append({"number": 0})
-    with pytest.raises(BenchError, match="max_new_tokens=8, which is now 9; give the same arguments"):
-        opened(tmp_path, ARGUMENTS | {"max_new_tokens": 9})
+    opened(tmp_path).keep("asked", asked(0))
+    with pytest.raises(BenchError, match="limit=None, which is now 9; give the same arguments"):
+        opened(tmp_path, limit=9)
 
 
 def test_a_damaged_or_unreadable_journal_is_named(tmp_path: Path) -> None:
-    path = opened(tmp_path).path
-    path.write_text("not a database, though long enough to be taken for one\n" * 100)
-    with pytest.raises(BenchError, match=r"run\.journal\.sqlite' is damaged \(.*\); delete that file"):
+    path = tmp_path / "run.journal-0.jsonl"
+    path.write_text("no record\n" * 3)
+    with pytest.raises(BenchError, match=r"run\.journal-0\.jsonl' is damaged \(.*\); delete that file"):
         opened(tmp_path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(BenchError, match=r"run\.journal\.sqlite' can't be read or written \(.*\); .* make it writable"):
+    with pytest.raises(BenchError, match=r"run\.journal-0\.jsonl' can't be read \(.*\); make it readable"):
         opened(tmp_path)
 
 
-def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = opened(tmp_path)
-    journal.append({"number": 0})
-    assert journal._file is not None
-    # Not a page more.
-    journal._file.execute("PRAGMA max_page_count = 1")
-    with pytest.raises(BenchError, match=r"disk is full\); what was measured before is kept"):
-        journal.append({"number": 1, "long": "x" * 100_000})
-    assert numbers(journal) == numbers(opened(tmp_path)) == [0]
+    journal.keep("asked", asked(0))
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BenchError, match=r"No space left on device\); what was measured before is kept"):
+        journal.keep("asked", asked(1))
+    assert numbers(journal) == [0] and numbers(opened(tmp_path))[:1] == [0]
 
 
 # Each draws its tokens, and is long enough to be killed several times.
@@ -163,7 +156,7 @@ def arguments(task: str, pair: tuple[Path, Path], folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def run(task: str, pair: tuple[Path, Path], folder: Path) -> dict[str, Any]:
+def run(task: str, pair: tuple[Path, Path], folder: Path) -> Result:
     """Runs a task to its end, in this process; returns the result."""
     assert load_script().main(arguments(task, pair, folder)) == 0
     (path,) = folder.glob(f"*{results.SUFFIX}")
@@ -205,37 +198,26 @@ def kill_after(calls: int, delay: float, task: str, pair: tuple[Path, Path], fol
 
 
 def kept(folder: Path) -> list[dict[str, Any]]:
-    """The records in a run's journal."""
-    for path in folder.glob("*.journal.sqlite"):
-        connection = sqlite3.connect(path, timeout=60)
-        try:
-            rows = connection.execute("SELECT record FROM records ORDER BY number").fetchall()
-        except sqlite3.OperationalError:
-            return []  # its tables are being made
-        finally:
-            connection.close()
-        return [json.loads(record) for (record,) in rows]
-    return []
+    """The whole records in a run's journal."""
+    found = []
+    for path in sorted(folder.glob("*.journal-*.jsonl"), key=lambda path: (len(path.name), path.name)):
+        found += [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()[1:]]
+    return found
 
 
 def key(call: Call) -> tuple[Any, ...]:
     return call.method, call.prompts, call.repeat
 
 
-def without_times(result: dict[str, Any]) -> dict[str, Any]:
+def without_times(result: Result) -> dict[str, Any]:
     """What has to be the same in every run."""
-    calls = {key(call): (call.position, call.tokens, call.texts, call.rounds) for call in result["calls"]}
-    same = ("prompts", "quality", "methods", "notes")
-    return {name: result[name] for name in same} | {"calls": calls, "passes": shape(result["passes"])}
-
-
-def shape(value: Any) -> Any:
-    """The same data with times replaced by how many there are."""
-    if isinstance(value, dict):
-        return {name: shape(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return len(value) if all(isinstance(item, float) for item in value) else [shape(item) for item in value]
-    return "time" if isinstance(value, float) else value
+    names = ("outputs", "texts", "rounds", "drafted", "accepted", "reached", "kept", "steps", "widths", "position")
+    calls = {key(call): tuple(getattr(call, name) for name in names) for call in result.calls}
+    passes = sorted(
+        (one.engine, str(one.draft), one.prompts, one.repeat, one.role, one.tokens) for one in result.passes
+    )
+    same = {name: getattr(result, name) for name in ("prompts", "quality", "methods", "notes")}
+    return same | {"calls": calls, "passes": passes}
 
 
 @pytest.mark.parametrize("task", ["benchmark", "decode"])
@@ -249,29 +231,29 @@ def test_killed_at_any_point_it_ends_with_the_same_table(
     rng = random.Random(seed)
     broken.mkdir()
     # In the first half, so that a process that this one looks at late is not done yet.
-    calls = rng.randrange(2, len(expected["calls"]) // 2)
+    calls = rng.randrange(2, len(expected.calls) // 2)
     assert kill_after(calls, rng.random() * 0.01, task, saved_pair, broken), "ended before it was killed"
     assert len(kept(broken)) >= calls
     finish_and_compare(task, saved_pair, broken, expected)
 
 
-def finish_and_compare(task: str, pair: tuple[Path, Path], broken: Path, expected: dict[str, Any]) -> None:
+def finish_and_compare(task: str, pair: tuple[Path, Path], broken: Path, expected: Result) -> None:
     """Finish a run in this process: what was measured before is in the result, as it was."""
     before = kept(broken)
     result = run(task, pair, broken)
     assert without_times(result) == without_times(expected)
     # Times of what was measured before the kills are the ones in the result, so nothing was measured twice.
-    seconds = {key(call): call.seconds for call in result["calls"]}
-    calls = [record for record in before if record["kind"] == "call"]
+    seconds = {key(call): call.seconds for call in result.calls}
+    calls = [one["record"] for one in before if one["kind"] == "call"]
     assert all(seconds[r["method"], tuple(r["prompts"]), r["repeat"]] == r["seconds"] for r in calls)
-    assert not list(broken.glob("*.journal.*"))
+    assert not list(broken.glob("*.journal-*"))
 
 
 @pytest.mark.timeout(0)
 def test_kills_at_random_moments_lose_nothing_and_double_nothing(saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """`HF_SPECDEC_KILLS=100` tries a hundred, from the start of the process to the writing of its result."""
     expected = run("subtasks", saved_pair, tmp_path / "whole")
-    most, ended, folder = len(expected["calls"]), 0, tmp_path / "broken"
+    most, ended, folder = len(expected.calls), 0, tmp_path / "broken"
     for seed in range(KILLS):
         rng = random.Random(seed)
         calls, delay = rng.choice([-1, 0, 1, 3, 10, most]), rng.random() * rng.choice([0.01, 0.3, 3])
@@ -280,7 +262,7 @@ def test_kills_at_random_moments_lose_nothing_and_double_nothing(saved_pair: tup
         killed = kill_after(calls, delay, "subtasks", saved_pair, folder)
         after = kept(folder)
         print(f"seed {seed}: {len(before)} records, killed {delay:.2f} s after {calls} calls with {len(after)}")
-        assert len({key_of(record) for record in after}) == len(after), "doubled"
+        assert len({key_of(one["kind"], one["record"]) for one in after}) == len(after), "doubled"
         if killed and (after or not before):
             assert after[: len(before)] == before, "lost"
             continue
@@ -298,15 +280,16 @@ def interrupt_after(
     records: int, task: str, pair: tuple[Path, Path], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C once the journal has so many records."""
-    append = Journal.append
+    keep = Journal.keep
 
-    def appended(self: Journal, record: dict[str, Any]) -> None:
-        append(self, record)
+    def kept(self: Journal, *record: Any) -> Any:
+        found = keep(self, *record)
         if len(self.records) == records:
             raise KeyboardInterrupt
+        return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "append", appended)
+        patch.setattr(Journal, "keep", kept)
         assert load_script().main(arguments(task, pair, folder)) == 130
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,13 +19,13 @@ from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models import gguf_export
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.models.precision import quantize_made
-from hf_specdec.bench.reports.tables.llama_cpp import legend
+from hf_specdec.bench.records import Model
 from hf_specdec.bench.running.llama_cpp import Rows, decode, decode_with_draft
 from hf_specdec.bench.running.llama_cpp_methods import llama_cpp_methods, llama_cpp_refusal
 from hf_specdec.bench.running.methods import plain
-from hf_specdec.bench.running.methods_by_task import of_engines
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.tasks.engines import compared, llama_cpp_legend
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -145,12 +144,12 @@ def test_rows_of_the_task_engines_decode_and_count_as_ours(batch: int) -> None:
     settings = Settings(task="engines", max_new_tokens=30)
     prompts = benchmark_prompts(pair, (20,), batch, 30)
     plain_row, drafting = llama_cpp_methods(pair, "llama.cpp-f32", [4])
-    ours = next(m for m in of_engines(Settings(task="engines"), pair) if m.name == "speculative, γ = 4, eager")
-    calls = {m.name: timed_call(pair, m, prompts, settings) for m in (plain(), plain_row, drafting, ours)}
+    ours = next(m for m in compared(Settings(task="engines"), pair) if m.name == "speculative, γ = 4, eager")
+    calls = {m.name: timed_call(m, prompts, settings) for m in (plain(pair), plain_row, drafting, ours)}
     tokens = [call.tokens for call in calls.values()]
     assert tokens[1:] == tokens[:-1]
-    assert calls[plain_row.name].rounds is None
-    theirs, expected = calls[drafting.name].rounds, calls[ours.name].rounds
+    assert calls[plain_row.name].rounds == 0
+    theirs, expected = calls[drafting.name], calls[ours.name]
     assert (theirs.new_tokens, theirs.accepted, theirs.drafted) == (
         expected.new_tokens,
         expected.accepted,
@@ -163,14 +162,14 @@ def test_rows_of_the_task_engines_decode_and_count_as_ours(batch: int) -> None:
 def test_synthetic_pairs_are_compared_with_llama_cpp_where_asked() -> None:
     pair = synthetic_pair()
     settings = Settings(task="engines", engines=("eager", "llama.cpp-q8_0"), grid={"num_assistant_tokens": (3,)})
-    rows = [method.describe() for method in of_engines(settings, pair)]
-    found = [(row["name"], row["same_engine"], row["lookahead"]) for row in rows if row["kind"] == "llama.cpp"]
+    rows = [one.method for one in compared(settings, pair)]
+    found = [(row.name, row.same_engine, row.lookahead) for row in rows if row.kind == "llama.cpp"]
     assert found == [
         ("none llama.cpp-q8_0", "none llama.cpp-q8_0", None),
         ("speculative, γ = 3, llama.cpp-q8_0", "none llama.cpp-q8_0", 3),
     ]
-    assert {row.get("role") for row in rows} == {None, "fixed", "auto", "plain"}
-    assert not {"ensemble", "lookup"} & {row["kind"] for row in rows}
+    assert {row.role for row in rows} == {None, "fixed", "auto", "plain"}
+    assert not {"ensemble", "lookup"} & {row.kind for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +180,7 @@ def test_where_llama_cpp_can_not_take_part_the_report_says_why(changes: dict, wo
     settings = Settings(**{"model_name": "synthetic:tiny-llama", "engines": ("llama.cpp-f32",), **changes})
     pair = load_pair(replace(settings, assisted_generation=True))
     assert words in str(llama_cpp_refusal(settings, pair))
-    assert all(method.kind != "llama.cpp" for method in of_engines(settings, pair))
+    assert all(method.method.kind != "llama.cpp" for method in compared(settings, pair))
     assert llama_cpp_refusal(replace(settings, engines=("eager",)), pair) is None
 
 
@@ -189,5 +188,5 @@ def test_where_llama_cpp_can_not_take_part_the_report_says_why(changes: dict, wo
     ("int8 weights, float32", None, True), ("int8 weights, float32", "a sentence", False), ("float32", None, False),
 ])  # fmt: skip
 def test_a_head_wider_than_q8_0_s_is_said(dtype: str, synthetic_pair: str | None, said: bool) -> None:
-    result: Any = {"models": {"target": {"dtype": dtype, "synthetic": synthetic_pair}}}
-    assert ("output head" in legend(result)) is said
+    target = Model("big", "Llama", 100, dtype, "cpu", "sdpa", synthetic_pair)
+    assert ("output head" in llama_cpp_legend(target)) is said

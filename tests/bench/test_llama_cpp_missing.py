@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.tasks.engines import run_engines
+from hf_specdec.bench.tasks import run_task
 
 
 @pytest.mark.parametrize("missing", ["llama_cpp", "gguf"])
@@ -22,4 +22,4 @@ def test_a_missing_package_is_named_with_the_extra(
     with pytest.raises(
         BenchError, match=rf"'llama.cpp-q8_0' needs {missing}, .* pip install 'hf_specdec\[llama-cpp\]'"
     ):
-        run_engines(settings)
+        run_task(settings)

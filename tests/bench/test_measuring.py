@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.made_up_results import frame_of
 from helpers.tiny_pair import CONTEXT, VOCABULARY, save_pair
 
 from hf_specdec import SpeculationStats, embedded
-from hf_specdec.bench.figures.rounds import acceptance_rate
+from hf_specdec.bench.figures.frames import acceptance_rate
 from hf_specdec.bench.inputs import prompts
 from hf_specdec.bench.inputs.prompts import benchmark_prompts, decode_prompts
 from hf_specdec.bench.inputs.questions import Question, dialogues
-from hf_specdec.bench.models.known_pairs import KNOWN_PAIRS, default_draft, full_name
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
+from hf_specdec.bench.models.names import KNOWN_PAIRS, default_draft, full_name
+from hf_specdec.bench.running.measuring import batches_of, in_turn
 from hf_specdec.bench.running.methods import chosen_keywords, fixed_lookahead, lookahead, ours, plain
-from hf_specdec.bench.running.methods_by_task import of_benchmark
-from hf_specdec.bench.running.round_records import our_rounds
+from hf_specdec.bench.running.rounds import summary
 from hf_specdec.bench.running.timed_call import TimingStreamer, timed_call
 from hf_specdec.bench.running.transformers_methods import (
     SCHEDULES,
@@ -33,7 +34,7 @@ from hf_specdec.bench.running.transformers_methods import (
     prompt_lookup,
 )
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.tasks.interleaving import batches_of, in_turn
+from hf_specdec.bench.tasks.benchmark import compared
 from hf_specdec.rules.round_statistics import Round
 
 
@@ -114,8 +115,8 @@ def test_the_first_round_counts_to_no_round_s_time() -> None:
     """It reads the prompt."""
     times = ((5.0, 6.0, 12.0), (0.1, 0.2, 0.4), (0.3, 0.4, 0.8))
     stats = SpeculationStats("speculative", [Round((2,), (1,), (2,), (1.0,), 2, 3, *each) for each in times])
-    _, spent = our_rounds(stats)
-    assert (spent.draft, spent.verify, spent.whole) == pytest.approx((0.4, 0.6, 1.2))
+    spent = summary(stats.rounds, times=True)
+    assert (spent.draft_seconds, spent.verify_seconds, spent.round_seconds) == pytest.approx((0.4, 0.6, 1.2))
 
 
 def test_every_method_counts_the_same_tokens(
@@ -123,22 +124,23 @@ def test_every_method_counts_the_same_tokens(
 ) -> None:
     for asked, loaded in ((settings, pair), t5):
         (prompt,) = benchmark_prompts(loaded, (40,), 1, asked.max_new_tokens)
-        calls = {method.name: timed_call(loaded, method, [prompt], asked) for method in of_benchmark(asked, loaded)}
+        calls = {method.name: timed_call(method, [prompt], asked) for method in compared(asked, loaded)}
         assert list(calls) == ["plain", "none eager", "assisted", "assisted confidence 0.4", "speculative"]
         for call in calls.values():
             assert call.tokens == calls["plain"].tokens
             assert 0 < call.first_seconds <= call.seconds
-            if call.rounds is not None:
-                assert sum(new for (new,) in call.rounds.new_tokens) == len(call.tokens[0])
+            assert call.new_tokens == len(call.tokens[0]) and call.first_tokens >= 1
+            if call.rounds:  # each has a token of the target's own, unless the text ended in it
+                assert call.accepted <= call.new_tokens <= call.accepted + call.rounds
 
 
 def test_bild_runs_with_its_thresholds(settings: Settings, pair: LoadedPair) -> None:
     method = ours("bild", chosen_keywords(replace(settings, fallback_threshold=0.0), pair), pair)
     (prompt,) = benchmark_prompts(pair, (40,), 1, settings.max_new_tokens)
-    call = timed_call(pair, method, [prompt], settings)
-    assert method.name == "bild" and "fallback 0, rollback 3" in method.title
+    call = timed_call(method, [prompt], settings)
+    assert method.name == "bild" and "fallback 0, rollback 3" in method.method.title
     # Fallback 0 never falls back, so only the end of the output shortens a draft.
-    assert call.rounds is not None and call.rounds.drafted[0] == [4]
+    assert call.first_tokens == call.kept[0] + 1 if call.rounds == 1 else call.reached and call.drafted >= 4
 
 
 def test_assisted_baseline_is_constant_and_leaves_the_draft_as_it_was(settings: Settings, pair: LoadedPair) -> None:
@@ -146,16 +148,12 @@ def test_assisted_baseline_is_constant_and_leaves_the_draft_as_it_was(settings: 
     before = pair.draft.generation_config
     (prompt,) = benchmark_prompts(pair, (40,), 1, 30)
     longer = Settings(**vars(settings) | {"max_new_tokens": 30})
-    call = timed_call(pair, assisted(longer, pair), [prompt], longer)
+    call = timed_call(assisted(longer, pair), [prompt], longer)
     assert pair.draft.generation_config is before and "generate" not in vars(pair.draft)
     assert before.num_assistant_tokens is None
-    assert call.rounds is not None
-    left = 30
-    for (drafted,), (new,) in zip(call.rounds.drafted, call.rounds.new_tokens, strict=True):
-        # The whole lookahead, unless the end is nearer; a draft may stop at EOS, which does not occur here.
-        assert drafted == min(4, left - 1)
-        left -= new
-    assert left == 0
+    # The whole lookahead, unless the end is nearer; a draft may stop at EOS, which does not occur here.
+    assert 4 * (call.rounds - 4) < call.drafted <= 4 * call.rounds and call.new_tokens == 30
+    assert len(call.steps) == 5 and call.steps[4] >= call.rounds - 4
 
 
 def test_an_accepted_eos_counts_as_accepted_in_transformers_loop_as_in_ours(settings: Settings) -> None:
@@ -163,18 +161,17 @@ def test_an_accepted_eos_counts_as_accepted_in_transformers_loop_as_in_ours(sett
     assert pair.draft is not None
     (prompt,) = benchmark_prompts(pair, (40,), 1, 30)
     longer = Settings(**vars(settings) | {"max_new_tokens": 30})
-    (tokens,) = timed_call(pair, plain(), [prompt], longer).tokens
+    (tokens,) = timed_call(plain(pair), [prompt], longer).tokens
     agreed = 0
     # Whichever token ends the text: where the target reaches it in a draft, it was accepted.
     for eos in sorted(set(tokens)):
         for model in pair.models:
             model.generation_config.eos_token_id = eos
         methods = ours("speculative", chosen_keywords(longer, pair), pair), assisted(longer, pair)
-        mine, theirs = (timed_call(pair, method, [prompt], longer).rounds for method in methods)
-        assert mine is not None and theirs is not None
-        for name in ("drafted", "accepted", "new_tokens", "overlap"):
-            assert getattr(mine, name) == getattr(theirs, name)
-        agreed += mine.accepted[-1] == mine.new_tokens[-1]
+        mine, theirs = (timed_call(method, [prompt], longer) for method in methods)
+        for name in ("rounds", "drafted", "accepted", "reached", "kept", "new_tokens", "first_tokens", "overlap"):
+            assert getattr(mine, name) == getattr(theirs, name), name
+        agreed += mine.accepted == mine.new_tokens - mine.rounds + 1
     assert agreed > 0, "the case in question occurred"
 
 
@@ -185,7 +182,7 @@ def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:
     pair.draft.resize_token_embeddings(VOCABULARY + 8)
     head = pair.draft.get_output_embeddings()
     (prompt,) = benchmark_prompts(pair, (40,), 1, asked.max_new_tokens)
-    greedy = of_benchmark(asked, pair)
+    greedy = compared(asked, pair)
     assert [method.name for method in greedy] == [
         "plain",
         "none eager",
@@ -193,13 +190,13 @@ def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:
         "assisted confidence 0.4",
         "speculative",
     ]
-    calls = [timed_call(pair, method, [prompt], asked) for method in greedy]
+    calls = [timed_call(method, [prompt], asked) for method in greedy]
     assert all(call.tokens == calls[0].tokens for call in calls) and not can_ensemble(pair)
     # In sampling transformers would replace the head of the draft, which ours needs next.
     drawn = Settings(**vars(asked) | {"do_sample": True})
-    assert [method.name for method in of_benchmark(drawn, pair)] == ["plain", "none eager", "speculative"]
+    assert [method.name for method in compared(drawn, pair)] == ["plain", "none eager", "speculative"]
     assert "left out" in (assisted_refusal(drawn, pair) or "")
-    timed_call(pair, of_benchmark(drawn, pair)[-1], [prompt], drawn)
+    timed_call(compared(drawn, pair)[-1], [prompt], drawn)
     assert pair.draft.get_output_embeddings() is head
 
 
@@ -215,15 +212,15 @@ def test_lookahead_defaults(settings: Settings, pair: LoadedPair, t5: tuple[Sett
 def test_sampling_depends_on_seed_and_example_only(settings: Settings, pair: LoadedPair) -> None:
     drawn = Settings(**vars(settings) | {"do_sample": True, "max_new_tokens": 12})
     first, second = benchmark_prompts(pair, (40,), 2, 12)
-    runs = [timed_call(pair, plain(), [prompt], drawn).tokens for prompt in (first, second, first)]
+    runs = [timed_call(plain(pair), [prompt], drawn).tokens for prompt in (first, second, first)]
     assert runs[0] == runs[2]
     other = Settings(**vars(drawn) | {"seed": 7})
-    assert timed_call(pair, plain(), [first], other).tokens != runs[0]
+    assert timed_call(plain(pair), [first], other).tokens != runs[0]
 
 
 def test_methods_take_turns(settings: Settings, pair: LoadedPair) -> None:
     asked = replace(settings, prompt_lengths=(40,))
-    prompts, methods = benchmark_prompts(pair, (40,), 4, 7), of_benchmark(settings, pair)
+    prompts, methods = benchmark_prompts(pair, (40,), 4, 7), compared(settings, pair)
     turns = list(in_turn(methods, batches_of(prompts, asked, 4), repeats=2))
     assert [(repeat, batch[0].index) for _, repeat, batch, _ in turns] == [(r, i) for r in (0, 1) for i in range(4)]
     for *_, turn in turns:
@@ -242,7 +239,7 @@ def test_batches_hold_about_as_many_rows_at_every_size(settings: Settings, pair:
     asked = replace(settings, prompt_lengths=(30, 40), batch_sizes=(1, 4, 6))
     sizes = [[len(batch) for batch in group] for group in batches_of(prompts, asked, 6)]
     assert sizes == 2 * [[1] * 6, [4], [6]]
-    turns = in_turn(of_benchmark(settings, pair), batches_of(prompts, asked, 6)[1:2], repeats=1)
+    turns = in_turn(compared(settings, pair), batches_of(prompts, asked, 6)[1:2], repeats=1)
     assert [{method.name for method in turn} for *_, turn in turns] == [{"plain", "none eager", "speculative"}]
 
 
@@ -251,28 +248,26 @@ def test_a_batch_of_uneven_prompts_decodes_what_each_prompt_does_alone(
 ) -> None:
     for asked, loaded in ((replace(settings, max_new_tokens=20), pair), t5):
         prompts = [*benchmark_prompts(loaded, (33,), 1, 20), *benchmark_prompts(loaded, (47,), 1, 20)]
-        for method in of_benchmark(replace(asked, batch_sizes=(2,)), loaded):
-            batch = timed_call(loaded, method, prompts, asked)
-            alone = [timed_call(loaded, method, [prompt], asked).tokens[0] for prompt in prompts]
-            assert batch.tokens == alone, method.name
-            if batch.rounds is not None:
-                new = [sum(row) for row in zip(*batch.rounds.new_tokens, strict=True)]
-                assert new == [len(row) for row in alone]
+        for method in compared(replace(asked, batch_sizes=(2,)), loaded):
+            batch = timed_call(method, prompts, asked)
+            alone = [timed_call(method, [prompt], asked).tokens[0] for prompt in prompts]
+            assert batch.tokens == tuple(alone), method.name
+            assert batch.new_tokens == sum(map(len, alone))
 
 
 def test_padding_behind_an_eos_is_no_token(settings: Settings) -> None:
     pair = load_pair(settings)
     asked = replace(settings, max_new_tokens=12)
     prompts = benchmark_prompts(pair, (30,), 3, 12)
-    alone = [timed_call(pair, plain(), [prompt], asked).tokens[0] for prompt in prompts]
+    alone = [timed_call(plain(pair), [prompt], asked).tokens[0] for prompt in prompts]
     ends = next(token for token in alone[0][1:-1] if token not in alone[1])
     for model in pair.models:
         model.generation_config.eos_token_id = ends
-    short = timed_call(pair, plain(), prompts[:2], asked).tokens
-    assert short == [alone[0][: alone[0].index(ends) + 1], alone[1]] and len(short[0]) < len(short[1])
+    short = timed_call(plain(pair), prompts[:2], asked).tokens
+    assert short == (alone[0][: alone[0].index(ends) + 1], alone[1]) and len(short[0]) < len(short[1])
     # Endless texts go on, and EOS is put back.
-    endless = timed_call(pair, plain(), prompts[:2], replace(asked, task="engines")).tokens
-    assert endless == alone[:2]
+    endless = timed_call(plain(pair), prompts[:2], replace(asked, task="engines")).tokens
+    assert list(endless) == alone[:2]
     assert all(model.generation_config.eos_token_id == ends for model in pair.models)
 
 
@@ -281,43 +276,47 @@ def test_endless_repeats_draw_anew_and_others_the_same(settings: Settings, pair:
     (prompt,) = benchmark_prompts(pair, (40,), 1, 12)
     for task, same in (("benchmark", True), ("engines", False)):
         asked = replace(drawn, task=task)
-        texts = [timed_call(pair, plain(), [prompt], asked, repeat=repeat).tokens for repeat in (0, 1)]
+        texts = [timed_call(plain(pair), [prompt], asked, repeat=repeat).tokens for repeat in (0, 1)]
         assert (texts[0] == texts[1]) == same
 
 
 def test_every_way_of_transformers_reaches_its_setting(settings: Settings, pair: LoadedPair) -> None:
     asked = replace(settings, max_new_tokens=30)
     (prompt,) = benchmark_prompts(pair, (40,), 1, 30)
-    reference = timed_call(pair, plain(), [prompt], asked).tokens
+    reference = timed_call(plain(pair), [prompt], asked).tokens
     longest = {}
     for schedule in SCHEDULES:
-        call = timed_call(pair, assisted(asked, pair, schedule), [prompt], asked)
-        assert call.tokens == reference and call.rounds is not None
-        longest[schedule.words] = max(drafted for (drafted,) in call.rounds.drafted)
+        call = timed_call(assisted(asked, pair, schedule), [prompt], asked)
+        assert call.tokens == reference and call.rounds
+        # Of the rounds after the first, and of the first by its positions.
+        longest[schedule.words] = max(len(call.steps) - 1, len(call.reached))
     assert [longest[f"constant {tokens}"] for tokens in (2, 4, 6, 8)] == [2, 4, 6, 8]
     # A random draft is never sure, so that a higher bar ends its drafts sooner, behind a first token.
     assert longest["confidence 0.6"] <= longest["confidence 0.2"] and longest["confidence 0.6"] < 20
     assert longest["heuristic from 5"] != longest["constant 4"]
-    found = timed_call(pair, prompt_lookup(asked), [prompt], asked)
-    assert found.tokens == reference and found.rounds is not None and not any(found.rounds.draft_steps)
+    found = timed_call(prompt_lookup(asked, pair), [prompt], asked)
+    assert found.tokens == reference and found.rounds and len(found.steps) == 1, "no passes of a draft"
     # With hardly any weight on the target, what the draft says goes.
-    lossy = [timed_call(pair, ensemble(asked, pair, weight), [prompt], asked) for weight in (0.99, 0.01)]
-    rates = [acceptance_rate([call]) for call in lossy]
+    lossy = [timed_call(ensemble(asked, pair, weight), [prompt], asked) for weight in (0.99, 0.01)]
+    rates = [acceptance_rate(frame_of([call])) for call in lossy]
     assert rates[0] is not None and rates[1] is not None and rates[0] < rates[1] == 1.0
-    assert lossy[1].tokens != reference and lossy[1].rounds is not None and lossy[1].rounds.overlap is None
+    assert lossy[1].tokens != reference and lossy[1].rounds and lossy[1].overlap is None
 
 
 def test_titles_say_what_is_special(settings: Settings, pair: LoadedPair) -> None:
     keywords = {"num_assistant_tokens": "auto", "entropy_threshold": 0.5, "compile": True, "drafter": "hybrid"}
-    method = ours("speculative", keywords | {"verification": "block", "fallback_threshold": 0.1}, pair)
+    contender = ours("speculative", keywords | {"verification": "block", "fallback_threshold": 0.1}, pair)
+    method = contender.method
     assert method.title == "speculative decoding, auto, drafter hybrid, block, entropy stop 0.5, kernels"
-    assert (method.engine, method.same_engine, method.longest) == ("kernels", "none compiled", 16)
-    drafted_by_model = ours("speculative", {name: keywords[name] for name in ("compile", "num_assistant_tokens")}, pair)
+    assert (method.engine, method.same_engine, contender.longest) == ("kernels", "none compiled", 16)
+    drafted_by_model = ours(
+        "speculative", {name: keywords[name] for name in ("compile", "num_assistant_tokens")}, pair
+    ).method
     assert (drafted_by_model.engine, drafted_by_model.same_engine) == ("compiled", "none compiled")
     assert "fallback_threshold" not in method.keywords, "speculative decoding has none"
-    assert method.describe()["draft"] == pair.draft_name
+    assert method.draft == pair.draft_name
     lookup = ours("speculative", {"drafter": "lookup", "num_assistant_tokens": 5}, pair)
-    assert (lookup.draft, lookup.options) == (
+    assert (lookup.method.draft, lookup.options) == (
         None, {"generation_strategy": "speculative", "num_assistant_tokens": 5, "drafter": "lookup"},
     )  # fmt: skip
 

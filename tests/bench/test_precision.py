@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import hf_specdec
-from hf_specdec.bench.figures.divergence import divergence, first_divergence, next_logits
 from hf_specdec.bench.models import precision
 from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantized_layers
+from hf_specdec.bench.running.divergence import divergence, first_divergence, next_logits
 from hf_specdec.bench.settings import BenchError
 from hf_specdec.models.better_transformer import to_better_transformer
 from hf_specdec.models.cache_names import CACHE_NAME, cache_of

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from helpers.tiny_pair import save_pair
 
+from hf_specdec.bench.journal import Journal
+from hf_specdec.bench.results import load
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage.journal import Journal
-from hf_specdec.bench.storage.results import load
-from hf_specdec.bench.tasks import task_table
-from hf_specdec.bench.tasks.subtasks import run_subtasks
+from hf_specdec.bench.tasks import run_task, task_module
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,9 +24,10 @@ def outcome(path: Path) -> dict[str, Any]:
     """What may not depend on who measured it: tokens, acceptance and prompts."""
     result = load(path)
     calls = {
-        (call.repeat, call.prompts, call.method): (call.tokens, call.texts, call.rounds) for call in result["calls"]
+        (call.repeat, call.prompts, call.method): (call.outputs, call.texts, call.accepted, call.drafted)
+        for call in result.calls
     }
-    return {"calls": calls} | {key: result[key] for key in ("prompts", "quality", "methods")}
+    return {"calls": calls} | {key: getattr(result, key) for key in ("prompts", "quality", "methods")}
 
 
 def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
         task="subtasks", model_name=str(target), assistant_model=str(draft), assisted_generation=True, limit=1,
         max_new_tokens=6, do_sample=True, seed=3, output_dir=tmp_path / "one",
     )  # fmt: skip
-    run_subtasks(settings, Processes())
+    run_task(settings)
     line = ["scripts/assisted_generation.py", "--task", "subtasks", "--model_name", str(target), "--device", "cpu"]
     line += ["--assistant_model", str(draft), "--limit", "1", "--max_new_tokens", "6", "--do_sample", "--seed", "3"]
     line += ["--repeats", "1", "--output_dir", str(tmp_path / "two")]
@@ -53,10 +53,10 @@ def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
     stem = "subtasks-target-draft-embedded-sampling"
     name, table = f"{stem}.json.gz", f"{stem}.md"
     assert outcome(tmp_path / "two" / name) == outcome(tmp_path / "one" / name)
-    assert load(tmp_path / "two" / name)["processes"] == 2
+    assert load(tmp_path / "two" / name).processes == 2
     assert "in each of 2 parallel processes" in (tmp_path / "two" / table).read_text()
     assert "in each of" not in (tmp_path / "one" / table).read_text()
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [name, table]
+    assert {path.suffix for path in (tmp_path / "two").iterdir()} == {".gz", ".md", ".png"}, "no journal"
 
 
 @pytest.mark.parametrize("finishes", [1, 2])
@@ -68,19 +68,20 @@ def test_a_run_finished_by_another_number_of_processes_says_so(
         task="subtasks", model_name=str(target), assistant_model=str(draft), assisted_generation=True, limit=1,
         max_new_tokens=3, output_dir=tmp_path,
     )  # fmt: skip
-    append = Journal.append
+    keep, task, folder = Journal.keep, task_module("subtasks"), tmp_path
 
-    def appended(self: Journal, record: dict[str, Any]) -> None:
-        append(self, record)
+    def kept(self: Journal, *record: Any) -> Any:
+        found = keep(self, *record)
         if len(self.records) == 3:
             raise KeyboardInterrupt
+        return found
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Journal, "append", appended)
-        run_subtasks(settings, Processes(0, 2))
-    run_subtasks(settings, Processes(0, finishes))
-    (path,) = tmp_path.glob("*.json.gz")
-    said = [note for note in load(path)["notes"] if "Begun with 2 parallel processes and finished with 1" in note]
+        patch.setattr(Journal, "keep", kept)
+        task.run(settings, Processes(0, 2))
+    task.run(settings, Processes(0, finishes))
+    (path,) = folder.glob("*.json.gz")
+    said = [note for note in load(path).notes if "Begun with 2 parallel processes and finished with 1" in note]
     assert len(said) == (finishes != 2)
 
 
@@ -91,6 +92,6 @@ def test_shares_are_disjoint_and_complete() -> None:
 
 
 def test_tasks_that_time_one_process_alone_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_table, "processes", lambda cpu: Processes(1, 2))
+    monkeypatch.setattr("hf_specdec.bench.running.processes.processes", lambda cpu: Processes(1, 2))
     with pytest.raises(BenchError, match="--task: 'benchmark' times one process alone, and was started with 2"):
-        task_table.run_task(Settings())
+        run_task(Settings())

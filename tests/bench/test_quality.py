@@ -17,7 +17,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from scipy.stats import beta, binom
 
 from hf_specdec.bench.figures import text_metrics
-from hf_specdec.bench.figures.divergence import divergence, first_divergence, next_logits
+from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.figures.quality import (
     MEASURES,
     Difference,
@@ -28,8 +28,10 @@ from hf_specdec.bench.figures.quality import (
     per_example,
     questions_needed,
     scores,
+    verdict,
 )
-from hf_specdec.bench.figures.tradeoff import verdict
+from hf_specdec.bench.records import Asked, Result, Score
+from hf_specdec.bench.running.divergence import divergence, first_divergence, next_logits
 
 PREDICTIONS = ["the cat sat on the mat", "", "Yes.", "the the the the", " a b c d e "]
 REFERENCES = [
@@ -153,32 +155,41 @@ def test_metrics_of_evaluate_take_single_references_and_examples_one_by_one() ->
         assert metric.compute() == expected
 
 
-def judged(answers: dict[str, list[str]], references: list[str]) -> dict[str, Any]:
+def judged(answers: dict[str, list[str]], references: list[str]) -> Result:
     """A result with these answers of each method, in two repeats."""
     calls = [
-        replace(plain_call(index, repeat, method=name), texts=[text])
+        replace(plain_call(index, repeat, method=name), texts=(text,))
         for name, texts in answers.items()
         for repeat in (0, 1)
         for index, text in enumerate(texts)
     ]
     result = result_of(calls, [method(name) for name in answers])
-    for prompt, reference in zip(result["prompts"], references, strict=True):
-        prompt |= {"references": [reference], "label": "even" if prompt["index"] % 2 == 0 else "odd"}
+    result.prompts = [
+        replace(one, references=(reference,), label="even" if one.index % 2 == 0 else "odd")
+        for one, reference in zip(result.prompts, references, strict=True)
+    ]
     return result
+
+
+def asked(questions: dict[int, int]) -> Part:
+    """Prompts of these questions, without calls."""
+    result = result_of([], [])
+    result.prompts = [Asked(index, question, "qa", 9) for index, question in questions.items()]
+    return whole(result)
 
 
 def test_scores_are_those_of_the_metrics_by_method_and_subtask() -> None:
     references = ["a b c d", "e f g h", "i j", "k l"]
     answers = {"plain": references, "bild": ["a b c x", "e f g h", "i x", "k l"]}
     result = judged(answers, references)
-    found = {(entry["method"], entry["subtask"]): entry for entry in scores(result)}
+    found: dict[Any, Score] = {(one.method, one.subtask): one for one in scores(result)}
     assert found.keys() == {(name, label) for name in answers for label in (None, "even", "odd")}
     for (name, label), entry in found.items():
         chosen = [i for i in range(4) if label is None or i % 2 == (label == "odd")]
         expected = quality([answers[name][i] for i in chosen], [[references[i]] for i in chosen])
-        assert entry["examples"] == len(chosen), "repeats say the same and count once"
-        assert {key: entry[key] for key in MEASURES} == pytest.approx(expected, abs=1e-6)
-    assert scores(result | {"prompts": [p | {"references": []} for p in result["prompts"]]}) == []
+        assert entry.examples == len(chosen), "repeats say the same and count once"
+        assert {key: getattr(entry, key) for key in MEASURES} == pytest.approx(expected, abs=1e-6)
+    assert scores(replace(result, prompts=[replace(one, references=()) for one in result.prompts])) == []
 
 
 def test_differences_are_paired_by_example() -> None:
@@ -186,7 +197,7 @@ def test_differences_are_paired_by_example() -> None:
     references = [" ".join(f"w{i}" for i in range(10)) for _ in range(20)]
     texts = [" ".join([f"w{i}" for i in range(2 + n % 8)] + ["x"] * (8 - n % 8)) for n in range(20)]
     worse = [text.replace(f" w{1 + n % 8}", " y", 1) for n, text in enumerate(texts)]
-    result = judged({"plain": texts, "bild": worse}, references)
+    result = whole(judged({"plain": texts, "bild": worse}, references))
     assert len(set(per_example(result, "plain", "rougeL").values())) > 4
     found = difference(result, "bild", "plain", "rougeL")
     assert found is not None and (found.value, found.low, found.high) == pytest.approx((-10, -10, -10))
@@ -197,7 +208,7 @@ def test_differences_are_paired_by_example() -> None:
 def binary(worse: int, questions: int) -> Difference:
     """The difference where so many questions of all lose the whole score."""
     points = {index: -100.0 * (index < worse) for index in range(questions)}
-    found = of_differences({"prompts": [{"index": index} for index in points]}, points)
+    found = of_differences(asked({index: index for index in points}), points)
     assert found is not None and found.worse == worse
     return found
 
@@ -221,8 +232,9 @@ def test_the_bound_covers_a_rare_loss() -> None:
 def test_a_worse_answer_never_makes_a_better_verdict() -> None:
     bounds = []
     for loss in (0.0, 0.5, 4.0, 60.0):
-        result = {"prompts": [{"index": index} for index in range(400)]}
-        found = of_differences(result, dict.fromkeys(range(399), 0.0) | {399: -loss})
+        found = of_differences(
+            asked({index: index for index in range(400)}), dict.fromkeys(range(399), 0.0) | {399: -loss}
+        )
         assert found is not None
         bounds.append(found.bound)
     assert bounds == sorted(bounds, reverse=True) and bounds[0] > -1 > bounds[-1]
@@ -237,17 +249,17 @@ def test_how_many_questions_exclude_a_loss() -> None:
 
 def test_turns_of_a_dialogue_are_one_question_and_every_answer_counts_as_worse() -> None:
     points = {index: 10.0 * (-1) ** index for index in range(200)}
-    found = of_differences({"prompts": [{"index": index, "question": index // 2} for index in points]}, points)
+    found = of_differences(asked({index: index // 2 for index in points}), points)
     assert found is not None and found.worse == 100 and (found.low, found.high) == (0, 0)
     assert found.bound == pytest.approx(-100 * (1 - 0.025 ** (1 / 100)), rel=0.03)
-    alone = of_differences({"prompts": [{"index": index} for index in points]}, points)
+    alone = of_differences(asked({index: index for index in points}), points)
     assert alone is not None and alone.low is not None and alone.low < 0, "the control"
 
 
 def test_rounding_makes_no_answer_worse() -> None:
     third = 200 / 3
     points = {0: third - sum([third] * 3) / 3 - 1e-14, 1: 0.0}
-    found = of_differences({"prompts": [{"index": 0}, {"index": 1}]}, points)
+    found = of_differences(asked({0: 0, 1: 1}), points)
     assert found is not None and found.worse == 0
 
 
@@ -263,10 +275,10 @@ def test_rounding_makes_no_answer_worse() -> None:
 def test_what_is_said_of_a_faster_method(questions: int, wrong: int, words: str) -> None:
     references = [f"answer {index}" for index in range(questions)]
     result = judged({"plain": references, "bild": ["wrong"] * wrong + references[wrong:]}, references)
-    calls = [replace(c, seconds=1 + (c.seconds - 1) / 2) if c.method == "bild" else c for c in result["calls"]]
-    found = verdict(result | {"calls": calls}, None, "bild", "plain")
-    assert (found.words, found.as_good, found.kept) == (words, words == "yes", wrong == 0)
-    same_speed = verdict(result, None, "bild", "plain")
+    calls = [replace(c, seconds=1 + (c.seconds - 1) / 2) if c.method == "bild" else c for c in result.calls]
+    found = verdict(whole(replace(result, calls=calls)), "bild", "plain")
+    assert (found.words, found.as_good, found.won) == (words, words == "yes", wrong == 0)
+    same_speed = verdict(whole(result), "bild", "plain")
     assert same_speed.words == ("no: neither" if wrong else "no: not faster")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,13 @@ import transformers.integrations.accelerate as placement
 from helpers.resolution import resolution
 from helpers.tiny_pair import save_pair
 
-from hf_specdec.bench.figures.divergence import divergence, first_divergence, next_logits
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.models.precision import quantized_layers
+from hf_specdec.bench.records import Result
+from hf_specdec.bench.results import SUFFIX, load
+from hf_specdec.bench.running.divergence import next_logits
 from hf_specdec.bench.settings import Settings
-from hf_specdec.bench.storage.results import SUFFIX, load
 
 # Every value of every argument, and of each two at least one combination; which pairs of precisions decode alike
 # is tested without the script.
@@ -48,16 +48,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return found
 
 
-def measured(script: ModuleType, words: list[str], folder: Path) -> dict[str, Any]:
-    """The JSON of a short benchmark with these arguments."""
+def measured(script: ModuleType, words: list[str], folder: Path) -> Result:
+    """The result of a short benchmark with these arguments."""
     short = ["--prompt_lengths", "20", "--max_new_tokens", "12", "--repeats", "1", "--gamma", "3"]
     assert script.main([*words, *short, "--assisted_generation", "--output_dir", str(folder)]) == 0
     (found,) = folder.glob(f"*{SUFFIX}")
     return load(found)
 
 
-def outputs(result: dict[str, Any], method: str) -> list[list[int]]:
-    return [call.tokens[0] for call in result["calls"] if call.method == method]
+def outputs(result: Result, method: str) -> list[str]:
+    return [call.outputs[0] for call in result.calls if call.method == method]
 
 
 # T5 takes more time, and the loop that differs is the same for all of them.
@@ -70,33 +70,34 @@ def test_outputs_are_plain_decoding_s_or_part_at_a_near_tie(
     words = [*models[kind], *line.split()]
     result = measured(script, words, tmp_path)
     asked = dict(zip(line.split()[::2], line.split()[1::2], strict=True))
-    described = result["models"]
+    described = result.models
     for role, prefix in (("target", "--"), ("draft", "--draft_")):
         dtype = asked.get(f"{prefix}dtype", asked["--dtype"])
         weights = asked.get(f"{prefix}precision")
-        assert described[role]["dtype"] == (dtype if weights is None else f"{weights} weights, {dtype}")
-        assert described[role]["device"] == "cpu"
+        assert described[role].dtype == (dtype if weights is None else f"{weights} weights, {dtype}")
+        assert described[role].device == "cpu"
     pairs = list(zip(outputs(result, "speculative"), outputs(result, "plain"), strict=True))
     assert len(pairs) == 5
     if any(ours != plain for ours, plain in pairs):
-        check_margins(parsed(script, words), pairs)
+        check_margins(parsed(script, words), result)
 
 
 def parsed(script: ModuleType, words: list[str]) -> Settings:
-    parser = script.build_parser()
-    return Settings(**script.complete(parser, vars(parser.parse_args([*words, "--assisted_generation"]))))
+    settings: Settings = script.settings_of([*words, "--assisted_generation"])
+    return settings
 
 
-def check_margins(settings: Settings, pairs: list[tuple[list[int], list[int]]]) -> None:
+def check_margins(settings: Settings, result: Result) -> None:
     """Where outputs part, the target's best two logits are closer than its arithmetic resolves."""
     pair = load_pair(settings)
     prompts = benchmark_prompts(pair, (20,), 5, 12)
-    for prompt, (ours, plain) in zip(prompts, pairs, strict=True):
-        inputs = {"input_ids": torch.tensor([prompt.token_ids])}
-        found = divergence(pair.target, inputs, ours, plain)
+    for prompt, asked in zip(prompts, result.prompts, strict=True):
+        found = asked.divergences.get("speculative")
         if found is not None:
-            bound = resolution(pair.target, next_logits(pair.target, inputs, plain[: found.position]))
-            assert max(found.margin, found.gap or 0.0) <= bound
+            # Logits of one model resolve about as much at every place.
+            inputs = {"input_ids": torch.tensor([prompt.token_ids])}
+            assert found.margin is not None
+            assert max(found.margin, found.gap or 0.0) <= resolution(pair.target, next_logits(pair.target, inputs, []))
 
 
 def test_weights_that_fit_nowhere_lie_on_disk(
@@ -136,7 +137,7 @@ def test_quantized_outputs_are_not_those_of_the_weights_they_came_from(
     exact = measured(script, [*models["llama"], "--dtype", "float32"], tmp_path / "exact")
     coarse = measured(script, [*models["llama"], "--dtype", "float32", "--precision", "int4"], tmp_path / "coarse")
     both = zip(outputs(exact, "plain"), outputs(coarse, "plain"), strict=True)
-    assert any(first_divergence(one, other) is not None for one, other in both)
+    assert any(one != other for one, other in both)
     settings = {"model_name": models["llama"][1], "dtype": "float32"}
     assert quantized_layers(load_pair(Settings(**settings, precision="int4")).target) > 0
     assert quantized_layers(load_pair(Settings(**settings)).target) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from hf_specdec import embedded
 from hf_specdec.bench.figures.text_metrics import combined
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import load_pair
-from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.records import Result
+from hf_specdec.bench.results import document, load, stem
+from hf_specdec.bench.running.measuring import batches
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage.results import load, stem
-from hf_specdec.bench.tasks.collecting import batches
-from hf_specdec.bench.tasks.subtasks import run_subtasks
+from hf_specdec.bench.tasks import run_task, sweep
+from hf_specdec.bench.tasks.subtasks import render
 
 NAMES = ["plain", "none eager", "assisted", "assisted confidence 0.4", "prompt_lookup", "speculative", "bild"]
 
@@ -31,7 +32,7 @@ def settings_for(folder: Path, encoder_decoder: bool = False, **more: Any) -> Se
     )  # fmt: skip
 
 
-def result_of(settings: Settings) -> dict[str, Any]:
+def result_of(settings: Settings) -> Result:
     return load(settings.output_dir / f"{stem(settings)}.json.gz")
 
 
@@ -45,18 +46,18 @@ def printed(settings: Settings) -> str:
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
         patch.setattr("sys.stdout.write", lines.append)
-        run_subtasks(settings, Processes())
+        run_task(settings)
     return "".join(lines)
 
 
 @pytest.fixture(scope="module")
-def result(settings: Settings, printed: str) -> dict[str, Any]:
+def result(settings: Settings, printed: str) -> Result:
     return result_of(settings)
 
 
-def test_methods_take_turns_on_each_example(result: dict[str, Any]) -> None:
-    assert [method["name"] for method in result["methods"]] == NAMES
-    calls = sorted(result["calls"], key=lambda call: call.position)
+def test_methods_take_turns_on_each_example(result: Result) -> None:
+    assert [method.name for method in result.methods] == NAMES
+    calls = sorted(result.calls, key=lambda call: call.position)
     assert [call.position for call in calls] == list(range(len(calls))) and len(calls) == 9 * 3 * len(NAMES)
     turns = [calls[start : start + len(NAMES)] for start in range(0, len(calls), len(NAMES))]
     for turn in turns:
@@ -65,13 +66,13 @@ def test_methods_take_turns_on_each_example(result: dict[str, Any]) -> None:
     assert {turn[0].method for turn in turns} == set(NAMES), "each begins at some time"
 
 
-def texts_of(result: dict[str, Any], name: str) -> dict[int, str]:
+def texts_of(result: Result, name: str) -> dict[int, str]:
     """The answers of the first repeat."""
-    calls = [call for call in result["calls"] if (call.method, call.repeat) == (name, 0)]
+    calls = [call for call in result.calls if (call.method, call.repeat) == (name, 0)]
     return {index: text for call in calls for index, text in zip(call.prompts, call.texts or [], strict=True)}
 
 
-def check_second_turns(settings: Settings, result: dict[str, Any]) -> None:
+def check_second_turns(settings: Settings, result: Result) -> None:
     """Each follows plain decoding's own answer to the first."""
     pair, plain = load_pair(settings), texts_of(result, "plain")
     seconds = [q for dialogue in questions.dialogues(settings) for q in dialogue if q.earlier]
@@ -80,12 +81,12 @@ def check_second_turns(settings: Settings, result: dict[str, Any]) -> None:
         (earlier,) = question.earlier
         text = f"{question.turns[0]}\n{plain[earlier]}\n{question.turns[1]}"
         wanted = len(pair.tokenizer(text).input_ids)
-        shown = next(prompt for prompt in result["prompts"] if prompt["index"] == question.index)
-        assert (shown["turn"], shown["question"]) == (2, earlier)
-        assert (shown["tokens"], shown["cut"]) == (min(wanted, CONTEXT - 9), max(0, wanted - (CONTEXT - 9)))
+        shown = next(prompt for prompt in result.prompts if prompt.index == question.index)
+        assert (shown.turn, shown.question) == (2, earlier)
+        assert (shown.tokens, shown.cut) == (min(wanted, CONTEXT - 9), max(0, wanted - (CONTEXT - 9)))
 
 
-def test_second_turns_follow_plain_decoding_s_first_answers(settings: Settings, result: dict[str, Any]) -> None:
+def test_second_turns_follow_plain_decoding_s_first_answers(settings: Settings, result: Result) -> None:
     check_second_turns(settings, result)
 
 
@@ -98,76 +99,75 @@ def test_batches_hold_dialogues_of_one_subtask_and_answer_as_single_questions_do
     sizes = [len(batch) for group in groups for batch in group]
     assert set(sizes) == {1, 2} and sum(sizes) == 9 * 3
     assert all(len({question.subtask for question in batch}) == 1 for group in groups for batch in group)
-    run_subtasks(one, Processes())
-    run_subtasks(three, Processes())
+    run_task(one)
+    run_task(three)
     alone, batched = result_of(one), result_of(three)
-    assert [method["name"] for method in batched["methods"]] == ["plain", "none eager", "speculative", "bild"]
+    assert [method.name for method in batched.methods] == ["plain", "none eager", "speculative", "bild"]
     for name in ("plain", "none eager", "speculative"):
         assert texts_of(batched, name) == texts_of(alone, name)
-    assert any("one row at a time" in note for note in batched["notes"])
+    assert any("one row at a time" in note for note in batched.notes)
     check_second_turns(three, batched)
 
 
-def test_prompts_that_were_cut_are_said(result: dict[str, Any], printed: str) -> None:
-    cut = [prompt for prompt in result["prompts"] if prompt["cut"]]
-    assert cut and all(prompt["tokens"] == CONTEXT - 9 for prompt in cut)
-    assert f"{len(cut)} of {len(result['prompts'])} prompts were longer than the context and cut on the left" in printed
+def test_prompts_that_were_cut_are_said(result: Result, printed: str) -> None:
+    cut = [prompt for prompt in result.prompts if prompt.cut]
+    assert cut and all(prompt.tokens == CONTEXT - 9 for prompt in cut)
+    assert f"{len(cut)} of {len(result.prompts)} prompts were longer than the context and cut on the left" in printed
 
 
-def test_divergences_are_where_outputs_part(result: dict[str, Any]) -> None:
+def test_divergences_are_where_outputs_part(result: Result) -> None:
     # In float64 the lossless methods leave plain decoding nowhere; BiLD does, where its rollback lets it.
-    assert {name for prompt in result["prompts"] for name in prompt["divergences"]} <= {"bild"}
+    assert {name for prompt in result.prompts for name in prompt.divergences} <= {"bild"}
     plain, bild = (
-        {call.prompt: call.tokens[0] for call in result["calls"] if (call.method, call.repeat) == (name, 0)}
+        {call.prompts: call.outputs for call in result.calls if (call.method, call.repeat) == (name, 0)}
         for name in ("plain", "bild")
     )
-    for prompt in result["prompts"]:
-        index = prompt["index"]
-        pairs = enumerate(zip(bild[index], plain[index], strict=False))
-        first = next((place for place, (one, other) in pairs if one != other), None)
-        found = prompt["divergences"].get("bild")
-        assert (found is None) == (bild[index] == plain[index])
-        assert found is None or first is None or found["position"] == first
+    for prompt in result.prompts:
+        found = prompt.divergences.get("bild")
+        assert (found is None) == (bild[(prompt.index,)] == plain[(prompt.index,)])
+        assert found is None or (0 <= found.position < 9 and found.margin is not None)
 
 
-def test_quality_is_that_of_the_answers(result: dict[str, Any]) -> None:
-    assert len(result["quality"]) == len(NAMES) * 9
-    for entry in result["quality"]:
-        chosen = [p for p in result["prompts"] if entry["subtask"] in (None, p["label"])]
-        texts = texts_of(result, entry["method"])
+def test_quality_is_that_of_the_answers(result: Result) -> None:
+    assert len(result.quality) == len(NAMES) * 9
+    for entry in result.quality:
+        chosen = [p for p in result.prompts if entry.subtask in (None, p.label)]
+        texts = texts_of(result, entry.method)
         measured = combined().compute(
-            predictions=[texts[p["index"]] for p in chosen], references=[p["references"] for p in chosen]
+            predictions=[texts[p.index] for p in chosen], references=[list(p.references) for p in chosen]
         )
-        assert entry["examples"] == len(chosen)
-        assert {key: entry[key] for key in measured} == pytest.approx(measured, abs=1e-6)
+        assert entry.examples == len(chosen)
+        assert {key: getattr(entry, key) for key in measured} == pytest.approx(measured, rel=1e-4)
 
 
-def test_bare_passes_are_timed_at_each_subtask_in_each_repeat(result: dict[str, Any]) -> None:
-    places = {(item["engine"], tuple(item["prompts"]), item["repeat"]) for item in result["passes"]}
+def test_bare_passes_are_timed_at_each_subtask_in_each_repeat(result: Result) -> None:
+    places = {(item.engine, item.prompts, item.repeat) for item in result.passes}
     prompts = {place[1] for place in places}
-    labels = {prompt["index"]: prompt["label"] for prompt in result["prompts"]}
+    labels = {prompt.index: prompt.label for prompt in result.prompts}
     assert sorted(labels[index] for (index,) in prompts) == sorted(embedded.SUBTASKS)
     assert places == {(e, p, r) for e in ("generate", "eager") for p in prompts for r in range(3)}
 
 
-def test_the_file_renders_again_from_its_record(settings: Settings, result: dict[str, Any]) -> None:
-    assert (settings.output_dir / f"{stem(settings)}.md").read_text() == rendering.render(result)
-    suffixes = {path.name.removeprefix(stem(settings)) for path in settings.output_dir.iterdir()}
-    assert suffixes == {".json.gz", ".md"}
+def test_the_file_renders_again_from_its_record(settings: Settings, result: Result) -> None:
+    text, pictures = document(result, stem(settings), render)
+    assert (settings.output_dir / f"{stem(settings)}.md").read_text() == text
+    names = {f"{stem(settings)}.json.gz", f"{stem(settings)}.md"}
+    assert {path.name for path in settings.output_dir.iterdir()} == names | pictures.keys() and pictures
 
 
 def test_outputs_of_one_token_have_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = settings_for(tmp_path, max_new_tokens=1, limit=1, repeats=1)
-    run_subtasks(settings, Processes())
-    assert rendering.render(result_of(settings)) == (settings.output_dir / f"{stem(settings)}.md").read_text()
+    run_task(settings)
+    text = (settings.output_dir / f"{stem(settings)}.md").read_text()
+    assert document(result_of(settings), stem(settings), render)[0] == text
 
 
 def test_encoder_decoder_pairs_in_sampling(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, encoder_decoder=True, do_sample=True, limit=1, repeats=1)
-    run_subtasks(settings, Processes())
+    run_task(settings)
     result = result_of(settings)
-    assert [method["name"] for method in result["methods"]] == NAMES
-    assert len(result["calls"]) == 9 * len(NAMES) and all(call.tokens[0] for call in result["calls"])
+    assert [method.name for method in result.methods] == NAMES
+    assert len(result.calls) == 9 * len(NAMES) and all(call.new_tokens for call in result.calls)
 
 
 def test_quality_in_sampling_is_that_of_the_same_draws_in_every_repeat(tmp_path: Path) -> None:
@@ -175,15 +175,15 @@ def test_quality_in_sampling_is_that_of_the_same_draws_in_every_repeat(tmp_path:
     questions.write_text('{"q": "How much is 2 and 3?", "a": "5"}\n{"q": "How much is 2 and 4?", "a": "6"}\n')
     data = {"dataset": str(questions), "prompt_column": "q", "reference_column": "a", "limit": None, "repeats": 2}
     settings = settings_for(tmp_path, do_sample=True, **data)
-    run_subtasks(settings, Processes())
+    run_task(settings)
     result = result_of(settings)
     drawn = [
-        {(call.method, call.prompt): tuple(call.tokens[0]) for call in result["calls"] if call.repeat == repeat}
+        {(call.method, call.prompts): call.outputs for call in result.calls if call.repeat == repeat}
         for repeat in (0, 1)
     ]
     assert drawn[0] == drawn[1] and len(drawn[0]) == 2 * len(NAMES)
     assert len(set(drawn[0].values())) > 4, "methods and questions draw their own"
-    assert "- sampling (temperature 1, top_k 50, top_p 1, seed 0)" in rendering.render(result)
+    assert "- sampling (temperature 1, top_k 50, top_p 1, seed 0)" in document(result, "x", render)[0]
 
 
 def test_the_split_of_the_embedded_data_is_chosen_and_said(tmp_path: Path) -> None:
@@ -198,9 +198,10 @@ def test_the_split_of_the_embedded_data_is_chosen_and_said(tmp_path: Path) -> No
 
 def test_quality_is_judged_on_fifty_examples_by_default() -> None:
     def dialogues(**asked: Any) -> int:
-        return len(questions.dialogues(Settings(**asked)))
+        return len(questions.dialogues(sweep.asked(replace(sweep.DEFAULTS, **asked))))
 
     subtasks = len(embedded.SUBTASKS)
-    assert dialogues(task="subtasks") == 50 * subtasks == dialogues(task="sweep", generation_strategy="bild")
-    assert dialogues(task="sweep", grid={"rollback_threshold": (1.0, 2.0)}) == 50 * subtasks
-    assert dialogues(task="sweep") == 5 * subtasks and dialogues(task="subtasks", limit=2) == 2 * subtasks
+    assert len(questions.dialogues(Settings(task="subtasks"))) == 50 * subtasks
+    assert dialogues(generation_strategy="bild") == 50 * subtasks
+    assert dialogues(grid={"rollback_threshold": (1.0, 2.0)}) == 50 * subtasks
+    assert dialogues() == 5 * subtasks and dialogues(limit=2) == 2 * subtasks

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 
 from hf_specdec.bench.inputs.prompts import Prompt
-from hf_specdec.bench.models.known_pairs import known_drafts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair, load_pairs
-from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.reports.pictures.by_task import pictures
-from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.models.names import known_drafts
+from hf_specdec.bench.records import Method
+from hf_specdec.bench.results import document, load, stem
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage.results import load, stem
-from hf_specdec.bench.tasks import ablation, sweep
-from hf_specdec.bench.tasks.ablation import run_ablation
+from hf_specdec.bench.tasks import ablation, run_task, sweep
 from hf_specdec.config import LOSSY_STRATEGIES, STRATEGY_SETTINGS
 from hf_specdec.models.better_transformer import attention_of
 
@@ -47,11 +44,11 @@ def pairs(saved_pair: tuple[Path, Path], dataset: Path) -> list[LoadedPair]:
     return load_pairs(settings_for(saved_pair, dataset, "sweep"), drafts)
 
 
-def contest(saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair], **more: Any) -> list[dict[str, Any]]:
+def contest(saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair], **more: Any) -> list[Method]:
     """What the methods of a sweep's grid are."""
     settings = settings_for(saved_pair, dataset, "sweep", **more)
-    found = [one.method.describe() for one in sweep.grid(settings, pairs)]
-    assert len({method["name"] for method in found}) == len(found), "names tell rows apart"
+    found = [one.method for one in sweep.grid(settings, pairs)]
+    assert len({method.name for method in found}) == len(found), "names tell rows apart"
     return found
 
 
@@ -59,13 +56,13 @@ def test_a_sweep_tries_all_lookaheads_auto_the_entropy_stop_and_both(
     saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
 ) -> None:
     found = contest(saved_pair, dataset, pairs)
-    assert [method["kind"] for method in found[:6]] == ["plain", "none", *["assisted"] * 4]
+    assert [method.kind for method in found[:6]] == ["plain", "none", *["assisted"] * 4]
     for pair in pairs:
-        mine = [method for method in found[6:] if method["draft"] == pair.draft_name]
-        assert [method["lookahead"] for method in mine] == [*sweep.LOOKAHEADS, sweep.STOP_LOOKAHEAD, "auto"]
+        mine = [method for method in found[6:] if method.draft == pair.draft_name]
+        assert [method.lookahead for method in mine] == [*sweep.LOOKAHEADS, sweep.STOP_LOOKAHEAD, "auto"]
         assert "auto" in sweep.LOOKAHEADS
-        assert {method["keywords"].get("entropy_threshold") for method in mine[-2:]} == {sweep.STOP_ENTROPY}
-        assert {method["kind"] for method in mine} == {"speculative"}
+        assert {method.keywords.get("entropy_threshold") for method in mine[-2:]} == {sweep.STOP_ENTROPY}
+        assert {method.kind for method in mine} == {"speculative"}
     assert len(found) == 6 + 2 * (len(sweep.LOOKAHEADS) + 2)
 
 
@@ -76,38 +73,38 @@ def test_a_sweep_crosses_what_it_is_given(
         "num_assistant_tokens": (2, "auto"), "verification": ("token", "block"), "drafter": ("model", "hybrid"),
         "entropy_threshold": (0.3, 0.5), "compile": (False, True),
     }  # fmt: skip
-    found = [method for method in contest(saved_pair, dataset, pairs[:1], grid=grid) if method["kind"] == "speculative"]
+    found = [method for method in contest(saved_pair, dataset, pairs[:1], grid=grid) if method.kind == "speculative"]
     assert len(found) == 2**5
     for name, values in grid.items():
-        assert {method["keywords"].get(name, False) for method in found} == set(values)
-    baselines = [m["name"] for m in contest(saved_pair, dataset, pairs[:1], grid=grid) if m["kind"] == "none"]
+        assert {method.keywords.get(name, False) for method in found} == set(values)
+    baselines = [m.name for m in contest(saved_pair, dataset, pairs[:1], grid=grid) if m.kind == "none"]
     assert baselines == ["none eager", "none compiled"]
-    assert {method["same_engine"] for method in found} == set(baselines)
+    assert {method.same_engine for method in found} == set(baselines)
 
 
 def test_thresholds_bring_bild_in(saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]) -> None:
     grid = {"fallback_threshold": (0.0, 0.1), "rollback_threshold": (0.0, 3.0, 5.0)}
     found = contest(saved_pair, dataset, pairs, grid=grid)
-    bild = [method for method in found if method["kind"] == "bild"]
-    places = {(m["draft"], m["keywords"]["fallback_threshold"], m["keywords"]["rollback_threshold"]) for m in bild}
+    bild = [method for method in found if method.kind == "bild"]
+    places = {(m.draft, m.keywords["fallback_threshold"], m.keywords["rollback_threshold"]) for m in bild}
     assert len(bild) == len(places) == 2 * 2 * 3
     # At the usual lookahead, beside speculative decoding at the same.
-    assert {m["lookahead"] for m in found if m["kind"] in ("bild", "speculative")} == {4}
-    assert sum(method["kind"] == "speculative" for method in found) == 2
-    assert [m["kind"] for m in contest(saved_pair, dataset, pairs[:1], generation_strategy="bild")][-1] == "bild"
+    assert {m.lookahead for m in found if m.kind in ("bild", "speculative")} == {4}
+    assert sum(method.kind == "speculative" for method in found) == 2
+    assert [m.kind for m in contest(saved_pair, dataset, pairs[:1], generation_strategy="bild")][-1] == "bild"
 
 
 def test_lossy_strategies_come_with_their_own_settings_alone(
     saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
 ) -> None:
     grid = {"lenience": (0.5, 0.1), "assistant_ensemble_weight": (0.3,), "drafter": ("model", "hybrid")}
-    found = [m for m in contest(saved_pair, dataset, pairs[:1], grid=grid) if m["kind"] in LOSSY_STRATEGIES]
+    found = [m for m in contest(saved_pair, dataset, pairs[:1], grid=grid) if m.kind in LOSSY_STRATEGIES]
     own = {name for names in STRATEGY_SETTINGS.values() for name in names}
-    told = [(m["kind"], m["keywords"]["drafter"], *(v for k, v in m["keywords"].items() if k in own)) for m in found]
+    told = [(m.kind, m.keywords["drafter"], *(v for k, v in m.keywords.items() if k in own)) for m in found]
     lenient = [("lenient", drafter, value) for value in (0.5, 0.1) for drafter in ("model", "hybrid")]
     assert told == [*lenient, ("ensemble", "model", 0.3)], "an ensemble can't mix copies"
     named = contest(saved_pair, dataset, pairs[:1], generation_strategy="typical")
-    assert [m["keywords"].get("posterior_threshold") for m in named if m["kind"] == "typical"] == [0.09]
+    assert [m.keywords.get("posterior_threshold") for m in named if m.kind == "typical"] == [0.09]
 
 
 def test_a_sweep_from_end_to_end(saved_pair: tuple[Path, Path], dataset: Path) -> None:
@@ -115,20 +112,20 @@ def test_a_sweep_from_end_to_end(saved_pair: tuple[Path, Path], dataset: Path) -
     grid |= {"lenience": (1.0, 0.01)}
     drafts = tuple(map(str, (saved_pair[1], saved_pair[0])))
     settings = settings_for(saved_pair, dataset, "sweep", draft_models=drafts, grid=grid)
-    sweep.run_sweep(settings, Processes())
+    run_task(settings)
     result = load(settings.output_dir / f"{stem(settings)}.json.gz")
-    assert len(result["methods"]) == 2 + 4 + 4 + 8 + 8 and len(result["calls"]) == len(result["methods"]) * 3 * 2
-    assert len(result["loading_seconds"]) == 2, "one target, which is a draft of its own, and its draft"
+    assert len(result.methods) == 2 + 4 + 4 + 8 + 8 and len(result.calls) == len(result.methods) * 3 * 2
+    assert len(result.loading_seconds) == 2, "one target, which is a draft of its own, and its draft"
     # In float64 rows that are lossless leave plain decoding nowhere: BiLD too, where nothing is tolerated.
-    for prompt in result["prompts"]:
+    for prompt in result.prompts:
         lossy = ("rollback_threshold=3", "lenience=0.01")
-        assert all(any(word in name for word in lossy) for name in prompt["divergences"]), prompt
-    assert any(prompt["divergences"] for prompt in result["prompts"])
-    text = rendering.render(result)
-    assert "## Lossy strategies" in text and "| Lenience 0.01" in text
+        assert all(any(word in name for word in lossy) for name in prompt.divergences), prompt
+    assert any(prompt.divergences for prompt in result.prompts)
+    text, pictures = document(result, "sweep", sweep.render)
+    assert "## Lossy strategies" in text and "Lenience 0.01" in text
     assert all(draft not in text.partition("## Drafts")[2].partition("## Best")[0] for draft in drafts), "short names"
-    assert {f"lossy-{Path(draft).name}" for draft in drafts} <= set(pictures(result))
-    assert {(item["engine"], item["draft"]) for item in result["passes"]} == {
+    assert set(pictures) <= {"sweep-speed-and-quality.png"}, "where quality differs"
+    assert {(item.engine, item.draft) for item in result.passes} == {
         (engine, draft) for engine in ("generate", "eager") for draft in drafts
     }
 
@@ -154,8 +151,8 @@ def test_drafts_without_being_named() -> None:
 
 def test_rows_of_the_ablation(saved_pair: tuple[Path, Path], dataset: Path) -> None:
     settings = settings_for(saved_pair, dataset, "ablation")
-    found = [method.describe() for method in ablation.rows(settings, load_pair(settings))]
-    rows = {(m["kind"], m["cache"], m["better_transformer"]): m for m in found}
+    found = [one.method for one in ablation.rows(settings, load_pair(settings))]
+    rows = {(m.kind, m.cache, m.better_transformer): m for m in found}
     switches = [(cache, better) for cache in (False, True) for better in (False, True)]
     assert list(rows) == [
         (kind, *switch)
@@ -163,9 +160,9 @@ def test_rows_of_the_ablation(saved_pair: tuple[Path, Path], dataset: Path) -> N
         for kind in ("plain", "none", *(["assisted"] if switch[0] else []), "speculative")
     ]
     for (kind, *switch), method in rows.items():
-        assert method["speculative"] == (kind in ("assisted", "speculative"))
+        assert (method.draft is not None) == (kind in ("assisted", "speculative"))
         if kind == "speculative":
-            assert method["same_engine"] == rows[("none", *switch)]["name"]
+            assert method.same_engine == rows[("none", *switch)].name
 
 
 def test_rows_really_differ_in_attention_and_cache(saved_pair: tuple[Path, Path], dataset: Path) -> None:
@@ -173,10 +170,10 @@ def test_rows_really_differ_in_attention_and_cache(saved_pair: tuple[Path, Path]
     pair = load_pair(settings)
     prompt, texts = Prompt(0, "x", tuple(range(5, 25))), []
     for method in ablation.rows(settings, pair):
-        texts.append(timed_call(pair, method, [prompt], settings).tokens)
-        better = method.facts["better_transformer"]
+        texts.append(timed_call(method, [prompt], settings).tokens)
+        better = method.method.better_transformer
         assert {attention_of(model) for model in pair.models} == {"sdpa" if better else "eager"}
-        assert method.options["use_cache"] is method.facts["cache"]
+        assert method.options["use_cache"] is method.method.cache
     assert all(text == texts[0] for text in texts)
 
 
@@ -185,4 +182,4 @@ def test_models_without_better_transformer_are_refused(
 ) -> None:
     monkeypatch.setattr("hf_specdec.bench.models.loading.better_transformer_refusal", lambda model: "this one can't")
     with pytest.raises(BenchError, match="--better_transformer: this one can't"):
-        run_ablation(settings_for(saved_pair, dataset, "ablation"), Processes())
+        run_task(settings_for(saved_pair, dataset, "ablation"))

@@ -12,16 +12,16 @@ from scipy.stats import binom
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_specdec
-from hf_specdec.bench.figures.bandwidth import weight_bytes
+from hf_specdec.bench import results
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.models.precision import quantized_layers
 from hf_specdec.bench.models.shapes import SHAPES, draft_shape
-from hf_specdec.bench.reports.pictures import by_task
+from hf_specdec.bench.reports.pictures import drawing
+from hf_specdec.bench.running.memory import weight_bytes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage import results
-from hf_specdec.bench.tasks.benchmark import run_benchmark
+from hf_specdec.bench.tasks import benchmark, run_task
 
 CPU = torch.device("cpu")
 TINY = ["tiny-llama", "tiny-qwen2", "tiny-opt"]
@@ -231,22 +231,22 @@ def test_a_trimmed_head_keeps_the_imposed_acceptance(tmp_path: Path) -> None:
         model_name="synthetic:tiny-llama:alpha=0.7", assisted_generation=True, prompt_lengths=(40,),
         max_new_tokens=24, draft_vocabulary=512, output_dir=tmp_path,
     )  # fmt: skip
-    run_benchmark(settings)
+    run_task(settings)
     result = results.load(tmp_path / "benchmark-synthetic_tiny-llama_alpha_0.7-head_of_512-speculative-greedy.json.gz")
     drafts = [f"{settings.model_name} (draft 64x2)", f"{settings.model_name} (draft 64x2), head of 512 tokens"]
-    ours = [method for method in result["methods"] if method["kind"] == "speculative"]
-    assert [method["draft"] for method in ours] == drafts
+    ours = [method for method in result.methods if method.kind == "speculative"]
+    assert [method.draft for method in ours] == drafts
     whole, trimmed = (
-        [(call.tokens, call.rounds.accepted) for call in result["calls"] if call.method == method["name"]]
+        [(call.outputs, call.kept, call.rounds) for call in result.calls if call.method == method.name]
         for method in ours
     )
     assert sorted(whole) == sorted(trimmed)
-    assert {item["draft"] for item in result["passes"] if item["times"]["draft"]} == set(drafts)
-    assert any("head of 512 tokens: it proposes only tokens that follow" in note for note in result["notes"])
+    assert {item.draft for item in result.passes if item.role == "draft"} == set(drafts)
+    assert any("head of 512 tokens: it proposes only tokens that follow" in note for note in result.notes)
     with pytest.raises(BenchError, match="--draft_vocabulary: 64 tokens don't cover"):
-        run_benchmark(replace(settings, draft_vocabulary=64))
+        run_task(replace(settings, draft_vocabulary=64))
     with pytest.raises(BenchError, match="--draft_vocabulary: 4096 exceeds"):
-        run_benchmark(replace(settings, draft_vocabulary=4096))
+        run_task(replace(settings, draft_vocabulary=4096))
 
 
 def test_every_title_says_synthetic(tmp_path: Path) -> None:
@@ -254,14 +254,15 @@ def test_every_title_says_synthetic(tmp_path: Path) -> None:
         model_name="synthetic:tiny-llama:alpha=0.7", assisted_generation=True, prompt_lengths=(40,),
         max_new_tokens=8, output_dir=tmp_path,
     )  # fmt: skip
-    run_benchmark(settings)
+    run_task(settings)
     (path,) = tmp_path.glob("*.json.gz")
     (written,) = tmp_path.glob("*.md")
     text = written.read_text()
     titles = [line for line in text.splitlines() if line.startswith("#")]
     assert len(titles) > 4 and all(title.endswith("(synthetic pair, acceptance imposed)") for title in titles)
     assert "random weights in the shape of tiny-llama" in text and "α = 0.7" in text
-    figures = by_task.pictures(results.load(path))
-    assert figures
-    for figure in figures.values():
-        assert "ynthetic pair, acceptance imposed" in figure.get_suptitle() + figure.axes[0].get_title()
+    drawn: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawing, "png", lambda figure: drawn.append(figure.get_suptitle()) or b"")
+        results.document(results.load(path), "x", benchmark.render)
+    assert drawn and all(title.endswith("(synthetic pair, acceptance imposed)") for title in drawn)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.script import load_script
 
 from hf_specdec import embedded
+from hf_specdec.bench import results
 from hf_specdec.bench.inputs.likely_tokens import likely_tokens
 from hf_specdec.bench.models.loading import load_pair
+from hf_specdec.bench.records import Result
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage import results
 
 LIMIT = 1  # examples of each subtask
 SHORT = ["--max_new_tokens", "5", "--repeats", "1", "--dtype", "float32"]
@@ -39,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, dict[str, Any]]:
+def found(folder: Path) -> dict[str, Result]:
     """The results by task."""
     return {name.split("-")[0]: results.load(folder / f"{name}{results.SUFFIX}") for name in LINES}
 
@@ -60,13 +59,13 @@ def test_tasks_leave_their_files_and_no_journal(folder: Path) -> None:
 
 
 def test_tables_have_a_row_for_each_example_subtask_and_setting(
-    tables: dict[str, str], found: dict[str, dict[str, Any]]
+    tables: dict[str, str], found: dict[str, Result]
 ) -> None:
-    assert tables["benchmark"].count("\n| 5 ") == len(found["benchmark"]["methods"])
-    assert tables["decode"].count("\n| 8 ") == len(found["decode"]["methods"]) == 5
+    assert tables["benchmark"].count("\n| 5 ") == len(found["benchmark"].methods)
+    assert tables["decode"].count("\n| 8 ") == len(found["decode"].methods) == 5
     for subtask in embedded.SUBTASKS:
         assert f"\n| {subtask} " in tables["subtasks"], subtask
-    assert "\n| draft (BiLD)" in tables["sweep"]
+    assert "\n| BiLD (fallback 0.6, rollback 2) " in tables["sweep"]
 
 
 def test_the_list_of_a_trimmed_head_covers_what_it_has_not_seen() -> None:
@@ -80,36 +79,32 @@ def test_the_list_of_a_trimmed_head_covers_what_it_has_not_seen() -> None:
         likely_tokens(pair, 1, [], 0, 0)
 
 
-def test_every_method_answers_every_prompt(found: dict[str, dict[str, Any]]) -> None:
+def test_every_method_answers_every_prompt(found: dict[str, Result]) -> None:
     for task, result in found.items():
-        answered = [(call.method, index) for call in result["calls"] for index in call.prompts]
-        methods, prompts = (
-            [item[key] for item in result[name]] for name, key in (("methods", "name"), ("prompts", "index"))
-        )
+        answered = [(call.method, index) for call in result.calls for index in call.prompts]
+        methods, prompts = [one.name for one in result.methods], [one.index for one in result.prompts]
         assert sorted(answered) == sorted((method, prompt) for method in methods for prompt in prompts), task
 
 
-def test_lossless_outputs_are_plain_decoding_s(found: dict[str, dict[str, Any]]) -> None:
+def test_lossless_outputs_are_plain_decoding_s(found: dict[str, Result]) -> None:
     """Except at near-ties: their margins are far below those of the choices that BiLD leaves to the draft."""
     for task in SPLITS:
-        for prompt in found[task]["prompts"]:
-            for method, divergence in prompt["divergences"].items():
-                assert method.startswith("bild") or divergence["margin"] < 1e-3, (task, prompt["index"], method)
+        for prompt in found[task].prompts:
+            for method, divergence in prompt.divergences.items():
+                assert method.startswith("bild") or (divergence.margin or 0) < 1e-3, (task, prompt.index, method)
 
 
-def test_prompts_are_examples_of_the_split_asked_for(found: dict[str, dict[str, Any]]) -> None:
+def test_prompts_are_examples_of_the_split_asked_for(found: dict[str, Result]) -> None:
     """No example is in both, as the corpus's own tests show."""
     for task, split in SPLITS.items():
         examples = [x for subtask in embedded.SUBTASKS for x in embedded.examples(subtask, split, LIMIT)]
-        expected = [(x.subtask, turn, [text]) for x in examples for turn, text in enumerate(x.references, start=1)]
-        prompts = [(prompt["label"], prompt["turn"], prompt["references"]) for prompt in found[task]["prompts"]]
+        expected = [(x.subtask, turn, (text,)) for x in examples for turn, text in enumerate(x.references, start=1)]
+        prompts = [(prompt.label, prompt.turn, prompt.references) for prompt in found[task].prompts]
         assert prompts == expected, task
 
 
-def test_a_draft_is_accepted_and_costs_less_than_its_target(found: dict[str, dict[str, Any]]) -> None:
-    rounds = [call.rounds for call in found["subtasks"]["calls"] if call.method == "speculative"]
-    accepted, drafted = (sum(chain.from_iterable(chain.from_iterable(getattr(r, name) for r in rounds)))
-                         for name in ("accepted", "drafted"))  # fmt: skip
-    assert 0.3 < accepted / drafted < 1
-    models = found["subtasks"]["models"]
-    assert models["draft"]["parameters"] < models["target"]["parameters"]
+def test_a_draft_is_accepted_and_costs_less_than_its_target(found: dict[str, Result]) -> None:
+    calls = [call for call in found["subtasks"].calls if call.method == "speculative"]
+    assert 0.3 < sum(call.accepted for call in calls) / sum(call.drafted for call in calls) < 1
+    models = found["subtasks"].models
+    assert models["draft"].parameters < models["target"].parameters

@@ -7,7 +7,6 @@ import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,21 @@ import pytest
 from helpers.models import prompts
 from helpers.script import load_script
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 import hf_specdec
+from hf_specdec.bench import results
 from hf_specdec.bench.figures.bootstrap import ENOUGH
-from hf_specdec.bench.figures.races import deciding_race
+from hf_specdec.bench.figures.quality import Difference
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.reports import other_engines
-from hf_specdec.bench.reports.pictures import tune as tune_pictures
-from hf_specdec.bench.reports.tables import tune as tune_tables
-from hf_specdec.bench.running.timed_call import Call
-from hf_specdec.bench.running.warming import ColdStart
+from hf_specdec.bench.records import Call, ColdStart, Interval, Result, Stage, Tuned
+from hf_specdec.bench.running.measuring import new
+from hf_specdec.bench.running.methods import plain
 from hf_specdec.bench.settings import Settings
-from hf_specdec.bench.storage import generation_config, results
-from hf_specdec.bench.tasks import tune, tune_candidates
+from hf_specdec.bench.tasks import tune
+from hf_specdec.bench.tuning import candidates
+from hf_specdec.bench.tuning import contest as races
 
 SUMS = [{"q": f"How much is {n} and {n}?", "a": f"{2 * n} and no more"} for n in range(2, 10)]
 Seconds = Callable[[str], float]
@@ -65,38 +65,49 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Calls that take what a test says and answer with this share of the reference's words, without a model."""
 
     def install(seconds: Seconds, kept: Seconds = lambda name: 1.0) -> None:
-        def call(pair: LoadedPair, method: Any, batch: Any, settings: Settings, **place: Any) -> Call:
+        def call(method: Any, batch: Any, settings: Settings, **place: Any) -> Call:
             if seconds(method.name) < 0:
                 raise ValueError("not\nwith this model")
             indexes = tuple(prompt.index for prompt in batch)
             Clock.now += seconds(method.name)
-            return Call(method.name, indexes, place["repeat"], 0, seconds(method.name), 0.001, [[3] * 6] * len(batch))
+            outputs, tokens = ("x",) * len(batch), ((3,) * 6,) * len(batch)
+            new = 6 * len(batch)
+            return Call(method.name, indexes, place["repeat"], 0, seconds(method.name), 0.001, new, len(batch), outputs,
+                        tokens=tokens)  # fmt: skip
 
-        def warm(pair: LoadedPair, method: Any, batch: Any, settings: Settings, most: int) -> ColdStart:
+        def warm(method: Any, batch: Any, settings: Settings, most: int, number: int) -> ColdStart:
             Clock.now += 3.0
-            return ColdStart(method.name, len(batch), 9, [2.0, 1.0], True)
+            return ColdStart(method.name, len(batch), 9, (2.0, 1.0), True, number)
 
-        def score(result: Any, name: str, base: str) -> Any:
+        def score(part: Any, name: str, base: str) -> Any:
             loss = -100 * (1 - kept(name))
-            return tune.Difference(loss, loss, 0.0, bound=loss, worse=1)
+            return Difference(loss, loss, 0.0, bound=loss, worse=1)
 
-        monkeypatch.setattr(tune, "warm_call", call)
-        monkeypatch.setattr(tune, "warm_up", warm)
-        monkeypatch.setattr(tune, "worst_difference", score)
-        monkeypatch.setattr(tune, "kept_engines", lambda *_, **__: [None])
-        monkeypatch.setattr(tune, "_ASSUMED_SECONDS", {"static": 1.0, "compiled": 1.0})
+        monkeypatch.setattr(races, "warm_call", call)
+        monkeypatch.setattr(races, "warm_up", warm)
+        monkeypatch.setattr(races, "worst_difference", score)
+        monkeypatch.setattr(races, "kept_engines", lambda *_, **__: [None])
+        monkeypatch.setattr(races, "_ASSUMED_SECONDS", {"static": 1.0, "compiled": 1.0})
 
     return install
 
 
-def contest(settings: Settings, pairs: list[LoadedPair], seconds: float = 300) -> tuple[dict[str, Any], dict[str, Any]]:
+def contest(settings: Settings, pairs: list[LoadedPair], seconds: float = 300) -> tuple[Tuned, Result]:
     """What is chosen, and the whole result."""
     asked = [dialogue[0] for dialogue in questions.dialogues(settings)]
     about = tune._prompts(settings, pairs[0], asked)
-    one = tune.Contest(settings, pairs, tune._batches(about, settings.batch_size), Clock())
+    result = new(settings, [plain(pair) for pair in pairs])
+    result.prompts = sorted((told for _, told in about), key=lambda told: told.index)
+    batches = tune._batches([prompt for prompt, _ in about], settings.batch_size)
+    one = races.Contest(result, pairs, batches, Clock())
     one.run(seconds)
-    result = tune._result(settings, pairs, about, [one])
-    return result["tuned"][0], result
+    tune.conclude(result, [one])
+    return result.tuned[0], result
+
+
+def text_of(result: Result) -> str:
+    """The report without its pictures."""
+    return "\n\n".join(block for block in tune.render(result) if isinstance(block, str))
 
 
 @pytest.mark.parametrize(
@@ -117,8 +128,8 @@ def test_what_is_fastest_is_chosen(
 ) -> None:
     machine(seconds)
     chosen, result = contest(settings, pairs)
-    assert chosen["choice"] is not None and all(word in chosen["choice"] for word in words)
-    text = tune_tables.render(result)
+    assert chosen.choice is not None and all(word in chosen.choice for word in words)
+    text = text_of(result)
     assert "2.00 (2.00–2.00) times plain generate(), end to end" in text
     assert "As a command: `assisted_generation.py --task benchmark" in text and "As keywords: `model.generate(…" in text
 
@@ -129,7 +140,7 @@ def test_a_choice_at_the_end_of_what_was_tried_is_said(
     for tokens, said in ((12, True), (6, False)):
         machine(lambda name, tokens=tokens: 0.5 if name.endswith(f"num_assistant_tokens={tokens}") else 1.0)
         _, result = contest(replace(settings, engines=("eager",)), pairs)
-        assert ("12 is the highest value tried" in tune_tables.render(result)) == said
+        assert ("12 is the highest value tried" in text_of(result)) == said
 
 
 def test_plain_decoding_is_chosen_where_nothing_is_faster(
@@ -137,9 +148,9 @@ def test_plain_decoding_is_chosen_where_nothing_is_faster(
 ) -> None:
     machine(lambda name: 1.0 if name == "plain" else 1.1)
     chosen, result = contest(settings, pairs)
-    assert chosen["choice"] is None
-    assert "Plain generate() is best" in tune_tables.render(result)
-    assert not tune_tables.for_other_engines(result)
+    assert chosen.choice is None
+    assert "Plain generate() is best" in text_of(result)
+    assert not tune.servers(result)
 
 
 def test_bild_is_chosen_only_at_a_loss_that_is_allowed(
@@ -148,26 +159,26 @@ def test_bild_is_chosen_only_at_a_loss_that_is_allowed(
     machine(lambda name: {"bild": 0.4, "spec": 0.6}.get(name[:4], 1.0), lambda name: 0.97)
     for most, kind in ((None, "speculative"), (2.0, "speculative"), (4.0, "bild")):
         chosen, result = contest(replace(settings, max_quality_loss=most, engines=("eager",)), pairs)
-        assert chosen["choice"].startswith(kind), most
-        tried = {name for stage in chosen["races"][0] for name in stage["entered"]}
+        assert chosen.choice.startswith(kind), most
+        tried = {name for stage in chosen.races[0] for name in stage.entered}
         assert any(name.startswith("bild") for name in tried) == (most is not None)
-        assert any("that takes 183 questions" in note for note in chosen["notes"]) == (most == 2.0)
-    assert "Difference in quality to plain decoding, in points: -3.0" in tune_tables.render(result)
+        assert any("that takes 183 questions" in note for note in chosen.notes) == (most == 2.0)
+    assert "Difference in quality to plain decoding, in points: -3.0" in text_of(result)
 
 
 def test_what_the_time_does_not_pay_for_is_left_out_and_said(
     settings: Settings, pairs: list[LoadedPair], machine: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(lambda name: 0.5 if "compile" in name else 1.0)
-    monkeypatch.setitem(tune._ASSUMED_SECONDS, "compiled", 300.0)
+    monkeypatch.setitem(races._ASSUMED_SECONDS, "compiled", 300.0)
     chosen, _ = contest(settings, pairs)
-    assert not any("compile" in name for race in chosen["races"] for stage in race for name in stage["entered"])
-    assert any("static" in name for stage in chosen["races"][1] for name in stage["entered"])
-    (note,) = (note for note in chosen["notes"] if note.startswith("Left out"))
+    assert not any("compile" in name for race in chosen.races for stage in race for name in stage.entered)
+    assert any("static" in name for stage in chosen.races[1] for name in stage.entered)
+    (note,) = (note for note in chosen.notes if note.startswith("Left out"))
     assert "compiled" in note and "about 300 s" in note and "--minutes" in note and "static" not in note
-    monkeypatch.setitem(tune._ASSUMED_SECONDS, "compiled", 1.0)
+    monkeypatch.setitem(races._ASSUMED_SECONDS, "compiled", 1.0)
     chosen, _ = contest(settings, pairs)
-    assert "compile" in chosen["choice"] and not any(note.startswith("Left out") for note in chosen["notes"])
+    assert "compile" in chosen.choice and not any(note.startswith("Left out") for note in chosen.notes)
 
 
 def test_a_time_too_short_for_a_choice_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
@@ -175,10 +186,10 @@ def test_a_time_too_short_for_a_choice_is_said(settings: Settings, pairs: list[L
     eager = replace(settings, engines=("eager",))
     for seconds, too_short in ((6.0, True), (60.0, False)):
         chosen, result = contest(eager, pairs, seconds)
-        (stage,) = chosen["races"][0][:1]
-        assert stage["kept"] and (stage["examples"] < ENOUGH) == too_short
-        assert (chosen["choice"] is None) == too_short
-        text = tune_tables.render(result)
+        (stage,) = chosen.races[0][:1]
+        assert stage.kept and (stage.examples < ENOUGH) == too_short
+        assert (chosen.choice is None) == too_short
+        text = text_of(result)
         assert ("The time was too short for a choice" in text and "--minutes" in text) == too_short
         assert ("Plain generate() is best" not in text) and ("2.00 times" in text) == too_short
 
@@ -191,11 +202,11 @@ def test_too_few_prompts_for_a_choice_are_said(settings: Settings, pairs: list[L
     ):
         few = replace(settings, engines=("eager",), limit=limit, batch_sizes=(size,))
         chosen, result = contest(few, pairs)
-        assert chosen["choice"] is None
-        assert chosen["races"][0][-1]["examples"] > 5 * ENOUGH, "repeats are no further prompts"
-        assert f"There are too few prompts for a choice: it takes {words}" in tune_tables.render(result)
+        assert chosen.choice is None
+        assert chosen.races[0][-1].examples > 5 * ENOUGH, "repeats are no further prompts"
+        assert f"There are too few prompts for a choice: it takes {words}" in text_of(result)
     chosen, _ = contest(replace(settings, engines=("eager",), limit=6), pairs)
-    assert chosen["choice"] is not None, "the control"
+    assert chosen.choice is not None, "the control"
 
 
 def test_a_race_on_too_few_examples_does_not_count(
@@ -204,66 +215,50 @@ def test_a_race_on_too_few_examples_does_not_count(
     for slow, decides in ((70.0, 0), (0.25, 1)):
         machine(lambda name, slow=slow: slow if "static" in name else 1.0 if name == "plain" else 0.5)
         chosen, result = contest(replace(settings, engines=("eager", "static")), pairs)
-        text = tune_tables.render(result)
-        assert chosen["races"][1][-1]["kept"] and deciding_race(chosen["races"]) == decides
-        assert ("static" in chosen["choice"]) == (decides == 1)
+        text = text_of(result)
+        assert chosen.races[1][-1].kept and races.deciding_race(chosen.races) == decides
+        assert ("static" in chosen.choice) == (decides == 1)
         assert ("were compared on fewer than 6 different examples" in text) == (decides == 0)
-        name, stage, gain, _ = tune_tables.tried(chosen)[0]
-        assert (name, stage[0], gain.value) == (chosen["choice"], str(decides + 1), [2.0, 4.0][decides])
+        name, stage, gain, _ = tune.tried(chosen)[0]
+        assert (name, stage[0], gain.value) == (chosen.choice, str(decides + 1), [2.0, 4.0][decides])
 
 
-def test_the_picture_shows_finalists_and_the_best_of_each_other_family(
-    settings: Settings, pairs: list[LoadedPair], machine: Install
-) -> None:
+def test_the_picture_shows_the_race_that_decides(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
     machine(lambda name: 1.0 if name == "plain" else 0.5 + 0.4 * ("static" in name) + 0.2 * ("lookup" in name))
     chosen, result = contest(replace(settings, max_quality_loss=9.0), pairs)
-    finalists, others = tune_pictures.shown(result, chosen)
-    names, ranked = [one[0] for one in finalists], list(tune_tables.last_ratios(chosen))
-    assert names == ranked[: len(names)] and chosen["choice"] in names
-    listed = {method["name"]: tune_pictures._family(method) for method in result["methods"]}
-    families = [listed[name] for name, *_ in others]
-    measured = tune_tables.tried(chosen)
-    assert len(set(families)) == len(families) and not set(families) & {listed[name] for name in names}
-    assert {*families, *(listed[name] for name in names)} == {listed[name] for name, *_ in measured}
-    figure = tune_pictures.fastest_candidates(result, chosen)
-    hidden = len(measured) - len(finalists) - len(others)
-    assert hidden > 10
-    said = " ".join(figure.get_supxlabel().split())
-    assert f"Not shown: {hidden} more of the {len(measured)} candidates" in said
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    labels = [label for label in axes.get_yticklabels() if label.get_text()]
-    assert len(labels) == len(finalists) + len(others) and sum("★" in label.get_text() for label in labels) == 1
-    boxes = [[text.get_window_extent() for text in texts] for texts in (labels, axes.texts)]
-    assert not any(one.overlaps(other) for of_one in boxes for one, other in combinations(of_one, 2))
+    (picture,) = [block for block in tune.render(result) if not isinstance(block, str)]
+    _, shown, *_ = picture.arguments
+    assert [method.name for method in shown] == list(tune.last_ratios(chosen)) and chosen.choice in tune.last_ratios(
+        chosen
+    )
 
 
 def test_what_a_model_refuses_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
     machine(lambda name: -1.0 if "lookup" in name else 1.0)
     chosen, _ = contest(replace(settings, engines=("eager",)), pairs)
-    refused = [note for note in chosen["notes"] if "refused" in note]
+    refused = [note for note in chosen.notes if "refused" in note]
     assert len(refused) == 2 and all(note.endswith("refused. not with this model") for note in refused)
 
 
 def test_other_engines_get_the_best_and_its_neighbours(settings: Settings, pairs: list[LoadedPair]) -> None:
-    found = {one.method.name: one for one in tune_candidates.candidates(settings, pairs)}
+    found = {one.method.name: one for one in candidates.candidates(settings, pairs)}
     ranking = [one for name, one in found.items() if "lookup" in name or "entropy" in name]
     ranking += [one for name, one in found.items() if name.endswith("num_assistant_tokens=6")]
     for engine, kept in (("static", True), ("compiled", False)):
-        listed = tune_candidates.on_engine(engine, ranking)
+        listed = candidates.on_engine(engine, ranking)
         assert {one.method.engine for one in listed} == {engine}
         plain_drafts = [one.method.lookahead for one in listed if len(one.method.keywords) == 3 and one.method.draft]
         assert plain_drafts == [6, 8, 4]
         assert [one.method.kind for one in listed[:2]] == ["speculative", "none"]
         assert "entropy_threshold" in listed[2].method.keywords
         assert any("lookup" in one.method.name for one in listed) == kept, "compiled rounds draft with a model"
-    unpaying = tune_candidates.on_engine("compiled", [found["none eager"], *ranking])
+    unpaying = candidates.on_engine("compiled", [found["none eager"], *ranking])
     assert unpaying[0].method.kind == "none", "first where drafts don't pay"
-    assert tune_candidates.on_engine("static", []) == []
+    assert candidates.on_engine("static", []) == []
 
 
 def test_every_engine_with_many_callers_has_its_command() -> None:
-    found = dict(other_engines.commands("org/big", "org/a draft", 5, sampling=True))
+    found = dict(tune.server_commands("org/big", "org/a draft", 5, sampling=True))
     vllm, sglang, llama = (shlex.split(words) for words in found.values())
     assert json.loads(vllm[vllm.index("--speculative-config") + 1]) == {
         "method": "draft_model", "model": "org/a draft", "num_speculative_tokens": 5,
@@ -272,14 +267,14 @@ def test_every_engine_with_many_callers_has_its_command() -> None:
     assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == "6", "the target's own token counts"
     assert llama[llama.index("--model-draft") + 1] == "a draft.gguf"
     assert all(any(letter.isdigit() for letter in version) for version in found), "each names its version"
-    assert "probabilistic" not in str(other_engines.commands("org/big", "org/draft", 5, sampling=False))
+    assert "probabilistic" not in str(tune.server_commands("org/big", "org/draft", 5, sampling=False))
 
 
 def test_a_saved_configuration_makes_the_loaded_model_speculate(saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = (AutoModelForCausalLM.from_pretrained(folder) for folder in saved_pair)
     keywords = {"generation_strategy": "speculative", "num_assistant_tokens": 3}
     shutil.copytree(saved_pair[0], tmp_path / "model")
-    generation_config.save(target, keywords, tmp_path / "model" / generation_config.NAME)
+    tune.save_configuration(target, keywords, tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.generation_config.eos_token_id == target.generation_config.eos_token_id
     with hf_specdec.enable(loaded):
@@ -307,18 +302,47 @@ def folder(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_a_run_leaves_its_files(folder: Path) -> None:
     (data,) = folder.glob(f"*{results.SUFFIX}")
     result = results.load(data)
-    assert [tuned["batch"] for tuned in result["tuned"]] == [1, 2]
-    assert {call.batch for call in result["calls"]} == {1, 2} and result["prompts"][0]["references"] == []
-    names = {method["name"] for method in result["methods"]}
-    entered = {
-        name for tuned in result["tuned"] for race in tuned["races"] for stage in race for name in stage["entered"]
-    }
+    assert [tuned.batch for tuned in result.tuned] == [1, 2]
+    assert {len(call.prompts) for call in result.calls} == {1, 2} and result.prompts[0].references == ()
+    names = {method.name for method in result.methods}
+    entered = {name for tuned in result.tuned for race in tuned.races for stage in race for name in stage.entered}
     assert entered < names and any(name.startswith("bild") for name in entered)
     text = data.with_name(data.name.replace(results.SUFFIX, ".md")).read_text()
     assert "## Batch size 2" in text and "within 0.15 minutes" in text
     assert len(list(folder.glob("*-candidates-batch-*.png"))) == 2
-    chosen = [tuned for tuned in result["tuned"] if tuned["choice"] is not None]
+    chosen = [tuned for tuned in result.tuned if tuned.choice is not None]
     saved = [
-        folder / f"{data.name.removesuffix(results.SUFFIX)}-batch-{t['batch']}" / generation_config.NAME for t in chosen
+        folder / f"{data.name.removesuffix(results.SUFFIX)}-batch-{t.batch}" / GENERATION_CONFIG_NAME for t in chosen
     ]
-    assert sorted(folder.glob(f"*/{generation_config.NAME}")) == sorted(saved)
+    assert sorted(folder.glob(f"*/{GENERATION_CONFIG_NAME}")) == sorted(saved)
+
+
+SURE, UNSURE = Interval(2.0, 1.5, 2.5), Interval(3.0)
+RACES = {
+    "sure": [Stage(("a",), ("a",), 9, {"a": SURE})],
+    "unsure": [Stage(("a",), ("a",), 3, {"a": UNSURE})],
+    "one sure": [Stage(("a", "b"), ("b", "a"), 9, {"a": SURE, "b": UNSURE})],
+    "surely dropped": [Stage(("a", "b"), ("b",), 9, {"a": SURE, "b": UNSURE})],
+    "nobody": [Stage(("a",), (), 0, {})],
+    "not run": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "decides"),
+    [
+        (["sure"], 0),
+        (["sure", "sure"], 1),
+        (["sure", "one sure"], 1),
+        (["sure", "unsure"], 0),
+        (["sure", "surely dropped"], 0),
+        (["sure", "nobody"], 0),
+        (["sure", "not run"], 0),
+        (["unsure", "unsure"], 1),
+        (["unsure", "nobody"], 0),
+        (["nobody", "not run"], None),
+        ([], None),
+    ],
+)
+def test_the_last_race_with_enough_examples_decides(names: list[str], decides: int | None) -> None:
+    assert races.deciding_race([RACES[name] for name in names]) == decides

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_specdec.bench.running.measuring import in_turn
 from hf_specdec.bench.running.turns import cycle, turn, turn_number
-from hf_specdec.bench.tasks.interleaving import in_turn
 
 Counts = tuple[int, int, int]
 COUNTS = st.tuples(st.integers(1, 12), st.integers(1, 40), st.integers(1, 30))  # items, places, repeats
@@ -92,10 +92,10 @@ def test_lengths_go_on_where_the_one_before_ended() -> None:
     assert orders[2] == orders[3] == turn("abcd", 1)
 
 
-def test_questions_are_answered_in_these_orders(results: dict[str, dict[str, Any]]) -> None:
+def test_questions_are_answered_in_these_orders(results: dict[str, Any]) -> None:
     result = results["subtasks"]
-    names = [method["name"] for method in result["methods"]]
-    calls = sorted(result["calls"], key=lambda call: call.position)
+    names = [method.name for method in result.methods]
+    calls = sorted(result.calls, key=lambda call: call.position)
     prompts = list(dict.fromkeys(call.prompts for call in calls))
     for repeat, (place, asked) in product(range(2), enumerate(prompts)):
         found = [call.method for call in calls if (call.repeat, call.prompts) == (repeat, asked)]

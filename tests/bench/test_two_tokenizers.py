@@ -24,6 +24,6 @@ def test_both_tokenizers_reach_the_call(order: int) -> None:
     method = ours("speculative", {"num_assistant_tokens": 3}, loaded)
     assert (method.options["tokenizer"], method.options["assistant_tokenizer"]) == tokenizers
     with method.surroundings(loaded):
-        out = method.generate(loaded)(**prompts(1), **SETTINGS, **method.options)
+        out = target.generate(**prompts(1), **SETTINGS, **method.options)
     assert torch.equal(out, target.generate(**prompts(1), **SETTINGS)) and hf_specdec.last_speculation(target)
     assert "tokenizer" not in ours("speculative", {"drafter": "lookup"}, loaded).options

@@ -1,110 +1,75 @@
-"""Arguments without effect are refused, and the help tells for which tasks each argument is."""
+"""Each task has arguments of its own, its help shows them and nothing else, and what has no effect is refused."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from types import ModuleType
 
 import pytest
 
+from hf_specdec.bench.arguments import TASKS, TRAINING
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.tasks.task_table import run_task
+from hf_specdec.bench.tasks import run_task, task_module
+from hf_specdec.config import FIELDS
 
-MEASURING = ("benchmark", "decode", "subtasks", "sweep", "ablation", "engines", "tune", "align")
-OTHERS = {"--calls": "3", "--top_p": "0.5", "--temperature": "0.5", "--prompt_template": "a {prompt}"}  # than "1"
-# What some arguments need beside them.
-BESIDE = {
-    "--seed": ["--do_sample"], "--temperature": ["--do_sample"], "--top_k": ["--do_sample"], "--top_p": ["--do_sample"],
-    "--draft_vocabulary": ["--assisted_generation"],
-    "--fallback_threshold": ["--generation_strategy", "bild"],
-    "--rollback_threshold": ["--generation_strategy", "bild"],
-    "--lenience": ["--generation_strategy", "lenient"], "--posterior_threshold": ["--generation_strategy", "typical"],
-    "--assistant_ensemble_weight": ["--generation_strategy", "ensemble"],
-}  # fmt: skip
+OTHERS = {"output_dir", "task", "help"}
 
 
-def arguments(script: ModuleType) -> list[argparse.Action]:
-    return [action for action in script.build_parser()._actions if action.dest not in ("help", "task")]
+def taken(task: str) -> set[str]:
+    return {action.dest for action in task_module(task).parser()._actions} - OTHERS
 
 
-def changed(action: argparse.Action) -> list[str]:
-    """The argument with a value that isn't its default."""
-    flag = action.option_strings[0]
-    if action.nargs == 0:
-        return [flag]
-    if flag in OTHERS:
-        return [flag, OTHERS[flag]]
-    return [flag, str(next(value for value in action.choices if value != action.default) if action.choices else "1")]
-
-
-def told(action: argparse.Action) -> set[str]:
-    """The tasks that the help of an argument names."""
-    assert action.help is not None
-    first, last = re.match(r"([a-z, ]+): ", action.help), re.search(r"; not for ([a-z, ]+)$", action.help)
-    named = set(first[1].split(", ")) if first else set()
-    if named and named <= set(MEASURING):
-        return named
-    return set(MEASURING) - set(last[1].split(", ") if last else ())
-
-
-def accepted(script: ModuleType, words: list[str]) -> bool:
-    parser = script.build_parser()
+def accepted(script: ModuleType, line: str) -> bool:
     try:
-        script.complete(parser, vars(parser.parse_args(words)))
+        script.settings_of(line.split())
     except SystemExit:
         return False
     return True
 
 
-@pytest.mark.parametrize("task", MEASURING)
-def test_an_argument_is_accepted_by_the_tasks_that_its_help_names(
-    script: ModuleType, task: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for action in arguments(script):
-        flag = action.option_strings[0]
-        beside = BESIDE.get(flag, []) if task in told(action) else []
-        if beside[:1] == ["--generation_strategy"] and task == "subtasks":
-            beside = []  # it measures speculative decoding and BiLD
-        words = ["--task", task, *changed(action), *beside]
-        assert accepted(script, words) == (task in told(action)), words
-        error = capsys.readouterr().err
-        assert task in told(action) or f"argument {flag}: is for --task" in error, words
-        for one in re.findall(r"--task ([a-z, ]+);", error):
-            assert set(one.split(", ")) == told(action)
+def test_every_task_takes_what_it_uses() -> None:
+    found = {task: taken(task) for task in TASKS}
+    assert found["report"] == set()
+    only = {"prompts": {"decode"}, "minutes": {"tune"}, "max_quality_loss": {"tune"}, "draft_vocabulary": {"benchmark"}}
+    only |= {name: {"align"} for name in TRAINING}
+    only |= {"draft_models": {"sweep", "tune"}, "engines": {"engines", "tune"}}
+    only |= {"prompt_lengths": {"benchmark", "engines"}, "reference_column": {"subtasks", "sweep", "tune"}}
+    only |= {name: {"subtasks", "sweep", "ablation", "tune", "align"} for name in ("dataset", "split")}
+    for name, tasks in only.items():
+        assert {task for task in TASKS if name in found[task]} == tasks, name
+    assert all({"model_name", "device", "max_new_tokens"} <= found[task] for task in TASKS if task != "report")
+    assert "repeats" not in found["tune"] and "better_transformer" not in found["ablation"]
 
 
-def test_report_takes_its_folder_alone(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    taken = {action.dest for action in arguments(script) if accepted(script, ["--task", "report", *changed(action)])}
-    assert taken == {"output_dir"}
-    assert "argument --repeats: is for --task benchmark, decode," in capsys.readouterr().err
+@pytest.mark.parametrize("task", TASKS)
+def test_help_shows_what_a_task_takes_with_its_defaults(task: str) -> None:
+    module = task_module(task)
+    text = module.parser().format_help()
+    shown = set(re.findall(r"--(\w+)", text.partition("options:")[2]))
+    assert {name for name in shown if name in FIELDS} == taken(task) & set(FIELDS)
+    repeats = f"({module.DEFAULTS.repeats})"
+    assert ("repeats" in taken(task)) == ("--repeats" in text) and ("--repeats" not in text or repeats in text)
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--task tune --repeats 3", "--repeats: is for --task benchmark"),
-        ("--task sweep --prompt_lengths 9", "--prompt_lengths: is for --task benchmark, engines"),
-        ("--task decode --prompt_lengths 9", "--prompt_lengths: is for --task benchmark, engines"),
-        ("--task engines --drafter lookup", "--drafter: is for --task"),
-        ("--task align --fallback_thres 0.1", "--fallback_threshold: is for --task"),
-        ("--task subtasks --generation_strategy bild", "--generation_strategy: is for --task"),
-        ("--task ablation --better_transformer", "--better_transformer: is for --task"),
-        ("--task ablation --reference_column a", "--reference_column: is for --task subtasks, sweep, tune"),
-        ("--task ablation --lenience 0.1", "--lenience: is for --generation_strategy lenient"),
-        ("--generation_strategy bild --lenience 0.1", "--lenience: is for --generation_strategy lenient"),
-        ("--top_k 3", "--top_k: is for --do_sample"),
-        ("--temperature 0.5", "--temperature: is for --do_sample"),
-        ("--seed 3", "--seed: is for --do_sample, --task align and synthetic pairs"),
-        ("--task tune --draft_models a --assistant_model b", "--assistant_model: is not used with --draft_models"),
+        ("--task tune --repeats 3", "unrecognized arguments: --repeats"),
+        ("--task engines --drafter lookup", "unrecognized arguments: --drafter"),
+        ("--task ablation --lenience 0.1", "argument --lenience: is for --generation_strategy lenient"),
+        ("--generation_strategy bild --lenience 0.1", "argument --lenience: is for --generation_strategy lenient"),
+        ("--top_k 3", "argument --top_k: is for --do_sample"),
+        ("--temperature 0.5", "argument --temperature: is for --do_sample"),
+        ("--seed 3", "argument --seed: is for --do_sample, --task align and synthetic pairs"),
+        ("--task tune --draft_models a --assistant_model b", "argument --assistant_model: is not used with"),
     ],
 )
 def test_what_has_no_effect_is_refused_in_one_line(
     script: ModuleType, line: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not accepted(script, line.split())
+    assert not accepted(script, line)
     error = capsys.readouterr().err
-    assert f"error: argument {words}" in error and error.count("\n") == 1
+    assert f"error: {words}" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -117,22 +82,21 @@ def test_what_has_no_effect_is_refused_in_one_line(
         "--task engines --gamma auto",
         "--task subtasks --fallback_thres 0.1 --rollback_thres 1",
         "--task sweep --lenience 0.1 0.2 --fallback_thres 0.1",
-        "--task tune --generation_strategy speculative",
     ],
 )
-def test_what_has_an_effect_or_is_the_default_is_not(script: ModuleType, line: str) -> None:
-    assert accepted(script, line.split())
+def test_what_has_an_effect_is_not(script: ModuleType, line: str) -> None:
+    assert accepted(script, line)
 
 
 def test_what_needs_a_draft_is_told_once_for_each_argument(
     script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = "--gamma 3 --draft_dtype float64 --generation_strategy bild --rollback_thres 1 --dtype float64"
-    assert accepted(script, line.split())
+    assert accepted(script, line)
     said = re.findall(r"(--\w+) is not used without --assisted_generation\n", capsys.readouterr().err)
-    assert said == ["--draft_dtype", "--generation_strategy", "--num_assistant_tokens", "--rollback_threshold"]
-    for more in (["--assisted_generation"], ["--task", "ablation"]):
-        assert accepted(script, [*line.split(), *more]) and capsys.readouterr().err == ""
+    assert said == ["--gamma", "--draft_dtype", "--generation_strategy", "--rollback_thres"]
+    for more in ("--assisted_generation", "--task ablation"):
+        assert accepted(script, f"{line} {more}") and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

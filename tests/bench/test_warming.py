@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.made_up_results import method, plain_call, result_of
+from helpers.made_up_results import method, part_of, plain_call
 
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.inputs.prompts import Prompt, benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
+from hf_specdec.bench.records import ColdStart
 from hf_specdec.bench.running import warming
 from hf_specdec.bench.running.methods import ours, plain
 from hf_specdec.bench.settings import BenchError, Settings
@@ -40,9 +41,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def warmed(clock: SimpleNamespace, seconds: Iterator[float], prepared: Sequence[int] = ()) -> warming.ColdStart:
+def warmed(clock: SimpleNamespace, seconds: Iterator[float], prepared: Sequence[int] = ()) -> ColdStart:
     clock.seconds, clock.prepared = seconds, iter(prepared)
-    return warming.warm_up(SimpleNamespace(), plain(), PROMPTS, Settings())  # type: ignore[arg-type]
+    return warming.warm_up(plain(SimpleNamespace()), PROMPTS, Settings())  # type: ignore[arg-type]
 
 
 def test_two_calls_in_a_row_have_to_agree(clock: SimpleNamespace) -> None:
@@ -71,9 +72,9 @@ def test_long_calls_are_bounded_by_their_time_and_the_first_does_not_count(clock
 
 def test_calls_in_which_something_was_prepared_are_made_again(clock: SimpleNamespace) -> None:
     clock.seconds, clock.prepared = iter([1.0] * 9), iter([1, 1, 0])
-    assert warming.warm_call(SimpleNamespace(), plain(), PROMPTS, Settings()).again == 2  # type: ignore[arg-type]
+    assert warming.warm_call(plain(SimpleNamespace()), PROMPTS, Settings()).again == 2  # type: ignore[arg-type]
     clock.prepared = iter([1] * 9)
-    call = warming.warm_call(SimpleNamespace(), plain(), PROMPTS, Settings())  # type: ignore[arg-type]
+    call = warming.warm_call(plain(SimpleNamespace()), PROMPTS, Settings())  # type: ignore[arg-type]
     assert call.again == warming.MOST_AGAIN
 
 
@@ -82,11 +83,11 @@ def test_what_such_calls_took_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, made = iter([5.0, 3.0, 1.0]), iter([0, 1, 1, 2, 2, 2])
     monkeypatch.setattr(warming, "timed_call", lambda *args, **place: replace(plain_call(), seconds=next(seconds)))
     monkeypatch.setattr(warming, "prepared_so_far", lambda pair: next(made))
-    call = warming.warm_call(SimpleNamespace(), plain(), PROMPTS, Settings())  # type: ignore[arg-type]
+    call = warming.warm_call(plain(SimpleNamespace()), PROMPTS, Settings())  # type: ignore[arg-type]
     assert (call.seconds, call.again, call.preparing) == (1.0, 2, 4.0 + 2.0)
-    cold = [{"method": "plain", "batch": 1, "length": 3, "seconds": [9.0, 1.0]}]
-    methods = [method("plain")]
-    assert speed.cold_seconds(result_of([call], methods, cold=cold), "plain", 1) == pytest.approx(8.0 + 6.0)
+    plain_method = method("plain")
+    part = part_of([call], [plain_method], cold=[ColdStart("plain", 1, 3, (9.0, 1.0), True)])
+    assert speed.cold_seconds(part, plain_method, 1) == pytest.approx(8.0 + 6.0)
 
 
 def test_recordings_are_counted(saved_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +97,9 @@ def test_recordings_are_counted(saved_pair: tuple[Path, Path], monkeypatch: pyte
     pair = load_pair(settings)
     (prompt,) = benchmark_prompts(pair, (30,), 1, 12)
     before = warming.prepared_so_far(pair)
-    warming.warm_up(pair, plain(), [prompt], settings)
+    warming.warm_up(plain(pair), [prompt], settings)
     assert warming.prepared_so_far(pair) == before, "plain generate() records nothing"
-    warming.warm_up(pair, ours("speculative", {"num_assistant_tokens": 2}, pair), [prompt], settings)
+    warming.warm_up(ours("speculative", {"num_assistant_tokens": 2}, pair), [prompt], settings)
     assert sum(warming.prepared_so_far(pair)) > sum(before)
 
 

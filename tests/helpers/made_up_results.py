@@ -5,8 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hf_specdec.bench.running.round_records import Rounds, Spent
-from hf_specdec.bench.running.timed_call import Call
+from hf_specdec.bench.figures.frames import Part, frame, whole
+from hf_specdec.bench.records import Asked, Call, Environment, Method, Model, Result
+from hf_specdec.bench.running.rounds import counted_round, summary
+from hf_specdec.bench.running.timed_call import digest
+from hf_specdec.bench.settings import Settings
+
+PLACE = Environment("", "", "", {"torch": "2", "transformers": "5"}, "cpu", None, 1, 1, (), 0.0, None, None)
 
 
 def plain_call(
@@ -20,7 +25,7 @@ def plain_call(
 ) -> Call:
     """A prompt's pass of `prefill` seconds brings the first token, each further one takes `step`."""
     seconds = prefill + step * (tokens - 1)
-    return Call(method, (prompt,), repeat, 0, seconds, prefill, [list(range(tokens))])
+    return Call(method, (prompt,), repeat, 0, seconds, prefill, tokens, 1, (digest(range(tokens)),))
 
 
 def drafted_call(
@@ -33,53 +38,50 @@ def drafted_call(
 ) -> Call:
     """Rounds are (drafted, accepted); the first delivery comes after 1 s; the overlap is that of greedy decoding."""
     new = [accepted + 1 for _, accepted in rounds]
-    return Call(
-        method,
-        (prompt,),
-        repeat,
-        0,
-        seconds,
-        1.0,
-        [list(range(sum(new)))],
-        Rounds(
-            drafted=[[drafted] for drafted, _ in rounds],
-            accepted=[[accepted] for _, accepted in rounds],
-            new_tokens=[[count] for count in new],
-            overlap=[[float(accepted)] for _, accepted in rounds],
-            draft_steps=[drafted for drafted, _ in rounds],
-            width=[drafted + 1 for drafted, _ in rounds],
-        ),
-        Spent(0.1, 0.2, 0.4),
-    )
+    told = summary([counted_round([d], [a], [a + 1], d, d + 1) for d, a in rounds])
+    times = {"draft_seconds": 0.1, "verify_seconds": 0.2, "round_seconds": 0.4}
+    about = vars(told) | times
+    return Call(method, (prompt,), repeat, 0, seconds, 1.0, sum(new), outputs=(digest(range(sum(new))),), **about)
 
 
-def method(name: str, kind: str | None = None, **facts: Any) -> dict[str, Any]:
+def method(name: str, kind: str | None = None, **facts: Any) -> Method:
     """What a result holds of a method."""
     drafts = (kind or name) in ("speculative", "bild", "assisted")
-    return {
-        "name": name, "title": name, "kind": kind or name, "engine": "generate", "lookahead": None,
-        "draft": "small" if drafts else None, "draft_parameters": 10 if drafts else None, "same_engine": None,
-        "keywords": {}, **facts,
-    }  # fmt: skip
+    about = {"draft": "small", "draft_parameters": 10} if drafts else {}
+    return Method(name, name, kind or name, **about | facts)
 
 
-def result_of(calls: list[Call], methods: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """A result whose prompts are those of the calls, each a question of its own, of 100 tokens."""
+def result_of(calls: list[Call], methods: list[Method], questions: dict[int, int] | None = None, **more: Any) -> Result:
+    """A result whose prompts are those of the calls, each its own question if not told otherwise, of 100 tokens."""
     indexes = sorted({index for call in calls for index in call.prompts})
-    prompts = [{"index": index, "question": index, "label": "qa", "tokens": 100} for index in indexes]
-    return {
-        "calls": calls, "methods": methods, "prompts": prompts, "passes": [], "cold": [], "loading_seconds": {},
-        "environment": {"busy_cores": 0.0}, "sampling": False, "quality": [], "notes": [], **more,
-    }  # fmt: skip
+    prompts = [Asked(index, (questions or {}).get(index, index), "qa", 100) for index in indexes]
+    models = {"target": Model("big", "Llama", 100, "float32", "cpu", "sdpa")}
+    settings = more.pop("settings", Settings())
+    return Result(settings, (), PLACE, models, methods, **{"prompts": prompts, "calls": calls, **more})
 
 
-def random_result(seed: int, *, prompts: int = 6, repeats: int = 3) -> dict[str, Any]:
+def part_of(calls: list[Call], methods: list[Method] | None = None, **more: Any) -> Part:
+    """All calls of such a result; without methods, one of each name."""
+    names = dict.fromkeys(call.method for call in calls)
+    return whole(result_of(calls, [method(name) for name in names] if methods is None else methods, **more))
+
+
+def frame_of(calls: list[Call]) -> Any:
+    """The frame of calls."""
+    return frame(calls, result_of(calls, []).prompts)
+
+
+# What a drafted call was made from, by its place among the calls.
+Drafts = dict[int, list[tuple[int, int]]]
+
+
+def random_calls(seed: int, *, prompts: int = 12, repeats: int = 3) -> tuple[list[Call], Drafts]:
     """Plain, plain on our loop and speculative decoding with times and rounds drawn at random.
 
-    Questions have two turns, which are prompts 2k and 2k + 1. The machine is slow in some repeats, for all alike.
+    The machine is slow in some repeats, for all alike.
     """
     rng = random.Random(seed)
-    calls = []
+    calls, drafts = list[Call](), Drafts()
     for repeat in range(repeats):
         for prompt in range(prompts):
             drift, tokens = rng.uniform(1, 3), rng.randint(8, 30)
@@ -87,15 +89,22 @@ def random_result(seed: int, *, prompts: int = 6, repeats: int = 3) -> dict[str,
             calls.append(
                 plain_call(prompt, repeat, step=0.07 * drift, tokens=tokens, prefill=drift, method="none eager")
             )
-            drafted = [(rng.randint(1, 4), 0) for _ in range(rng.randint(3, 8))]
-            drafted = [(count, rng.randint(0, count)) for count, _ in drafted]
+            drafted = [
+                (count, rng.randint(0, count)) for count in (rng.randint(1, 4) for _ in range(rng.randint(3, 8)))
+            ]
+            drafts[len(calls)] = drafted
             calls.append(drafted_call(drafted, seconds=1.0 + 0.15 * drift * len(drafted), prompt=prompt, repeat=repeat))
-    methods = [
-        method("plain"),
-        method("none eager", "none", engine="eager", same_engine="none eager"),
-        method("speculative", engine="eager", lookahead=4, same_engine="none eager"),
-    ]
-    result = result_of(calls, methods)
-    for prompt in result["prompts"]:
-        prompt["question"] = prompt["index"] // 2 * 2
-    return result
+    return calls, drafts
+
+
+METHODS = [
+    method("plain"),
+    method("none eager", "none", engine="eager", same_engine="none eager"),
+    method("speculative", engine="eager", lookahead=4, same_engine="none eager"),
+]
+
+
+def random_result(seed: int) -> tuple[Result, Drafts]:
+    """Of `random_calls`. Questions have two turns, which are prompts 2k and 2k + 1."""
+    calls, drafts = random_calls(seed)
+    return result_of(calls, METHODS, {index: index // 2 * 2 for index in range(12)}), drafts

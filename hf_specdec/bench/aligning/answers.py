@@ -20,6 +20,7 @@ from hf_specdec.bench.aligning.losses import on_tokens
 from hf_specdec.bench.inputs.prompts import question_prompt
 from hf_specdec.bench.inputs.questions import Question
 from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.records import as_json
 from hf_specdec.bench.running.methods import chosen_keywords, ours
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import timed_call
@@ -38,7 +39,7 @@ _ARGUMENTS = (
 
 def answers_folder(settings: Settings, pair: LoadedPair) -> Path:
     """Where answers with these arguments of this target lie; another loss or draft finds them again."""
-    told = {name: settings.to_dict()[name] for name in _ARGUMENTS}
+    told = {name: as_json(settings)[name] for name in _ARGUMENTS}
     # A target that was trained again under the same name has other answers.
     weights = sum(float(weight.detach().float().abs().sum()) for weight in _readable(pair))
     text = json.dumps([told, shared_vocabulary(pair), f"{weights:.5e}"], sort_keys=True)
@@ -86,7 +87,7 @@ def target_answers(
 
 def _answered(settings: Settings, pair: LoadedPair, group: Group) -> list[dict[str, Any]]:
     """A row a question; later turns go on from the answers to those before."""
-    method = ours("speculative", chosen_keywords(settings, pair), pair)
+    contender = ours("speculative", chosen_keywords(settings, pair), pair)
     texts: list[list[str]] = [[] for _ in group[0]]
     rows: list[dict[str, Any]] = []
     for turn in group:
@@ -95,15 +96,15 @@ def _answered(settings: Settings, pair: LoadedPair, group: Group) -> list[dict[s
             for question, earlier in zip(turn, texts, strict=True)
         ]
         try:
-            call = timed_call(pair, method, prompts, settings)
+            call = timed_call(contender, prompts, settings)
         except ValueError as error:
             raise BenchError(" ".join(str(error).split())) from error
         new = []
-        for place, (prompt, tokens) in enumerate(zip(prompts, call.tokens, strict=True)):
+        for place, (prompt, tokens) in enumerate(zip(prompts, call.tokens or (), strict=True)):
             text = pair.tokenizer.decode(tokens, skip_special_tokens=True).strip()
             texts[place].append(text)
             about = {"index": prompt.index, "subtask": prompt.label, "text": text}
-            new.append({**about, "prompt": list(prompt.token_ids), "answer": tokens})
+            new.append({**about, "prompt": list(prompt.token_ids), "answer": list(tokens)})
         if settings.top_k_targets is not None:
             _add_distributions(pair, new, settings.top_k_targets)
         rows += new

@@ -22,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_specdec.bench.aligning.batches import IGNORED, Collator, answer_logits, shared_vocabulary
 from hf_specdec.bench.aligning.losses import DIVERGENCES, cross_entropy, on_tokens
 from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.records import Training, as_json, from_json
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import up_to_eos
 from hf_specdec.bench.settings import Settings
@@ -111,7 +112,7 @@ class _Bar(ProgressCallback):
 def train(
     settings: Settings, pair: LoadedPair, draft: PreTrainedModel, learned: Any, held_out: Any, folder: Path,
     shared: Processes,
-) -> dict[str, Any]:  # fmt: skip
+) -> Training:  # fmt: skip
     """Trains `draft` and saves it with its tokenizer as `folder`/draft; an interrupted training goes on.
 
     Args:
@@ -120,8 +121,7 @@ def train(
         folder: of this training alone; it is made.
 
     Returns:
-        `curve` and `held_out_curve` ([step, loss]), `seconds` since the last start, the step it `resumed_at`, the
-        `parameters` trained, and the `steps` and `learning_rate` that were chosen or given.
+        The curves and costs; `seconds` are those since the last start.
     """
     finished, facts_file = folder / "draft", folder / "training.json"
     if not finished.exists():
@@ -140,16 +140,15 @@ def train(
         start = time.perf_counter()
         checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         trainer.train(resume_from_checkpoint=checkpoint)
-        facts = _facts(trainer) | {"seconds": time.perf_counter() - start}
-        facts |= {"steps": settings.steps, "learning_rate": settings.learning_rate}
-        facts["resumed_at"] = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+        resumed = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+        facts = _facts(trainer, settings, time.perf_counter() - start, resumed)
         if shared.main:
             model = trainer.accelerator.unwrap_model(trainer.model)
             model = model if settings.lora_rank is None else model.merge_and_unload()
-            facts_file.write_text(json.dumps(facts))
+            facts_file.write_text(json.dumps(as_json(facts)))
             _save(model.to(dtype), pair, finished)
         shared.wait()
-    found: dict[str, Any] = json.loads(facts_file.read_text())
+    found: Training = from_json(Training, json.loads(facts_file.read_text()))
     return found
 
 
@@ -207,14 +206,15 @@ def _with_lora(draft: PreTrainedModel, rank: int) -> Any:
     return peft.get_peft_model(draft, config)
 
 
-def _facts(trainer: Trainer) -> dict[str, Any]:
+def _facts(trainer: Trainer, settings: Settings, seconds: float, resumed: int) -> Training:
     history = trainer.state.log_history
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return {
-        "curve": [[item["step"], item["loss"]] for item in history if "loss" in item],
-        "held_out_curve": [[item["step"], item["eval_loss"]] for item in history if "eval_loss" in item],
-        "parameters": sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
-    }
+    curve, held_out = (
+        tuple((item["step"], item[key]) for item in history if key in item) for key in ("loss", "eval_loss")
+    )
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert settings.steps is not None and settings.learning_rate is not None
+    return Training(curve, held_out, seconds, resumed, trained, settings.steps, settings.learning_rate)
 
 
 def _save(draft: PreTrainedModel, pair: LoadedPair, folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""Figures from raw times and texts, as pure functions: speed, efficiency, quality; renders nothing."""
+"""Figures as functions of a frame of calls: speed, rounds, efficiency, quality; measures and renders nothing."""

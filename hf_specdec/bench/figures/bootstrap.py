@@ -5,119 +5,70 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-# Below which no interval is given where something is decided by it. An interval of a ratio ends at the least and the
-# greatest of the examples' own ratios, at most. All of n examples lie on the same side of the median of what they are
-# drawn from in 2^(1-n) of all cases: more often than 95% intervals may miss it if there are fewer than 6.
+from hf_specdec.bench.records import Interval
+
+# Below which no interval is given. An interval of a ratio ends at the least and the greatest of the examples' own
+# ratios, at most. All of n examples lie on the same side of the median of what they are drawn from in 2^(1-n) of all
+# cases: more often than 95% intervals may miss it if there are fewer than 6.
 ENOUGH = 6
+ONE_SIDED = 0.025  # the chance at each end of a 95% interval
 _LEVEL = 0.95
 _RESAMPLES = 2000
 _BOUND_DRAWS = 20_000  # the tail of a bound takes more than an interval's; equal examples are drawn at once
-ONE_SIDED = 0.025  # the chance at each end of a 95% interval
 _MOST_AT_ONCE = 4_000_000  # numbers held in memory
 
 # From the sums of each quantity, arrays of any shape, to the figure.
 Figure = Callable[..., Any]
 # cells[example][repeat] holds the quantities that a figure sums.
-Cells = Sequence[Sequence[tuple[float, ...]]]
+Cells = Sequence[Sequence[Sequence[float]]]
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A figure with its 95% interval; the ends are None where there is nothing to resample."""
-
-    value: float
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True)
-class Ratio(Interval):
-    """A ratio of rates with its 95% interval."""
-
-    @property
-    def faster(self) -> bool:
-        """Whether the interval lies above 1."""
-        return self.low is not None and self.low > 1
-
-    @property
-    def slower(self) -> bool:
-        """Whether the interval lies below 1."""
-        return self.high is not None and self.high < 1
-
-
-def lower_bound(cells: Cells, worst: float) -> float:
-    """A lower bound, at 97.5%, of the mean of bounded values, for samples that may lack rare bad ones.
-
-    Of Learned-Miller and Thomas 2019 (arXiv 1905.06208): the examples and one more, imagined, with the worst value are
-    weighted at random, uniformly over all weights that sum to 1. A bootstrap of equal values has no width; this bound
-    has. For values of two kinds it is Clopper and Pearson's; that it holds for others is their conjecture. Seeded.
-
-    Args:
-        cells: as of `interval`, one repeat each: (sum of values, their number).
-        worst: the least value that is possible. The imagined example has as many as the examples on average.
-    """
-    examples = Counter(unit[0] for unit in cells)
-    size = sum(unit[0][1] for unit in cells) / len(cells)
-    draws = np.random.default_rng(0)
-    imagined = draws.standard_gamma(1, _BOUND_DRAWS)
-    total, count = worst * size * imagined, size * imagined
-    for (values, number), times in examples.items():
-        weight = draws.standard_gamma(times, _BOUND_DRAWS)  # of so many equal examples together
-        total, count = total + values * weight, count + number * weight
-    return float(np.quantile(total / count, ONE_SIDED))
-
-
-def interval(cells: Cells, figure: Figure, *, deciding: bool = False) -> Interval | None:
+def interval(cells: Cells, figure: Figure) -> Interval | None:
     """A figure computed from sums over examples and repeats, with the percentile interval of a paired bootstrap.
 
     Examples are drawn with replacement, and for each one drawn its repeats: how answers differ counts as well as how
     the machine does. Each cell holds the numbers of both sides, so that they stay paired. Seeded: the same cells give
-    the same interval.
+    the same interval. It is widened for few examples, see `_expanded`.
 
     Args:
         cells: see `Cells`; examples may have different numbers of repeats, at least 1.
         figure: of one positional argument for each quantity of a cell.
-        deciding: for decisions on few examples: the interval is widened as `_expanded` says, and has no ends below
-            `ENOUGH` examples; repeats are none.
 
     Returns:
-        None without cells.
+        None without cells; without ends below `ENOUGH` examples.
     """
     if not cells:
         return None
-    units = [[cell] for cell in cells[0]] if len(cells) == 1 else cells
-    quantities = len(units[0][0])
-    value = float(figure(*(sum(cell[i] for unit in units for cell in unit) for i in range(quantities))))
-    if len(units) == 1 or (deciding and len(cells) < ENOUGH):
-        return Interval(value, None, None)
-    # Here because it takes a second.
-    from scipy.stats import bootstrap
+    quantities = len(cells[0][0])
+    value = float(figure(*(sum(cell[i] for unit in cells for cell in unit) for i in range(quantities))))
+    if len(cells) < ENOUGH:
+        return Interval(value)
+    from scipy.stats import bootstrap  # here because it takes a second
 
-    counts = np.array([len(unit) for unit in units])
-    table = np.zeros((quantities, len(units), counts.max()))
-    for place, unit in enumerate(units):
+    counts = np.array([len(unit) for unit in cells])
+    table = np.zeros((quantities, len(cells), counts.max()))
+    for place, unit in enumerate(cells):
         table[:, place, : len(unit)] = np.array(unit).T
     draws = np.random.default_rng(0)
 
-    def statistic(examples: Any, axis: int = -1) -> Any:
-        drawn = draws.random((*examples.shape, table.shape[2])) * counts[examples][..., None]
+    def statistic(drawn: Any, axis: int = -1) -> Any:
+        repeats = draws.random((*drawn.shape, table.shape[2])) * counts[drawn][..., None]
         # As many draws for each example as it has repeats.
-        kept = np.arange(table.shape[2]) < counts[examples][..., None]
-        chosen = (column[examples[..., None], drawn.astype(int)] * kept for column in table)
+        kept = np.arange(table.shape[2]) < counts[drawn][..., None]
+        chosen = (column[drawn[..., None], repeats.astype(int)] * kept for column in table)
         return figure(*(column.sum((-2, -1)) for column in chosen))
 
     found = bootstrap(
-        (np.arange(len(units)),),
+        (np.arange(len(cells)),),
         statistic,
         n_resamples=_RESAMPLES,
         batch=max(1, _MOST_AT_ONCE // table[0].size),
         vectorized=True,
-        confidence_level=_expanded(len(units)) if deciding else _LEVEL,
+        confidence_level=_expanded(len(cells)),
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
@@ -135,3 +86,25 @@ def _expanded(examples: int) -> float:
 
     student = t.ppf((1 + _LEVEL) / 2, examples - 1)
     return float(1 - 2 * norm.sf(math.sqrt(examples / (examples - 1)) * student))
+
+
+def lower_bound(cells: Cells, worst: float) -> float:
+    """A lower bound, at 97.5%, of the mean of bounded values, for samples that may lack rare bad ones.
+
+    Of Learned-Miller and Thomas 2019 (arXiv 1905.06208): the examples and one more, imagined, with the worst value are
+    weighted at random, uniformly over all weights that sum to 1. A bootstrap of equal values has no width; this bound
+    has. For values of two kinds it is Clopper and Pearson's; that it holds for others is their conjecture. Seeded.
+
+    Args:
+        cells: as of `interval`, one repeat each: (sum of values, their number).
+        worst: the least value that is possible. The imagined example has as many as the examples on average.
+    """
+    examples = Counter(tuple(unit[0]) for unit in cells)
+    size = sum(unit[0][1] for unit in cells) / len(cells)
+    draws = np.random.default_rng(0)
+    imagined = draws.standard_gamma(1, _BOUND_DRAWS)
+    total, count = worst * size * imagined, size * imagined
+    for (values, number), times in examples.items():
+        weight = draws.standard_gamma(times, _BOUND_DRAWS)  # of so many equal examples together
+        total, count = total + values * weight, count + number * weight
+    return float(np.quantile(total / count, ONE_SIDED))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
-from hf_specdec.bench.figures import rounds, speed
-from hf_specdec.bench.figures.speed import MethodDict, Result
-from hf_specdec.bench.running.timed_call import Call
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.frames import Part, alpha, waiting
+from hf_specdec.bench.records import Method, Result
 from hf_specdec.config import LOSSY_STRATEGIES
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,19 @@ def costs(result: Result, engine: str, batch: int = 1, draft: str | None = None)
     Args:
         draft: the draft's name, where the result has several; None: any.
     """
-    samples: dict[int, list[Mapping[str, Any]]] = {}
-    for item in result["passes"]:
-        if (item["engine"], item["batch"]) == (engine, batch) and draft in (None, item["draft"]):
-            samples.setdefault(item["length"], []).append(item["times"])
-    found = {
-        length: Costs(_medians(times, "draft"), _medians(times, "target")) for length, times in sorted(samples.items())
-    }
-    return {length: one for length, one in found.items() if 1 in one.target}
+    import pandas as pd
+
+    found: dict[int, tuple[dict[int, float], dict[int, float]]] = {}
+    listed = [
+        one for one in result.passes if (one.engine, len(one.prompts)) == (engine, batch) and draft in (None, one.draft)
+    ]
+    if not listed:
+        return {}
+    medians = pd.DataFrame(map(vars, listed)).groupby(["length", "role", "tokens"])["seconds"].median()
+    for (length, role, tokens), seconds in medians.items():
+        sides = found.setdefault(int(length), ({}, {}))
+        sides[role == "target"][int(tokens)] = float(seconds)
+    return {length: Costs(*sides) for length, sides in sorted(found.items()) if 1 in sides[1]}
 
 
 def nearest(known: Mapping[int, Costs], length: int) -> Costs:
@@ -60,13 +67,14 @@ def nearest(known: Mapping[int, Costs], length: int) -> Costs:
     return known[min(known, key=lambda other: (abs(other - length), other))]
 
 
-def costs_of(result: Result, method: MethodDict, calls: Iterable[Call], batch: int = 1) -> Costs | None:
+def costs_of(part: Part, method: Method, batch: int = 1) -> Costs | None:
     """The means over a method's calls of its engine's costs at the length nearest to each call's prompt.
 
     For widths that were timed at all lengths that occur. None without calls or costs.
     """
-    known = costs(result, method["engine"], batch, method["draft"])
-    return pooled([nearest(known, length) for length in _lengths(result, calls)] if known else [])
+    known = costs(part.result, method.engine, batch, method.draft)
+    lengths = part.where(batch=batch).of(method.name)["length"]
+    return pooled([nearest(known, length) for length in lengths] if known else [])
 
 
 def pooled(listed: Sequence[Costs]) -> Costs | None:
@@ -81,43 +89,34 @@ def pooled(listed: Sequence[Costs]) -> Costs | None:
     return Costs(means([one.draft for one in listed]), means([one.target for one in listed]))
 
 
-def efficiency(result: Result, calls: Iterable[Call]) -> float | None:
+def efficiency(part: Part, method: Method) -> float | None:
     """η: the time that bare passes on the same engine need for the decode parts of calls / the time that these took.
 
     Bare passes hold the whole batch. Rounds that are not prepared leave out rows that have ended, so that in batches
     η is an upper bound for them. None where the engine's passes were not timed, or not those of the draft.
     """
-    listed = list(calls)
-    methods = {method["name"]: method for method in result["methods"]}
-    known: dict[tuple[str, int], dict[int, Costs]] = {}
-    needed = measured = 0.0
-    for call, length in zip(listed, _lengths(result, listed), strict=True):
-        part, place = speed.decode_part(call), (call.method, call.batch)
-        if part is None:
-            continue
-        if place not in known:
-            method = methods[call.method]
-            known[place] = costs(result, method["engine"], call.batch, method["draft"])
-        one = nearest(known[place], length) if known[place] else None
-        if one is None or (call.rounds is not None and any(call.rounds.draft_steps[1:]) and not one.draft):
+    calls = part.of(method.name)
+    calls = calls[calls["decode_tokens"] > 0]
+    known = {
+        int(batch): costs(part.result, method.engine, int(batch), method.draft) for batch in calls["batch"].unique()
+    }
+    needed = 0.0
+    for call in calls.itertuples():
+        if not known[call.batch]:
             return None
-        measured += part[0]
-        needed += _needed(call, part[1], one)
-    return needed / measured if measured else None
+        one = nearest(known[call.batch], call.length)
+        if sum(call.steps[1:]) and not one.draft:
+            return None
+        needed += _needed(call, one)
+    return needed / float(calls["decode_seconds"].sum()) if len(calls) else None
 
 
-def _lengths(result: Result, calls: Iterable[Call]) -> list[int]:
-    """Of each call's longest prompt, in tokens."""
-    lengths = {prompt["index"]: prompt["tokens"] for prompt in result["prompts"]}
-    return [max(lengths[index] for index in call.prompts) for call in calls]
-
-
-def _needed(call: Call, tokens: int, passes: Costs) -> float:
-    """Seconds that bare passes take for a call's decode part of so many tokens."""
-    if call.rounds is None:
-        return tokens / call.batch * passes.target[1]
-    steps, widths = call.rounds.draft_steps[1:], call.rounds.width[1:]
-    return sum(passes.drafting(n) for n in steps) + sum(passes.verification(width) for width in widths)
+def _needed(call: pd.Series, passes: Costs) -> float:
+    """Seconds that bare passes take for a call's decode part."""
+    if not call.rounds:
+        return float(call.decode_tokens / call.batch * passes.target[1])
+    drafting = sum(times * passes.drafting(steps) for steps, times in enumerate(call.steps) if times)
+    return drafting + sum(times * passes.verification(width) for width, times in enumerate(call.widths) if times)
 
 
 def predicted_speedup(alpha: float, c: float, v: float, lookahead: int) -> float:
@@ -130,54 +129,55 @@ def predicted_speedup(alpha: float, c: float, v: float, lookahead: int) -> float
     return tokens / (lookahead * c + v)
 
 
-def predicted(result: Result, method: MethodDict, batch: int = 1, prompts: Iterable[int] | None = None) -> float | None:
+def predicted(part: Part, method: Method, batch: int = 1) -> float | None:
     """The speedup over plain decoding on the same engine that measured α, c and v predict.
 
     It assumes that no row waits for another. None without α or bare passes of draft and target, and if drafts have no
     fixed length or take no draft steps, since the formula needs both.
     """
-    lookahead = method["lookahead"] if _drafts_steadily(method) else None
-    calls = speed.calls_of(result, method["name"], batch=batch, prompts=prompts)
-    alpha, passes = rounds.alpha(calls), costs_of(result, method, calls, batch)
-    if alpha is None or passes is None or not passes.draft or not isinstance(lookahead, int):
+    found, passes = alpha(part.where(batch=batch).of(method.name)), costs_of(part, method, batch)
+    steadily = isinstance(method.lookahead, int) and _drafts_steadily(method)
+    if found is None or passes is None or not passes.draft or not steadily:
         return None
-    return predicted_speedup(alpha, *passes.ratios(lookahead), lookahead)
+    assert isinstance(method.lookahead, int)
+    return predicted_speedup(found, *passes.ratios(method.lookahead), method.lookahead)
 
 
-def _drafts_steadily(method: MethodDict) -> bool:
+def _drafts_steadily(method: Method) -> bool:
     """Whether α and the lookahead tell its rounds: full-length drafts, one step a token, and a lossless rule."""
-    keywords = method["keywords"]
-    by_model = method["kind"] != "lookup" and keywords.get("drafter", "model") == "model"
-    return by_model and method["kind"] not in LOSSY_STRATEGIES and "entropy_threshold" not in keywords
+    by_model = method.kind != "lookup" and method.keywords.get("drafter", "model") == "model"
+    return by_model and method.kind not in LOSSY_STRATEGIES and "entropy_threshold" not in method.keywords
 
 
-def share_of_allowed(result: Result, method: MethodDict, batch: int = 1) -> float | None:
+def share_of_allowed(part: Part, method: Method) -> float | None:
     """Measured speed / the speed of the same rounds if they took only their bare passes and no row waited for another.
 
     That is η times the share of row-rounds in which the row had not ended. Tokens per round are those measured, so
     acceptance that differs from position to position can't raise it above 1.
     """
-    calls = speed.calls_of(result, method["name"], batch=batch)
-    eta, idle = efficiency(result, calls), rounds.waiting(calls)
+    eta, idle = efficiency(part, method), waiting(part.of(method.name))
     return None if eta is None or idle is None else eta * (1 - idle)
 
 
-def allowed(result: Result, method: MethodDict, batch: int = 1) -> float | None:
+def allowed(part: Part, method: Method) -> float | None:
     """The speedup over plain decoding on the method's engine at a share of 1; None where either isn't known."""
-    base, share = speed.baseline(result, method, "engine", batch), share_of_allowed(result, method, batch)
-    if base is None or not share:
+    measured, share = speed.over(part, method, "engine"), share_of_allowed(part, method)
+    return None if measured is None or not share else measured.value / share
+
+
+def bandwidth_share(part: Part, method: Method) -> float | None:
+    """Share of the bandwidth limit that a plain method reaches at batch size 1; None where bytes aren't known.
+
+    That is the bytes that its steps have read / those that memory would have given in the same time. How fast memory
+    is was measured after each call, since other jobs can slow a shared machine's memory for minutes.
+    """
+    memory = part.result.memory
+    calls = part.where(batch=1).of(method.name)
+    calls = calls[(calls["decode_tokens"] > 0) & calls["read_rate"].notna()]
+    if memory is None or memory.weight_bytes is None or memory.cache_bytes is None or not len(calls):
         return None
-    measured = speed.speedup(result, method["name"], base["name"], batch=batch)
-    return None if measured is None else measured.value / share
-
-
-def _medians(samples: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
-    """The median of each number of steps or tokens, over all samples that have it."""
-    times: dict[int, list[float]] = {}
-    for sample in samples:
-        for number, seconds in sample[key].items():
-            times.setdefault(int(number), []).extend(seconds)
-    return {number: median(seconds) for number, seconds in sorted(times.items()) if seconds}
+    read = calls["decode_tokens"].sum() * (memory.weight_bytes + memory.cache_bytes)
+    return float(read / (calls["decode_seconds"] * calls["read_rate"]).sum())
 
 
 def _between(known: Mapping[int, float], place: int) -> float:

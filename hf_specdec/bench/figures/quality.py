@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
-from hf_specdec.bench.figures.bootstrap import ONE_SIDED, Interval, interval, lower_bound
-from hf_specdec.bench.figures.speed import Result, by_question, calls_of
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.bootstrap import ONE_SIDED, interval, lower_bound
+from hf_specdec.bench.figures.frames import Part, whole
+from hf_specdec.bench.records import Interval, Method, Result, Score
+from hf_specdec.config import LOSSY_STRATEGIES
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 MEASURES = ("bleu", *ROUGE, "exact_match", "facts")
+# Any can fall while the others don't: an answer may be wrong by one word, or be wrong already and get worse.
+JUDGED = ("rougeL", "exact_match", "facts")
+MOST_LOSS = 1.0  # points
+SCORE = "facts"  # the subtask's score: defined for free answers as well as for short ones
+_LOSSLESS = ("plain", "none", "assisted", "speculative")
 _WORST = -100.0  # points: what a question can lose
 _ROUNDING = 1e-9  # points
 
@@ -38,8 +45,8 @@ class Difference(Interval):
         worse: answers that score lower.
     """
 
-    bound: float
-    worse: int
+    bound: float = _WORST
+    worse: int = 0
 
     def excludes(self, loss: float) -> bool:
         """Whether a loss of more points than this is excluded."""
@@ -113,40 +120,159 @@ OF_ONE: Mapping[str, Callable[[str, Sequence[str]], float]] = {
 }
 
 
-def answers(result: Result, method: str, prompts: Iterable[int] | None = None) -> dict[int, tuple[str, Sequence[str]]]:
+def answers(part: Part, method: str) -> dict[int, tuple[str, Sequence[str]]]:
     """(answer, references) of each prompt that has references; answers are those of the first repeat."""
-    references = {prompt["index"]: prompt.get("references") for prompt in result["prompts"]}
-    wanted = references.keys() if prompts is None else set(prompts)
+    references = {one.index: one.references for one in part.result.prompts if one.references}
+    calls = part.where(repeat=0).of(method)
     return {
         index: (text, references[index])
-        for call in calls_of(result, method, repeat=0)
-        for index, text in zip(call.prompts, call.texts or (), strict=False)
-        if references[index] and index in wanted
+        for call in calls[calls["texts"].notna()].itertuples()
+        for index, text in zip(call.indexes, call.texts, strict=True)
+        if index in references
     }
 
 
-def per_example(result: Result, method: str, measure: str, prompts: Iterable[int] | None = None) -> dict[int, float]:
+def per_example(part: Part, method: str, measure: str) -> dict[int, float]:
     """A measure of `OF_ONE` by prompt."""
-    return {index: OF_ONE[measure](*pair) for index, pair in answers(result, method, prompts).items()}
+    return {index: OF_ONE[measure](*pair) for index, pair in answers(part, method).items()}
 
 
-def difference(
-    result: Result, method: str, base: str, measure: str, prompts: Iterable[int] | None = None
-) -> Difference | None:
+def difference(part: Part, method: str, base: str, measure: str) -> Difference | None:
     """Mean over examples of a method's score minus another's; None where they have no judged example in common."""
-    listed = None if prompts is None else list(prompts)
-    ours, theirs = (per_example(result, name, measure, listed) for name in (method, base))
-    return of_differences(result, {index: ours[index] - theirs[index] for index in ours.keys() & theirs.keys()})
+    ours, theirs = (per_example(part, name, measure) for name in (method, base))
+    return of_differences(part, {index: ours[index] - theirs[index] for index in ours.keys() & theirs.keys()})
 
 
-def of_differences(result: Result, points: Mapping[int, float]) -> Difference | None:
+def of_differences(part: Part, points: Mapping[int, float]) -> Difference | None:
     """The mean of paired differences by prompt; the turns of a dialogue are one question. None without any."""
-    cells = by_question(result, {(index,): {0: (points[index], 1.0)} for index in sorted(points)})
+    questions: dict[int, list[float]] = {}
+    for one in part.result.prompts:
+        if one.index in points:
+            sums = questions.setdefault(one.question, [0.0, 0.0])
+            sums[:] = sums[0] + points[one.index], sums[1] + 1
+    cells = [[tuple(sums)] for sums in questions.values()]
     found = interval(cells, lambda total, count: total / count)
     if found is None:
         return None
     worse = sum(one < -_ROUNDING for one in points.values())
     return Difference(found.value, found.low, found.high, lower_bound(cells, _WORST), worse)
+
+
+def worst_difference(part: Part, method: str, plain: str) -> Difference | None:
+    """A method's score minus plain decoding's, in points, by the measure of `JUDGED` whose bound is lowest.
+
+    Without references, greedy answers are compared with plain decoding's own, by ROUGE-L.
+
+    Returns:
+        None if quality is unknown: no example in common, or sampled answers without references.
+    """
+    result = part.result
+    if any(one.references for one in result.prompts):
+        found = [difference(part, method, plain, measure) for measure in JUDGED]
+    elif result.settings.sampling:
+        return None
+    else:
+        calls = part.where(repeat=0).of(plain)
+        texts = {i: (text,) for one in calls.itertuples() for i, text in zip(one.indexes, one.texts, strict=True)}
+        prompts = [replace(one, references=texts.get(one.index, ())) for one in result.prompts]
+        found = [difference(Part(replace(result, prompts=prompts), part.calls), method, plain, "rougeL")]
+    return min((one for one in found if one is not None), key=lambda one: one.bound, default=None)
+
+
+def change(part: Part, method: str) -> Difference | None:
+    """Mean over examples of a method's `SCORE` minus that of the lossless methods.
+
+    The lossless methods' scores are averaged: in sampling each is a separate draw from the same distribution.
+    None without references.
+    """
+    lossless = [one.name for one in part.methods if one.kind in _LOSSLESS and one.name != method]
+    bases = [per_example(part, name, SCORE) for name in lossless]
+    points = {}
+    for index, score in per_example(part, method, SCORE).items():
+        if theirs := [base[index] for base in bases if index in base]:
+            points[index] = score - sum(theirs) / len(theirs)
+    return of_differences(part, points)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """BiLD on some examples.
+
+    Args:
+        speed: decode tokens/s of BiLD / of speculative decoding; None without rates.
+        differences: of each of `JUDGED`, BiLD's score less plain decoding's, in points; None without references.
+    """
+
+    speed: Interval | None
+    differences: Mapping[str, Difference] | None
+
+    @property
+    def known(self) -> bool:
+        """Whether there are rates and references for a verdict."""
+        return self.speed is not None and self.differences is not None
+
+    @property
+    def faster(self) -> bool:
+        """Whether the interval of the speed lies above 1."""
+        return self.speed is not None and self.speed.faster
+
+    @property
+    def as_good(self) -> bool:
+        """Whether every measure excludes a loss of more than `MOST_LOSS` points."""
+        return self.differences is not None and all(one.excludes(MOST_LOSS) for one in self.differences.values())
+
+    @property
+    def none_worse(self) -> bool:
+        """Whether no answer of these examples is worse by any measure, which alone excludes no loss beyond them."""
+        return self.differences is not None and not any(one.worse for one in self.differences.values())
+
+    @property
+    def won(self) -> bool:
+        """Whether it is faster, and no answer is worse or a loss is excluded."""
+        return self.faster and (self.as_good or self.none_worse)
+
+    @property
+    def words(self) -> str:
+        """The answer to: faster at no loss of quality?"""
+        if self.differences is None:
+            return "no references"
+        if self.speed is None:
+            return "no rates"
+        if self.faster:
+            if self.as_good:
+                return "yes"
+            return "open: no answer worse" if self.none_worse else "no: loss not excluded"
+        return "no: not faster" if self.as_good or self.none_worse else "no: neither"
+
+
+def verdict(part: Part, bild: str, speculative: str) -> Verdict:
+    """The verdict on the methods with these names."""
+    found = {name: difference(part, bild, "plain", name) for name in JUDGED}
+    differences = {name: value for name, value in found.items() if value is not None}
+    return Verdict(speed.speedup(part, bild, speculative), differences or None)
+
+
+def won(part: Part, bild: str, speculative: str) -> int | None:
+    """The number of subtasks on which BiLD is faster with quality kept; None if quality is unknown."""
+    found = [verdict(part.where(label=label), bild, speculative) for label in part.labels]
+    return None if all(one.differences is None for one in found) else sum(one.won for one in found)
+
+
+def lossy_methods(part: Part) -> list[Method]:
+    """The methods of this package that may lose quality."""
+    return [method for method in part.methods if method.kind in LOSSY_STRATEGIES and method.ours]
+
+
+def lossless_reference(part: Part, method: Method) -> Method | None:
+    """Speculative decoding with a lossy method's draft and engine, at its own fastest lookahead; None without any."""
+
+    def alike(one: Method) -> tuple[object, ...]:
+        shared = ("verification", "drafter", "entropy_threshold")
+        return (one.draft, one.engine, *(one.keywords.get(name) for name in shared))
+
+    return speed.fastest(
+        part, [one for one in part.methods if one.kind == "speculative" and alike(one) == alike(method)]
+    )
 
 
 class _CharacterTokenizer:
@@ -156,26 +282,21 @@ class _CharacterTokenizer:
         return _CJK_TOKEN.findall(text.lower())
 
 
-def scores(result: Result) -> list[dict[str, Any]]:
-    """One entry per method and subtask, and one for all (subtask None): `MEASURES` and the number of `examples`.
-
-    Only questions with references count; without any the list is empty.
-    """
-    if not any(prompt.get("references") for prompt in result["prompts"]):
+def scores(result: Result) -> list[Score]:
+    """A `Score` per method and subtask, and one for all; only questions with references count."""
+    if not any(one.references for one in result.prompts):
         return []
     # Here because it takes seconds.
     from hf_specdec.bench.figures.text_metrics import combined
 
-    labels = {prompt["index"]: prompt["label"] for prompt in result["prompts"]}
+    part = whole(result)
     found = []
-    for method in result["methods"]:
-        texts = answers(result, method["name"])
-        for subtask in [None, *dict.fromkeys(labels[index] for index in texts)]:
-            chosen = [pair for index, pair in texts.items() if subtask in (None, labels[index])]
-            if not chosen:
-                continue
-            predictions, references = ([pair[side] for pair in chosen] for side in (0, 1))
-            measured = combined().compute(predictions=predictions, references=references)
-            entry = {"method": method["name"], "subtask": subtask, "examples": len(chosen)}
-            found.append(entry | {name: round(measured[name], 6) for name in MEASURES})
+    for method in part.methods:
+        for subtask in (None, *part.labels):
+            chosen = list(answers(part.where(label=subtask), method.name).values())
+            if chosen:
+                predictions, references = ([pair[side] for pair in chosen] for side in (0, 1))
+                measured = combined().compute(predictions=predictions, references=references)
+                figures = {name: round(measured[name], 6) for name in MEASURES}
+                found.append(Score(method.name, subtask, len(chosen), **figures))
     return found

@@ -14,9 +14,6 @@ from hf_specdec.bench.settings import BenchError, Settings
 # What Spec-Bench takes from MT-Bench and reports as one subtask.
 _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 _JSON_LINES = (".jsonl", ".ndjson")
-# Examples of each embedded subtask: enough where quality is judged, elsewhere what takes minutes.
-_JUDGED_LIMIT = 50
-_TIMED_LIMITS = {"sweep": 5, "ablation": 3, "tune": 10, "align": 125}
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def dialogues(settings: Settings) -> list[list[Question]]:
     if settings.split is not None and split is None:
         raise BenchError(f"--split: {settings.split!r} can't be had from a file, which is read whole; leave it out")
     if is_embedded(name):
-        raw = _embedded(embedded_subtasks(name), str(split), settings.limit or _embedded_limit(settings))
+        raw = _embedded(embedded_subtasks(name), str(split), settings.limit or settings.embedded_limit)
     elif name == "spec_bench":
         if settings.dataset_path is None:
             raise BenchError("--dataset: 'spec_bench' needs the place of its question.jsonl; give it by --dataset_path")
@@ -115,11 +112,6 @@ def _is_file(name: str) -> bool:
 
 
 Raw = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]
-
-
-def _embedded_limit(settings: Settings) -> int:
-    judged = settings.task == "subtasks" or settings.lossy_strategies
-    return _JUDGED_LIMIT if judged else _TIMED_LIMITS[settings.task]
 
 
 def _embedded(subtasks: tuple[str, ...], split: str, limit: int) -> Iterator[Raw]:

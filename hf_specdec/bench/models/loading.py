@@ -22,8 +22,9 @@ from transformers import (
 import hf_specdec
 from hf_specdec import embedded
 from hf_specdec.bench.models import synthetic
-from hf_specdec.bench.models.known_pairs import default_draft, full_name
+from hf_specdec.bench.models.names import default_draft, full_name
 from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantize_made
+from hf_specdec.bench.records import Model
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.models.better_transformer import attention_of, better_transformer_refusal, to_better_transformer
 
@@ -53,14 +54,12 @@ class LoadedPair:
     def models(self) -> list[PreTrainedModel]:
         return [self.target] if self.draft is None else [self.target, self.draft]
 
-    def describe(self) -> dict[str, Any]:
-        """What the report says about the models, JSON-serialisable."""
-        described = {"target": _describe(self.target_name, self.target)}
-        if self.synthetic is not None:
-            described["target"]["synthetic"] = self.synthetic
+    def describe(self) -> dict[str, Model]:
+        """What reports say of the models, by role."""
+        found = {"target": _describe(self.target_name, self.target, self.synthetic)}
         if self.draft is not None and self.draft_name is not None:
-            described["draft"] = _describe(self.draft_name, self.draft)
-        return described
+            found["draft"] = _describe(self.draft_name, self.draft)
+        return found
 
 
 def load_pair(settings: Settings) -> LoadedPair:
@@ -251,14 +250,9 @@ def _first_line(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-def _describe(name: str, model: PreTrainedModel) -> dict[str, Any]:
+def _describe(name: str, model: PreTrainedModel, synthetic: str | None = None) -> Model:
     dtype = str(model.dtype).removeprefix("torch.")
     weights = getattr(getattr(model.config, "quantization_config", None), "weights", None)
-    return {
-        "name": name,
-        "class": type(model).__name__,
-        "parameters": model.num_parameters(),
-        "dtype": dtype if weights is None else f"{weights} weights, {dtype}",
-        "device": str(model.device),
-        "attention": attention_of(model),
-    }
+    dtype = dtype if weights is None else f"{weights} weights, {dtype}"
+    parameters, kind = model.num_parameters(), type(model).__name__
+    return Model(name, kind, parameters, dtype, str(model.device), attention_of(model), synthetic)

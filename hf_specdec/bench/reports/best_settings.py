@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
-from hf_specdec.bench.figures import speed, tradeoff
-from hf_specdec.bench.figures.result import MethodDict, Result
-from hf_specdec.bench.reports.heading import split_of
+from hf_specdec.bench.figures import quality, speed
+from hf_specdec.bench.figures.frames import Part
+from hf_specdec.bench.records import Method, Result
 from hf_specdec.bench.reports.markdown import ratio
+from hf_specdec.bench.settings import Settings
 from hf_specdec.config import STRATEGIES, STRATEGY_SETTINGS
 
-# Where and in which precision a row ran, with the defaults of these arguments: they are part of its command.
-_PLACES = {
-    "dtype": "auto",
-    "draft_dtype": "auto",
-    "precision": None,
-    "draft_precision": None,
-    "device": None,
-    "draft_device": None,
-    "device_map": None,
-    "offload_folder": None,
-}
+# Where and in which precision a row ran: a part of its command.
+_PLACES = (
+    "dtype", "draft_dtype", "precision", "draft_precision", "device", "draft_device", "device_map", "offload_folder",
+)  # fmt: skip
 # Settings whose best value may lie beyond the values that were tried.
 _OPEN_ENDED = (
     "num_assistant_tokens",
@@ -29,115 +24,91 @@ _OPEN_ENDED = (
 )
 
 
-def recommendations(result: Result) -> list[str]:
+def recommendations(part: Part) -> list[str]:
     """Each strategy's fastest row as a sentence; for BiLD also the fastest without loss, and the most subtasks won."""
     lines = []
     for strategy in STRATEGIES:
-        best = speed.fastest_of(result, methods_of(result, strategy))
+        rows = [method for method in part.methods if method.kind == strategy]
+        best = speed.fastest(part, rows)
         if best is not None:
-            lines.append(_recommended(f"Fastest {strategy}", result, best))
-            lines += [f"{line}." for line in at_the_edge(result, best)]
-    if methods_of(result, "bild") and result["quality"]:
-        best = speed.fastest_of(result, without_loss(result))
+            lines += [_recommended(f"Fastest {strategy}", part, best), *at_the_edge(rows, best)]
+    bild = [method for method in part.methods if method.kind == "bild"]
+    if bild and part.result.quality:
+        safe = [method for method in bild if quality.verdict(part, method.name, method.name).as_good]
+        best = speed.fastest(part, safe)
         words = "Fastest bild at no loss"
-        lines.append(f"{words}: none." if best is None else _recommended(words, result, best))
-        lines.append(_chosen(result))
+        lines.append(f"{words}: none." if best is None else _recommended(words, part, best))
+        lines += _chosen(part, bild)
     return lines
 
 
-def methods_of(result: Result, strategy: str) -> list[MethodDict]:
-    """The rows of a strategy."""
-    return [method for method in result["methods"] if method["kind"] == strategy]
-
-
-def without_loss(result: Result) -> list[MethodDict]:
-    """BiLD's rows at which a loss of more than one point over all examples is excluded."""
-    rows = methods_of(result, "bild")
-    return [row for row in rows if tradeoff.verdict(result, None, row["name"], row["name"]).as_good]
-
-
-def won_subtasks(result: Result, method: MethodDict) -> int | None:
-    """The number of subtasks on which a row of BiLD beats the fastest speculative row with quality kept."""
-    speculative = speed.fastest_of(result, methods_of(result, "speculative"))
-    if speculative is None:
-        return None
-    return tradeoff.won(tradeoff.verdicts(result, method["name"], speculative["name"]))
-
-
-def chosen_row(result: Result) -> MethodDict:
-    """The row of BiLD that wins most subtasks; if there are several, the fastest of them."""
-    counts = {method["name"]: won_subtasks(result, method) or 0 for method in methods_of(result, "bild")}
-    most = [method for method in methods_of(result, "bild") if counts[method["name"]] == max(counts.values())]
-    return speed.fastest_of(result, most) or most[0]
-
-
-def command(result: Result, method: MethodDict, task: str = "benchmark") -> str:
+def command(result: Result, method: Method, task: str = "benchmark") -> str:
     """The command that runs a task with a row's settings."""
-    arguments = result["arguments"]
+    settings, defaults = result.settings, Settings()
     words = ["assisted_generation.py", "--task", task, "--assisted_generation"]
-    words += ["--model_name", result["models"]["target"]["name"]]
-    words += ["--assistant_model", method["draft"]] if method["draft"] else []
-    for name, value in method["keywords"].items():
+    words += ["--model_name", result.models["target"].name]
+    words += ["--assistant_model", method.draft] if method.draft else []
+    for name, value in method.keywords.items():
         if (task, name) == ("subtasks", "generation_strategy"):
             continue  # it always measures both strategies
         if value is True:
             words.append(f"--{name}")
         elif value not in (None, False):
             words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
-    for name, default in _PLACES.items():
-        if arguments.get(name, default) != default:
-            words += [f"--{name}", arguments[name]]
-    if arguments["better_transformer"]:
-        words.append("--better_transformer")
-    if result["sampling"]:
+    for name in _PLACES:
+        if (value := getattr(settings, name)) != getattr(defaults, name):
+            words += [f"--{name}", str(value)]
+    words += ["--better_transformer"] if settings.better_transformer else []
+    if settings.sampling:
         words.append("--do_sample")
-        words += [f"--{name}={arguments[name]:g}" for name in ("temperature", "top_k", "top_p")]
+        words += [f"--{name}={getattr(settings, name):g}" for name in ("temperature", "top_k", "top_p")]
     return shlex.join(words)
 
 
-def keywords(method: MethodDict) -> str:
+def keywords(method: Method) -> str:
     """The same settings as keywords of generate()."""
-    given = {"assistant_model": "draft"} if method["draft"] else {}
-    return ", ".join([*(f"{k}={v}" for k, v in given.items()), *(f"{k}={v!r}" for k, v in method["keywords"].items())])
+    given = ["assistant_model=draft"] if method.draft else []
+    return ", ".join([*given, *(f"{key}={value!r}" for key, value in method.keywords.items())])
 
 
-def at_the_edge(result: Result, best: MethodDict) -> list[str]:
-    """Settings whose best value is the lowest or highest of those tried."""
+def at_the_edge(rows: Sequence[Method], best: Method) -> list[str]:
+    """Settings whose best value is the lowest or highest of those tried, as sentences.
+
+    Args:
+        rows: of the same strategy.
+    """
     lines = []
     for name in _OPEN_ENDED:
-        tried = sorted(
-            {
-                value
-                for method in methods_of(result, best["kind"])
-                if isinstance(value := method["keywords"].get(name), (int, float))
-            }
-        )
-        value = best["keywords"].get(name)
+        values = (method.keywords.get(name) for method in rows if method.kind == best.kind)
+        tried = sorted({value for value in values if isinstance(value, (int, float))})
+        value = best.keywords.get(name)
         if len(tried) > 1 and value in (tried[0], tried[-1]):
             side = "lowest" if value == tried[0] else "highest"
-            lines.append(f"--{name} {value:g} is the {side} value tried; a value beyond it may be better")
+            lines.append(f"--{name} {value:g} is the {side} value tried; a value beyond it may be better.")
     return lines
 
 
-def _recommended(what: str, result: Result, method: MethodDict) -> str:
-    base = speed.baseline(result, method, "plain")
-    gain = None if base is None else speed.speedup(result, method["name"], base["name"])
-    over = f"{ratio(gain)} times plain generate()"
-    return f"{what}: {method['title']}, {over}: `{command(result, method)}`, or `generate(…, {keywords(method)})`"
+def _recommended(what: str, part: Part, method: Method) -> str:
+    over = f"{ratio(speed.over(part, method, 'plain'))} times plain generate()"
+    return f"{what}: {method.title}, {over}: `{command(part.result, method)}`, or `generate(…, {keywords(method)})`"
 
 
-def _chosen(result: Result) -> str:
-    method = chosen_row(result)
-    embedded, split = result["arguments"]["dataset"] == "embedded", split_of(result)
+def _chosen(part: Part, bild: Sequence[Method]) -> list[str]:
+    """The row of BiLD that wins most subtasks; if there are several, the fastest of them."""
+    settings, split = part.result.settings, part.result.split
+    reference = speed.fastest(part, [method for method in part.methods if method.kind == "speculative"])
+    if reference is None:
+        return []
+    counts = {method.name: quality.won(part, method.name, reference.name) or 0 for method in bild}
+    most = [method for method in bild if counts[method.name] == max(counts.values())]
+    method = speed.fastest(part, most) or most[0]
     where = "these examples" if split is None else f"the split {split}"
-    won = f"{won_subtasks(result, method)} of {len(tradeoff.labels(result))}"
     text = (
-        f"Faster than speculative decoding with quality kept on most subtasks: {method['title']}, on {won}, "
-        f"chosen on {where}"
+        f"Faster than speculative decoding with quality kept on most subtasks: {method.title}, on "
+        f"{counts[method.name]} of {len(part.labels)}, chosen on {where}"
     )
-    reference = speed.fastest_of(result, methods_of(result, "speculative")) or method
-    if (reference["draft"], reference["lookahead"]) != (method["draft"], method["lookahead"]):
-        text += f" (speculative decoding was fastest with {reference['draft']}, lookahead {reference['lookahead']})"
-    if embedded and split == "train":
-        return f"{text}. Measure it on other examples: `{command(result, method, 'subtasks')}`"
-    return f"{text}. Measure it on other examples before you rely on it."
+    if (reference.draft, reference.lookahead) != (method.draft, method.lookahead):
+        text += f" (speculative decoding was fastest with {reference.draft}, lookahead {reference.lookahead})"
+    if settings.dataset == "embedded" and split == "train":
+        return [f"{text}. Measure it on other examples: `{command(part.result, method, 'subtasks')}`"]
+    return [f"{text}. Measure it on other examples before you rely on it."]

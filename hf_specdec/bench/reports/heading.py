@@ -3,130 +3,136 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.figures.result import Result
-from hf_specdec.bench.reports.markdown import percent
+from hf_specdec.bench.figures.frames import Part
+from hf_specdec.bench.records import Environment, Model, Result
+from hf_specdec.bench.reports.columns import quantized_note
+from hf_specdec.bench.reports.document import Block, section
+from hf_specdec.bench.reports.markdown import bullets, percent
 
-# Tasks that are measured on questions of a data set.
-DATA_TASKS = ("subtasks", "sweep", "ablation", "tune", "align")
-
+# Tasks on prompts of exact lengths.
+_BY_LENGTH = ("benchmark", "decode", "engines")
 # Repeats of the same work that differ by more than this share of their median were disturbed.
 _CALM = 0.25
+_IDLE = 0.5  # cores at work at the start; a machine with more was not quiet
 
 
-def heading(result: Result) -> str:
+def heading(part: Part) -> str:
     """Title, models, machine, versions, data and settings."""
-    lines = [_model(role, model) for role, model in result["models"].items()]
-    described = [model["name"] for model in result["models"].values()]
-    further = [name for name in _values(result, "draft") if name not in described]
-    lines += [f"- further drafts: {', '.join(further)}"] if further else []
+    result = part.result
+    lines = [_model(role, model) for role, model in result.models.items()]
+    described = {model.name for model in result.models.values()}
+    further = dict.fromkeys(m.draft for m in speed.drafting(part) if m.draft and m.draft not in described)
+    lines += [f"further drafts: {', '.join(further)}"] if further else []
     lines.append(_machine(result))
-    if result["task"] in DATA_TASKS:
-        lines.append(_data(result))
-    if result["task"] == "engines":
-        lines.append(_prompts(result))
-    lines.append(_shape(result))
-    return f"# {result['task'].capitalize()}\n\n" + "\n".join(lines)
+    lines.append(_prompts(part) if result.settings.task in _BY_LENGTH else _data(result))
+    lines.append(_shape(part))
+    return f"# {result.settings.task.capitalize()}\n\n{bullets(lines)}"
 
 
-def remarks(result: Result) -> list[str]:
-    """Notes of the run, and warnings where its times can't be trusted."""
-    found = [speed.busy(result), speed.unsettled(result), _unrest(result)]
-    return [*result["notes"], *(line for line in found if line)]
+def remarks(part: Part, *more: str) -> list[Block]:
+    """A section with notes of the run, and warnings where its times can't be trusted."""
+    found = [*more, *part.result.notes, *quantized_note(part.result), *_busy(part.result), *_unsettled(part.result)]
+    lines = [*found, *_unrest(part)]
+    return section("Remarks", bullets(lines))
 
 
-def joined(parts: Iterable[str], lines: Sequence[str]) -> str:
-    """The parts of a report and, where there are any, its remarks."""
-    listed = "\n".join(f"- {line}" for line in lines)
-    return "\n\n".join([*parts, *([f"## Remarks\n\n{listed}"] if lines else [])]) + "\n"
+def processor(environment: Environment) -> str:
+    """Its name and widest instructions."""
+    return f"{environment.cpu} ({environment.instructions})" if environment.instructions else environment.cpu
 
 
-def split_of(result: Result) -> str | None:
-    """The split of the data that was measured; None for a file, which has no splits."""
-    found: str | None = result.get("split")
-    return found
+def threads(environment: Environment) -> str:
+    """`2 threads`."""
+    count = environment.torch_threads
+    return f"{count} thread{'s' if count > 1 else ''}"
 
 
-def _model(role: str, model: Mapping[str, Any]) -> str:
+def _model(role: str, model: Model) -> str:
     return (
-        f"- {role}: {model['name']} ({model['class']}, {model['parameters'] / 1e6:.1f}M parameters, "
-        f"{model['dtype']}, {model['device']}, {model['attention']} attention)"
+        f"{role}: {model.name} ({model.kind}, {model.parameters / 1e6:.1f}M parameters, "
+        f"{model.dtype}, {model.device}, {model.attention} attention)"
     )
 
 
 def _machine(result: Result) -> str:
-    environment = result["environment"]
-    packages, count = environment["packages"], environment["torch_threads"]
-    threads = f"{count} thread{'s' if count > 1 else ''}"
-    if result.get("processes", 1) > 1:
-        threads += f" in each of {result['processes']} parallel processes"
-    where = ", ".join([processor(environment), *environment["gpus"]])
-    versions = f"torch {packages['torch']}, transformers {packages['transformers']}"
-    return f"- machine: {where}, {threads}; {versions}"
-
-
-def processor(environment: Mapping[str, Any]) -> str:
-    """Its name and widest instructions, which files of earlier versions don't have."""
-    instructions = environment.get("instructions")
-    return f"{environment['cpu']} ({instructions})" if instructions else str(environment["cpu"])
+    environment = result.environment
+    several = f" in each of {result.processes} parallel processes" if result.processes > 1 else ""
+    where = ", ".join([processor(environment), *environment.gpus])
+    versions = ", ".join(f"{name} {environment.packages[name]}" for name in ("torch", "transformers"))
+    return f"machine: {where}, {threads(environment)}{several}; {versions}"
 
 
 def _data(result: Result) -> str:
-    split, count = split_of(result), len(result["prompts"])
-    of_split = "" if split is None else f", split {split}"
-    return f"- data: {result['arguments']['dataset']}{of_split}, {count} example{'s' if count > 1 else ''}"
+    count = len(result.prompts)
+    of_split = "" if result.split is None else f", split {result.split}"
+    return f"data: {result.settings.dataset}{of_split}, {count} example{'s' if count > 1 else ''}"
 
 
-def _prompts(result: Result) -> str:
+def _prompts(part: Part) -> str:
     """How many prompts of each length were decoded, by batch size where that differs."""
-    lengths = {prompt["index"]: prompt["tokens"] for prompt in result["prompts"]}
+    lengths = {one.index: one.tokens for one in part.result.prompts}
     sizes: dict[str, list[str]] = {}
-    for batch in speed.batch_sizes(result):
-        decoded = {index for call in speed.calls_of(result, batch=batch) for index in call.prompts}
+    for batch in part.batch_sizes:
+        decoded = {index for indexes in part.where(batch=batch).calls["indexes"] for index in indexes}
         counts = Counter(lengths[index] for index in decoded)
         words = " and ".join(f"{count} of {tokens} tokens" for tokens, count in sorted(counts.items()))
         sizes.setdefault(words, []).append(str(batch))
     if len(sizes) == 1:
-        return f"- prompts: {next(iter(sizes))}"
-    return "- prompts: " + "; ".join(f"{words} at batch size {', '.join(some)}" for words, some in sizes.items())
+        return f"prompts: {next(iter(sizes))}"
+    return "prompts: " + "; ".join(f"{words} at batch size {', '.join(some)}" for words, some in sizes.items())
 
 
-def _shape(result: Result) -> str:
-    arguments, sizes = result["arguments"], sorted({call.batch for call in result["calls"]}) or [1]
+def _shape(part: Part) -> str:
+    settings, sizes = part.result.settings, part.batch_sizes or [1]
     how = "greedy"
-    if result["sampling"]:
+    if settings.sampling:
         options = ("temperature", "top_k", "top_p", "seed")
-        how = "sampling (" + ", ".join(f"{name} {arguments[name]:g}" for name in options) + ")"
-    parts = [how, f"at most {arguments['max_new_tokens']} new tokens"]
-    if lookaheads := _values(result, "lookahead"):
-        parts.append(f"lookahead {', '.join(lookaheads)}")
+        how = "sampling (" + ", ".join(f"{name} {getattr(settings, name):g}" for name in options) + ")"
+    parts = [how, f"at most {settings.max_new_tokens} new tokens"]
+    found = {m.lookahead for m in speed.drafting(part) if m.lookahead is not None and m.role != "floor"}
+    if found:
+        parts.append("lookahead " + ", ".join(str(one) for one in sorted(found, key=lambda one: (one == "auto", one))))
     parts.append(f"batch size {', '.join(map(str, sizes))}")
-    if result["task"] == "tune":
-        return f"- {', '.join(parts)}, within {arguments['minutes']:g} minutes"
-    repeats = arguments["repeats"]
-    return f"- {', '.join(parts)}, {repeats} repeat{'s' if repeats > 1 else ''}"
+    if settings.task == "tune":
+        return f"{', '.join(parts)}, within {settings.minutes:g} minutes"
+    return f"{', '.join(parts)}, {settings.repeats} repeat{'s' if settings.repeats > 1 else ''}"
 
 
-def _values(result: Result, name: str) -> list[str]:
-    """All values of a setting among this package's drafting methods, in order."""
-    ours = [m for m in result["methods"] if speed.drafts_in_our_loop(m) and m.get("role") != "floor"]
-    found = dict.fromkeys(method[name] for method in ours if method.get(name) is not None)
-    return [str(value) for value in sorted(found, key=lambda value: (isinstance(value, str), value))]
+def _busy(result: Result) -> list[str]:
+    busy = result.environment.busy_cores
+    if busy is None or busy <= _IDLE:
+        return []
+    return [f"The machine was not quiet: other work kept {busy:.2f} cores busy at the start."]
 
 
-def _unrest(result: Result) -> str | None:
+def _unsettled(result: Result) -> list[str]:
+    cold = () if result.settings.task == "tune" else result.cold  # calls are few there, and said to be
+    names = dict.fromkeys(one.method for one in cold if not one.settled)
+    words = "Warm-up ended before two calls in a row were within 5% of each other"
+    return [f"{words}: {', '.join(names)}."] if names else []
+
+
+def _unrest(part: Part) -> list[str]:
     """A warning if repeats of the same work took very different times, or if there are no repeats."""
-    if not result["calls"]:
-        return None
-    spread = speed.spread(result["calls"])
+    if not len(part.calls) or part.result.settings.task == "tune":
+        return []
+    spread = speed.spread(part.calls)
     if spread is None:
-        return "Each figure rests on a single run: one stall of the machine can double it. Raise --repeats."
-    if spread <= _CALM:
-        return None
-    return (
-        f"Times are unsteady: repeats of the same work differ by {percent(spread)} (median). "
-        "Close other programs, or raise --repeats."
-    )
+        return ["Each figure rests on a single run: one stall of the machine can double it. Raise --repeats."]
+    return [f"{unsteady(part)} Close other programs, or raise --repeats."] if spread > _CALM else []
+
+
+def unsteady(part: Part) -> str:
+    """That repeats of the same work differ much, for reports and pictures; empty where they don't."""
+    spread = speed.spread(part.calls)
+    if spread is None or spread <= _CALM:
+        return ""
+    return f"Times are unsteady: repeats of the same work differ by {percent(spread)} (median)."
+
+
+def terminal(blocks: Sequence[Block]) -> str:
+    """What a report says in words and tables."""
+    return "\n\n".join(block for block in blocks if isinstance(block, str) and block) + "\n"

@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hf_specdec.bench.figures.bootstrap import Interval
+from hf_specdec.bench.records import Interval
 
 # How a cell with a figure begins, or one without; for the alignment of its column.
 _FIGURE = re.compile(r"[*+-]*\d|–|$")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table; columns of figures are aligned right, others left, and always the first."""
-    from tabulate import tabulate  # here, since a run without tables does without it
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """A markdown table of rows by column; columns of figures are aligned right, others left, and always the first."""
+    import pandas as pd  # here, since a run without tables does without it
 
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    align = [
-        "right" if place and all(_FIGURE.match(row[place]) for row in rows) else "left" for place in range(len(header))
-    ]
-    return tabulate(rows, headers=header, tablefmt="pipe", disable_numparse=True, colalign=align if rows else None)
+    frame = pd.DataFrame(rows).map(lambda cell: cell.replace("|", "\\|"))
+    right = [place > 0 and all(map(_FIGURE.match, frame[name])) for place, name in enumerate(frame)]
+    align = ["right" if one else "left" for one in right]
+    return str(frame.to_markdown(index=False, disable_numparse=True, colalign=align if len(frame) else None))
 
 
 def capital(title: str) -> str:
@@ -45,8 +44,8 @@ def ratio(found: Interval | None) -> str:
     return f"{found.value:.2f}{ends}"
 
 
-def difference(found: Interval | None, digits: int = 1) -> str:
-    """`+0.3 (-0.5 to +1.1)`."""
+def points(found: Interval | None, digits: int = 1) -> str:
+    """A difference: `+0.3 (-0.5 to +1.1)`."""
     if found is None:
         return "–"
     known = found.low is not None and found.high is not None
@@ -57,3 +56,15 @@ def difference(found: Interval | None, digits: int = 1) -> str:
 def approximate(value: float | None) -> str:
     """A count to two significant digits: 1,300."""
     return "–" if value is None else f"{float(f'{value:.2g}'):,.0f}"
+
+
+def size(parameters: int | None) -> str:
+    """A count of parameters with its unit."""
+    if parameters is None:
+        return "–"
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+
+
+def bullets(lines: Sequence[str]) -> str:
+    """A list."""
+    return "\n".join(f"- {line}" for line in lines)

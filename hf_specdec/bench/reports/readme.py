@@ -1,22 +1,28 @@
 """The parts of a README that are taken from results, between markers that name them.
 
-`<!-- summary -->`, `<!-- pays FOLDER … -->`, `<!-- speed PATH -->` and `<!-- picture PATH NAME -->` open a part, and
-`<!-- /summary -->` and so on close it. FOLDER limits a table to the results that lie in it. PATH is a result's path
-without its suffix, relative to the README; NAME is a picture of it.
+`<!-- summary PATH … -->`, `<!-- pays PATH … -->`, `<!-- speed PATH -->` and `<!-- picture PATH NAME -->` open a part,
+and `<!-- /summary -->` and so on close it. PATH is a result's path without its suffix, relative to the README, or the
+folder of several; NAME is a picture of it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from hf_specdec.bench.figures.result import Result
-from hf_specdec.bench.reports.summary import engine_rows, setting, summary_table
-from hf_specdec.bench.reports.tables import methods
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.frames import examples, whole
+from hf_specdec.bench.models.names import short_name
+from hf_specdec.bench.records import Result
+from hf_specdec.bench.reports import columns
+from hf_specdec.bench.reports.document import title_note
+from hf_specdec.bench.reports.heading import processor, threads
+from hf_specdec.bench.reports.markdown import number, ratio, size, table
 
 _PART = re.compile(r"(<!-- (summary|pays|speed|picture)((?: [^\s>]+)*) -->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
+Linked = Mapping[str, Result]  # by path without suffix
 
 
 def filled(text: str, folder: Path, results: Mapping[Path, Result]) -> str:
@@ -44,26 +50,89 @@ def has_parts(text: str) -> bool:
     return _PART.search(text) is not None
 
 
-def _summary(linked: Mapping[str, Result], words: list[str]) -> str:
-    return summary_table({f"{path}.md": result for path, result in linked.items()})
+def _summary(linked: Linked, words: list[str]) -> str:
+    """What was measured where, on how many examples, and what drafting brings; a row for each result."""
+    rows = []
+    for path, result in _chosen(linked, words):
+        part = whole(result)
+        part = part.where(batch=part.batch_sizes[0])
+        best = speed.fastest(part, speed.drafting(part))
+        if best is not None:
+            row = {"Task": f"[{result.settings.task}]({path}.md)", "Pair": setting(result), "Machine": machine(result)}
+            row |= {"n": str(examples(part.of(best.name))), "Fastest": best.title}
+            row["Gain from drafting"] = ratio(speed.over(part, best, "engine"))
+            rows.append(row | {"Over assisted generation": ratio(speed.over(part, best, "assisted"))})
+    return table(rows)
 
 
-def _pays(linked: Mapping[str, Result], words: list[str]) -> str:
-    listed = {path: result for path, result in linked.items() if not words or os.path.dirname(path) in words}
-    return engine_rows({f"{path}.md": result for path, result in listed.items()})
+def _pays(linked: Linked, words: list[str]) -> str:
+    """When drafting pays: of each result and batch size, the engine that is fastest with a draft."""
+    rows = []
+    for path, result in _chosen(linked, words):
+        for batch in whole(result).batch_sizes:
+            part = whole(result).where(batch=batch)
+            best = speed.fastest(part, speed.drafting(part))
+            base = None if best is None else speed.baseline(part, best, "engine")
+            if best is not None and base is not None:
+                rate = speed.decode_rate(part.of(base.name))
+                row = {"Pair": pair_sizes(result), "Hardware": f"[{machine(result)}]({path}.md)", "Batch": str(batch)}
+                row |= {"n": str(examples(part.of(best.name))), "Plain (tokens/s)": number(rate, 0)}
+                rows.append(row | {"Gain from drafting": ratio(speed.over(part, best, "engine"))})
+    return table(rows)
 
 
-def _speed(linked: Mapping[str, Result], words: list[str]) -> str:
+def _chosen(linked: Linked, words: list[str]) -> Iterator[tuple[str, Result]]:
+    """The results that are named or lie in named folders, in that order; all without any."""
+    for word in words or [""]:
+        inside = {path: result for path, result in linked.items() if os.path.dirname(path) == word}
+        yield from (linked if not word else inside or {word: linked[word]}).items()
+
+
+def _speed(linked: Linked, words: list[str]) -> str:
     (path,) = words
-    return f"{methods.speed_table(linked[path])}\n\n[Full report]({path}.md)"
+    part = whole(linked[path])
+    shown = {**columns.METHOD, **columns.N, **columns.RATE}
+    for which in speed.BASELINES:
+        shown |= columns.over(part.result, which)
+    return f"{columns.method_table({'': part}, shown)}\n\n[Full report]({path}.md)"
 
 
-def _picture(linked: Mapping[str, Result], words: list[str]) -> str:
+def _picture(linked: Linked, words: list[str]) -> str:
     path, name = words
     return f"![Decoding speed, {setting(linked[path])}]({path}-{name}.png)"
 
 
-_PARTS: Mapping[str, Callable[[Mapping[str, Result], list[str]], str]] = {
+def setting(result: Result) -> str:
+    """The pair, the target's weights if they are no float32, and how tokens were chosen."""
+    names = [short_name(model.name) for model in result.models.values()]
+    # A synthetic draft's name begins with its target's.
+    pair = names[-1] if names[-1].startswith(f"{names[0]} (") else " + ".join(names)
+    note, weights = title_note(result), _weights(result)
+    how = "sampling" if result.settings.sampling else "greedy"
+    return ", ".join([pair, *([f"{weights} weights"] if weights else []), how, *([note] if note else [])])
+
+
+def pair_sizes(result: Result) -> str:
+    """`162.8M + 13.1M, int8, synthetic`."""
+    sizes = " + ".join(size(model.parameters) for model in result.models.values())
+    return ", ".join(filter(None, [sizes, _weights(result), "synthetic" if result.synthetic else ""]))
+
+
+def machine(result: Result) -> str:
+    """Processor or GPUs, and threads."""
+    environment = result.environment
+    if environment.gpus and not result.models["target"].device.startswith("cpu"):
+        return ", ".join(environment.gpus)
+    return f"{processor(environment)}, {threads(environment)}"
+
+
+def _weights(result: Result) -> str:
+    """What the target's weights are kept in, empty for float32."""
+    kept = result.models["target"].dtype.split()[0]
+    return "" if kept == "float32" else kept
+
+
+_PARTS: Mapping[str, Callable[[Linked, list[str]], str]] = {
     "summary": _summary,
     "pays": _pays,
     "speed": _speed,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.bench.inputs.prompts import Prompt, context_length
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.running.methods import GENERATE, Method
+from hf_specdec.bench.running.methods import GENERATE, Contender
 from hf_specdec.bench.running.timed_call import synchronize
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import has_recurrent_layers, new_cache
@@ -29,8 +29,8 @@ from hf_specdec.prepared.engine import Engine, prepared_capacity
 from hf_specdec.prepared.engine_store import kept_engines
 from hf_specdec.prepared.pass_kernels import pass_kernels
 
-# {"draft": {draft steps in a row: [seconds a step]}, "target": {tokens of a pass: [seconds]}}
-Times = dict[str, dict[str, list[float]]]
+# ("draft", draft steps in a row, seconds a step) and ("target", tokens of a pass, seconds)
+Times = list[tuple[str, int, float]]
 # A pass over so many tokens on a filled cache, which it leaves as it was.
 Step = Callable[[int], None]
 
@@ -58,18 +58,18 @@ class BarePasses:
         self.behind = max(1, new_tokens // 2)
         self._steps: dict[tuple[str, int, int], dict[str, Step]] = {}
 
-    def sample(self, engine: str, prompts: Sequence[Prompt]) -> Times | None:
-        """Each target pass after the draft steps that precede it in decoding; None where the engine has no passes.
+    def sample(self, engine: str, prompts: Sequence[Prompt]) -> Times:
+        """Each target pass after the draft steps that precede it in decoding; nothing where the engine has no passes.
 
         In this order, since a model that was just run finds its weights in the processor's cache. Compiled and
         captured passes are the very steps that the calls before have left. These choose and judge tokens, too,
         which can't be parted from their passes.
         """
         if engine not in _ENGINES:
-            return None
+            return []
         if engine in ("static", "compiled"):
             prepared = _prepared_times(self.pair, self._engines(engine == "compiled", prompts))
-            if prepared is not None or engine == "compiled":
+            if prepared or engine == "compiled":
                 return prepared
         length = min(len(prompt.token_ids) for prompt in prompts)
         rows = [prompt.token_ids[-length:] for prompt in prompts]
@@ -102,19 +102,20 @@ class BarePasses:
         ]
 
     def _round_of_each_width(self, steps: Mapping[str, Step]) -> Times:
-        times: Times = {"draft": {"1": []}, "target": {}}
+        times: Times = []
         for width in self.widths:
             if "draft" in steps:
                 drafting = partial(steps["draft"], 1)
-                times["draft"]["1"] += [timed(self.pair, drafting)[1] for _ in range(min(width - 1, _STEPS))]
-            times["target"][str(width)] = [timed(self.pair, partial(steps["target"], width))[1]]
+                times += [("draft", 1, timed(self.pair, drafting)[1]) for _ in range(min(width - 1, _STEPS))]
+            times.append(("target", width, timed(self.pair, partial(steps["target"], width))[1]))
         return times
 
 
-def widths_for(methods: Sequence[Method]) -> list[int]:
-    """The widths at which the target's passes are timed for these methods, in tokens."""
-    widest = max(method.longest for method in methods) + 1
-    fixed = {method.lookahead + 1 for method in methods if isinstance(method.lookahead, int)}
+def widths_for(contenders: Sequence[Contender]) -> list[int]:
+    """The widths at which the target's passes are timed for these contenders, in tokens."""
+    widest = max(one.longest for one in contenders) + 1
+    lookaheads = (one.method.lookahead for one in contenders)
+    fixed = {tokens + 1 for tokens in lookaheads if isinstance(tokens, int)}
     return sorted({1, widest, *fixed, *(width for width in _WIDTHS if width <= widest)})
 
 
@@ -214,9 +215,9 @@ def keeping_engines(count: int, device: torch.device) -> Iterator[None]:
         engine_store.KEPT_ENGINES, engine_store.KEPT_BYTES = saved
 
 
-def _prepared_times(pair: LoadedPair, engines: Sequence[Engine]) -> Times | None:
-    """Of the prepared steps of engines, in the order of a round; None where there are none."""
-    times: Times = {"draft": {}, "target": {}}
+def _prepared_times(pair: LoadedPair, engines: Sequence[Engine]) -> Times:
+    """Of the prepared steps of engines, in the order of a round."""
+    times: Times = []
     for engine in engines:
         for lookahead, steps in engine.steps.items():
             drafting, *longer = engine.lengths(lookahead)
@@ -226,10 +227,10 @@ def _prepared_times(pair: LoadedPair, engines: Sequence[Engine]) -> Times | None
                     if longer:
                         drafts = steps.run_draft()  # blanks, as wide as these steps judge
                     elif lookahead:
-                        times["draft"].setdefault(str(lookahead), []).append(seconds / lookahead)
+                        times.append(("draft", lookahead, seconds / lookahead))
                     _, seconds = timed(pair, partial(steps.run_verify, drafts))
-                    times["target"].setdefault(str(lookahead + 1), []).append(seconds)
-    return times if times["target"] else None
+                    times.append(("target", lookahead + 1, seconds))
+    return times
 
 
 def timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,9 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.running.methods import Method
-from hf_specdec.bench.running.round_records import Rounds, Spent
+from hf_specdec.bench.records import Method
+from hf_specdec.bench.running.methods import Contender
+from hf_specdec.bench.running.rounds import Summary, counted_round, summary
 from hf_specdec.bench.settings import BenchError, Settings
 
 if TYPE_CHECKING:
@@ -55,17 +55,15 @@ class _Pair:
             )
         return torch.cat([input_ids, torch.tensor(self.last.tokens)], dim=1)
 
-    def read_rounds(
-        self, pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Any
-    ) -> tuple[Rounds | None, Spent | None]:
-        """Those of the last call; in greedy decoding the overlap is the number of tokens accepted."""
+    def read_rounds(self, pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Any) -> Summary | None:
+        """Those of the last call."""
         done = self.last
         if done is None or not done.drafted:
-            return None, None
-        steps = [max(drafted) for drafted in done.drafted]
-        overlap = [[float(count) for count in accepted] for accepted in done.accepted]
-        width = [count + 1 for count in steps]
-        return Rounds(done.drafted, done.accepted, done.new_tokens, overlap, steps, width), None
+            return None
+        rounds = zip(done.drafted, done.accepted, done.new_tokens, strict=True)
+        return summary(
+            [counted_round(drafted, kept, new, max(drafted), max(drafted) + 1) for drafted, kept, new in rounds]
+        )
 
 
 def check_llama_cpp(settings: Settings) -> None:
@@ -92,38 +90,23 @@ def llama_cpp_refusal(settings: Settings, pair: LoadedPair) -> str | None:
     return next((refusal for model in pair.models if (refusal := export_refusal(model))), None)
 
 
-def llama_cpp_methods(pair: LoadedPair, engine: str, lookaheads: Sequence[int]) -> list[Method]:
+def llama_cpp_methods(pair: LoadedPair, engine: str, lookaheads: Sequence[int]) -> list[Contender]:
     """Plain decoding (`role` plain), and speculative decoding at each lookahead (`role` fixed).
 
     The models are written and read here, so that no call's time has that in it.
     """
     loaded = _Pair(pair, LLAMA_CPP_ENGINES[engine])
-    plain = Method(
-        f"none {engine}",
-        f"plain, {engine}",
-        KIND,
-        engine,
-        same_engine=f"none {engine}",
-        facts={"role": "plain"},
-        generate=lambda _: partial(loaded.generate, None),
-    )
-    return [plain, *(_drafting(plain, loaded, pair, tokens) for tokens in lookaheads)]
-
-
-def _drafting(plain: Method, loaded: _Pair, pair: LoadedPair, lookahead: int) -> Method:
-    title = f"speculative, γ = {lookahead}, {plain.engine}"
-    return replace(
-        plain,
-        name=title,
-        title=title,
-        lookahead=lookahead,
-        longest=lookahead,
-        draft=pair.draft,
-        draft_name=pair.draft_name,
-        facts={"role": "fixed"},
-        generate=lambda _: partial(loaded.generate, lookahead),
-        read_rounds=loaded.read_rounds,
-    )
+    name = f"none {engine}"
+    plain = Method(name, f"plain, {engine}", KIND, engine, same_engine=name, role="plain")
+    found = [Contender(plain, pair, generate=partial(loaded.generate, None))]
+    assert pair.draft is not None
+    for tokens in lookaheads:
+        title = f"speculative, γ = {tokens}, {engine}"
+        size = pair.draft.num_parameters()
+        drafting = Method(title, title, KIND, engine, tokens, name, pair.draft_name, size, role="fixed")
+        call = partial(loaded.generate, tokens)
+        found.append(Contender(drafting, pair, tokens, generate=call, read_rounds=loaded.read_rounds))
+    return found
 
 
 def _loaded(model: PreTrainedModel, weights: str) -> Rows:

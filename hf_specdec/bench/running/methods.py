@@ -1,30 +1,33 @@
-"""The decoding methods that are compared: their settings, how they are called, and how their rounds are read."""
+"""The contenders: this package's methods on their models, how they are called, and how their rounds are read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import hf_specdec
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.running.round_records import Rounds, Spent, our_rounds
-from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.records import Method
+from hf_specdec.bench.running.rounds import Summary, summary
+from hf_specdec.bench.settings import KEYWORDS, Settings
 from hf_specdec.config import MAX_ASSISTANT_TOKENS, STRATEGY_SETTINGS
 
 GENERATE = "generate"  # the engine of transformers' own loops
 
-ReadRounds = Callable[[LoadedPair, list[list[int]], Sequence[int], Any], tuple[Rounds | None, Spent | None]]
+ReadRounds = Callable[[LoadedPair, list[list[int]], Sequence[int], Any], "Summary | None"]
 
-# Settings of ours that are keywords of generate(), in the order in which they are written.
-KEYWORDS = (
-    "num_assistant_tokens", "fallback_threshold", "rollback_threshold", "lenience", "posterior_threshold",
-    "assistant_ensemble_weight", "drafter", "verification", "entropy_threshold", "compile", "cache_implementation",
-)  # fmt: skip
+# How our loop can run, as keywords of generate().
+ENGINES: Mapping[str, dict[str, Any]] = {
+    "eager": {},
+    "static": {"cache_implementation": "static"},
+    "compiled": {"compile": True},
+}
+# A draft that stops where it is not sure, as transformers' default does; chosen on the embedded split train.
+STOP_LOOKAHEAD, STOP_ENTROPY = 12, 0.55
 
 # How strategies are called in reports.
 STRATEGY_TITLES = {
@@ -37,70 +40,48 @@ STRATEGY_TITLES = {
 
 
 @dataclass(frozen=True)
-class Method:
-    """One way of decoding.
+class Contender:
+    """A method, the models that it runs on, and how it is called.
 
     Args:
-        name: unique in a run.
-        title: for readers.
-        kind: plain (generate() without a draft), none (our loop without a draft), assisted, ensemble, lookup
-            (transformers' own), a strategy of ours (its ensemble has a `same_engine`), llama.cpp.
-        engine: `GENERATE`; how our rounds run: eager, static, kernels or compiled; or how llama.cpp stores the weights.
-        lookahead: tokens drafted in a round where that is fixed, or "auto".
         longest: the most tokens of a draft.
-        keywords: of generate(), without its models; JSON-serialisable.
-        models: further arguments of generate() that are models or tokenizers.
-        draft: the model that drafts.
-        draft_name: its name.
-        same_engine: the name of plain decoding with the same compile mode and cache; None for transformers' own loops.
+        models: arguments of generate() that are models or tokenizers.
         most_rows: the largest batch that it takes; None: any.
-        facts: of one task, for its reports.
-        surroundings: `surroundings(pair)` is entered around the call, outside the clock.
+        surroundings: entered around the call, outside the clock.
         generate: what is called with generate()'s arguments; by default the target's own.
         read_rounds: `read_rounds(pair, tokens, puts, log)` with what `surroundings` yielded.
     """
 
-    name: str
-    title: str
-    kind: str
-    engine: str = GENERATE
-    lookahead: int | str | None = None
+    method: Method
+    pair: LoadedPair
     longest: int = 0
-    keywords: Mapping[str, Any] = field(default_factory=dict)
     models: Mapping[str, Any] = field(default_factory=dict)
-    draft: PreTrainedModel | None = None
-    draft_name: str | None = None
-    same_engine: str | None = None
     most_rows: int | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
     surroundings: Callable[[LoadedPair], AbstractContextManager[Any]] = lambda pair: nullcontext()
-    generate: Callable[[LoadedPair], Callable[..., Tensor]] = lambda pair: pair.target.generate
-    read_rounds: ReadRounds = lambda pair, tokens, puts, log: (None, None)
+    generate: Callable[..., Tensor] | None = None
+    read_rounds: ReadRounds = lambda pair, tokens, puts, log: None
+
+    @property
+    def name(self) -> str:
+        return self.method.name
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of generate() that make it this method."""
-        return {**self.models, **self.keywords}
+        return {**self.models, **self.method.keywords}
 
     def takes(self, rows: int) -> bool:
         """Whether it takes batches of this many rows."""
         return self.most_rows is None or rows <= self.most_rows
 
-    def describe(self) -> dict[str, Any]:
-        """The method's entry in a result, JSON-serialisable."""
-        names = ("name", "title", "kind", "engine", "lookahead", "same_engine")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "draft": self.draft_name,
-            "draft_parameters": None if self.draft is None else self.draft.num_parameters(),
-            "keywords": dict(self.keywords),
-            **self.facts,
-        }
+    def told(self, **facts: Any) -> Contender:
+        """The same under another name or title, or with further facts for reports."""
+        return replace(self, method=replace(self.method, **facts))
 
 
-def plain() -> Method:
+def plain(pair: LoadedPair) -> Contender:
     """generate() without a draft."""
-    return Method("plain", "plain generate()", "plain")
+    return Contender(Method("plain", "plain generate()", "plain"), pair)
 
 
 def engine_of(keywords: Mapping[str, Any]) -> str:
@@ -110,25 +91,23 @@ def engine_of(keywords: Mapping[str, Any]) -> str:
     return "static" if keywords.get("cache_implementation") == "static" else "eager"
 
 
-def plain_on_engine(keywords: Mapping[str, Any]) -> Method:
+def plain_on_engine(keywords: Mapping[str, Any], pair: LoadedPair) -> Contender:
     """Our loop without a draft, on the engine that these keywords ask for."""
     kept = {name: keywords[name] for name in ("compile", "cache_implementation") if keywords.get(name)}
-    return _of_our_loop(
-        plain_on_engine_name(engine_of(kept)),
-        f"plain on our loop, {engine_of(kept)}",
+    engine = engine_of(kept)
+    method = Method(
+        f"none {engine}",
+        f"plain on our loop, {engine}",
         "none",
-        {"generation_strategy": "speculative", "drafter": "none", **kept},
+        engine,
+        keywords={"generation_strategy": "speculative", "drafter": "none", **kept},
     )
-
-
-def plain_on_engine_name(engine: str) -> str:
-    """What the method without a draft is called on an engine of ours."""
-    return f"none {engine}"
+    return _of_our_loop(method, pair)
 
 
 def ours(
     strategy: str, keywords: Mapping[str, Any], pair: LoadedPair, *, name: str | None = None, title: str | None = None
-) -> Method:
+) -> Contender:
     """This package's decoding, called as a user would.
 
     Args:
@@ -139,19 +118,23 @@ def ours(
     """
     kept = {key: keywords[key] for key in KEYWORDS if keywords.get(key) is not None and keywords[key] is not False}
     kept = {key: value for key, value in kept.items() if key not in others_settings(strategy)}
-    drafts_by_model = kept.get("drafter", "model") in ("model", "hybrid")
-    # They are compared; if they agree, nothing is translated.
-    tokenizers = {"tokenizer": pair.tokenizer, "assistant_tokenizer": pair.draft_tokenizer} if drafts_by_model else {}
-    return _of_our_loop(
+    draft = pair.draft if kept.get("drafter", "model") in ("model", "hybrid") else None
+    method = Method(
         strategy if name is None else name,
         _title(strategy, kept) if title is None else title,
         strategy,
+        engine_of(kept),
+        kept.get("num_assistant_tokens"),
+        plain_on_engine(kept, pair).name,
+        None if draft is None else pair.draft_name,
+        None if draft is None else draft.num_parameters(),
         {"generation_strategy": strategy, **kept},
-        draft=pair.draft if drafts_by_model else None,
-        draft_name=pair.draft_name if drafts_by_model else None,
-        same_engine=plain_on_engine(kept).name,
-        tokenizers=tokenizers,
     )
+    if draft is None:
+        return _of_our_loop(method, pair)
+    # Tokenizers are compared; if they agree, nothing is translated.
+    tokenizers = {"tokenizer": pair.tokenizer, "assistant_tokenizer": pair.draft_tokenizer}
+    return _of_our_loop(method, pair, {"assistant_model": draft, **tokenizers})
 
 
 def others_settings(strategy: str) -> set[str]:
@@ -181,33 +164,20 @@ def fixed_lookahead(settings: Settings, pair: LoadedPair) -> int:
     return cast(int, hf_specdec.SpeculationConfig().resolve(pair.target.config.model_type).num_assistant_tokens)
 
 
-def _of_our_loop(
-    name: str,
-    title: str,
-    kind: str,
-    keywords: Mapping[str, Any],
-    tokenizers: Mapping[str, Any] | None = None,
-    **more: Any,
-) -> Method:
-    tokens = keywords.get("num_assistant_tokens")
-
-    def read(pair: LoadedPair, new: Any, puts: Any, log: Any) -> tuple[Rounds | None, Spent | None]:
-        stats = hf_specdec.last_speculation(pair.target)
+def _of_our_loop(method: Method, pair: LoadedPair, models: Mapping[str, Any] | None = None) -> Contender:
+    def read(loaded: LoadedPair, new: Any, puts: Any, log: Any) -> Summary:
+        stats = hf_specdec.last_speculation(loaded.target)
         assert stats is not None, "a call of ours leaves statistics"
-        return our_rounds(stats)
+        return summary(stats.rounds, times=True)
 
-    return Method(
-        name,
-        title,
-        kind,
-        engine_of(keywords),
-        tokens,
-        MAX_ASSISTANT_TOKENS if tokens == "auto" else tokens or 0,
-        keywords,
-        {} if more.get("draft") is None else {"assistant_model": more["draft"], **(tokenizers or {})},
+    tokens = method.lookahead
+    return Contender(
+        method,
+        pair,
+        tokens if isinstance(tokens, int) else MAX_ASSISTANT_TOKENS if tokens == "auto" else 0,
+        models or {},
         surroundings=lambda loaded: hf_specdec.enable(loaded.target),
         read_rounds=read,
-        **more,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import resource
 import time
+from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,54 +16,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.bench.inputs.prompts import Prompt
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.running.methods import Method
-from hf_specdec.bench.running.round_records import Rounds, Spent
+from hf_specdec.bench.records import Call
+from hf_specdec.bench.running.methods import Contender
 from hf_specdec.bench.settings import Settings
 
 _REPEATS_APART = 1_000_003  # between their seeds, where each repeat draws anew
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of generate(); batches have one entry a row.
-
-    Args:
-        method: its name.
-        prompts: the rows' indexes.
-        repeat: from 0.
-        position: the call's place in the order in which all calls were made.
-        seconds: of the whole call.
-        first_seconds: from the call to the first delivery.
-        tokens: new tokens of each row, EOS included, padding not.
-        rounds: what each round drafted and accepted; None for plain decoding.
-        spent: seconds of the rounds after the first; None where the method doesn't tell.
-        texts: the rows' tokens as text, where a task reads them.
-        again: calls before this one that were thrown away, since passes were recorded or compiled in them.
-        preparing: seconds that those calls took beyond as many like this one.
-    """
-
-    method: str
-    prompts: tuple[int, ...]
-    repeat: int
-    position: int
-    seconds: float
-    first_seconds: float
-    tokens: list[list[int]]
-    rounds: Rounds | None = None
-    spent: Spent | None = None
-    texts: list[str] | None = None
-    again: int = 0
-    preparing: float = 0.0
-
-    @property
-    def batch(self) -> int:
-        """How many rows were decoded at once."""
-        return len(self.prompts)
-
-    @property
-    def prompt(self) -> int:
-        """The index of the first row's prompt, which stands for the batch."""
-        return self.prompts[0]
 
 
 class TimingStreamer(BaseStreamer):
@@ -97,8 +56,7 @@ def synchronize(pair: LoadedPair) -> None:
 
 
 def timed_call(
-    pair: LoadedPair,
-    method: Method,
+    contender: Contender,
     prompts: Sequence[Prompt],
     settings: Settings,
     *,
@@ -117,41 +75,67 @@ def timed_call(
     Raises:
         RuntimeError: the tokens returned are not those that were streamed.
     """
+    pair = contender.pair
     ids, mask = _padded(prompts, pair)
     streamer = TimingStreamer(inner)
     # From the example's index: the same draws whatever ran before, and whoever else shares the examples.
     torch.manual_seed(settings.seed + prompts[0].index + settings.endless * _REPEATS_APART * repeat)
-    with _ending(pair, settings.endless), method.surroundings(pair) as log:
+    with _ending(pair, settings.endless), contender.surroundings(pair) as log:
         synchronize(pair)
+        _reset_peak(pair)
+        generate = contender.generate or pair.target.generate
         start = time.perf_counter()
         # Without a dict: it would hand out the cache, which static ones have to be copied for.
-        sequences = method.generate(pair)(
+        sequences = generate(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=settings.max_new_tokens,
             pad_token_id=_pad_token(pair),
             streamer=streamer,
             **settings.generate_kwargs(),
-            **method.options,
+            **contender.options,
         )
         synchronize(pair)
         seconds = time.perf_counter() - start
     new = sequences[:, 1 if pair.encoder_decoder else ids.shape[1] :].tolist()
     tokens = new if settings.endless else [up_to_eos(row, pair) for row in new]
     if len(prompts) == 1 and len(tokens[0]) != sum(streamer.counts):
-        raise RuntimeError(f"{method.name} streamed {sum(streamer.counts)} tokens but returned {len(tokens[0])}")
-    rounds, spent = method.read_rounds(pair, tokens, streamer.counts, log)
+        raise RuntimeError(f"{contender.name} streamed {sum(streamer.counts)} tokens but returned {len(tokens[0])}")
+    rounds = contender.read_rounds(pair, tokens, streamer.counts, log)
     return Call(
-        method=method.name,
+        method=contender.name,
         prompts=tuple(prompt.index for prompt in prompts),
         repeat=repeat,
         position=position,
         seconds=seconds,
         first_seconds=streamer.times[0] - start,
-        tokens=tokens,
-        rounds=rounds,
-        spent=spent,
+        new_tokens=sum(map(len, tokens)),
+        outputs=tuple(map(digest, tokens)),
+        tokens=tuple(map(tuple, tokens)),
+        peak_bytes=_peak(pair),
+        **({"first_tokens": len(prompts)} if rounds is None else vars(rounds)),
     )
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """The same for the same tokens only."""
+    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=6).hexdigest()
+
+
+def _reset_peak(pair: LoadedPair) -> None:
+    if pair.target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(pair.target.device)
+        return
+    # Where it can't be reset, as outside Linux, the peak is that of the process so far.
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def _peak(pair: LoadedPair) -> int:
+    """Bytes in use at most since `_reset_peak`: of the target's GPU, or of this process."""
+    if pair.target.device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(pair.target.device))
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _padded(prompts: Sequence[Prompt], pair: LoadedPair) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.running.methods import Method, ReadRounds, fixed_lookahead
-from hf_specdec.bench.running.round_records import streamed_rounds
+from hf_specdec.bench.records import Method
+from hf_specdec.bench.running.methods import Contender, ReadRounds, fixed_lookahead
+from hf_specdec.bench.running.rounds import Summary, streamed_rounds
 from hf_specdec.bench.settings import Settings
 
 # As Spec-Bench runs it; a look-up costs nothing, so that it pays to draft more than a model would.
@@ -68,55 +69,53 @@ def assisted_refusal(settings: Settings, pair: LoadedPair) -> str | None:
     return None
 
 
-def assisted(settings: Settings, pair: LoadedPair, schedule: Schedule | None = None) -> Method:
+def assisted(settings: Settings, pair: LoadedPair, schedule: Schedule | None = None) -> Contender:
     """transformers' own assisted generation, without a schedule with our lookahead, constant, without an early stop.
 
     Where vocabularies differ in size, transformers wants both tokenizers and drafts through text.
     """
     chosen = schedule or Schedule(fixed_lookahead(settings, pair))
-    models: dict[str, Any] = {"assistant_model": pair.draft}
+    models: dict[str, Any] = {}
     title = "transformers' assisted generation"
     if not _same_vocabulary(pair):
-        models |= {"tokenizer": pair.tokenizer, "assistant_tokenizer": pair.draft_tokenizer}
+        models = {"tokenizer": pair.tokenizer, "assistant_tokenizer": pair.draft_tokenizer}
         title += " (through both tokenizers)"
-    return Method(
-        "assisted" if schedule is None else f"assisted {chosen.words}",
-        f"{title}, {chosen.words}",
-        "assisted",
-        lookahead=chosen.tokens if chosen.kind == "constant" and not chosen.confidence else None,
-        longest=chosen.tokens if chosen.kind == "constant" else _GROWN,
-        models=models,
-        draft=pair.draft,
-        draft_name=pair.draft_name,
-        most_rows=1,
-        surroundings=_drafting_by(chosen),
-        read_rounds=_reader(settings, tells_overlap=True, draft_passes=True),
-    )
+    name = "assisted" if schedule is None else f"assisted {chosen.words}"
+    return _with_draft(settings, pair, chosen, Method(name, f"{title}, {chosen.words}", "assisted"), models)
 
 
-def assisted_baselines(settings: Settings, pair: LoadedPair) -> list[Method]:
+def assisted_baselines(settings: Settings, pair: LoadedPair) -> list[Contender]:
     """With our lookahead and with transformers' own default, which means nothing where texts are random."""
     schedules = (None,) if pair.synthetic is not None else (None, DEFAULT)
     return [assisted(settings, pair, schedule) for schedule in schedules]
 
 
-def ensemble(settings: Settings, pair: LoadedPair, weight: float = ENSEMBLE_WEIGHT) -> Method:
+def ensemble(settings: Settings, pair: LoadedPair, weight: float = ENSEMBLE_WEIGHT) -> Contender:
     """transformers' lossy relaxation: drafts are judged by weight · target + (1 - weight) · draft."""
-    schedule = Schedule(fixed_lookahead(settings, pair))
-    return Method(
-        "ensemble",
-        f"transformers' assisted generation, ensemble weight {weight:g} (lossy)",
-        "ensemble",
-        lookahead=schedule.tokens,
-        longest=schedule.tokens,
-        keywords={"assistant_ensemble_weight": weight},
-        models={"assistant_model": pair.draft},
-        draft=pair.draft,
-        draft_name=pair.draft_name,
+    title = f"transformers' assisted generation, ensemble weight {weight:g} (lossy)"
+    method = Method("ensemble", title, "ensemble", keywords={"assistant_ensemble_weight": weight})
+    return _with_draft(settings, pair, Schedule(fixed_lookahead(settings, pair)), method, {})
+
+
+def _with_draft(
+    settings: Settings, pair: LoadedPair, schedule: Schedule, method: Method, models: dict[str, Any]
+) -> Contender:
+    assert pair.draft is not None
+    constant = schedule.kind == "constant"
+    return Contender(
+        replace(
+            method,
+            lookahead=schedule.tokens if constant and not schedule.confidence else None,
+            draft=pair.draft_name,
+            draft_parameters=pair.draft.num_parameters(),
+        ),
+        pair,
+        schedule.tokens if constant else _GROWN,
+        {"assistant_model": pair.draft, **models},
         most_rows=1,
         surroundings=_drafting_by(schedule),
-        # What is accepted there isn't what the target agrees with.
-        read_rounds=_reader(settings, tells_overlap=False, draft_passes=True),
+        # What an ensemble accepts isn't what the target agrees with.
+        read_rounds=_reader(settings, tells_overlap=method.kind != "ensemble", draft_passes=True),
     )
 
 
@@ -125,15 +124,14 @@ def can_ensemble(pair: LoadedPair) -> bool:
     return pair.draft is not None and _same_vocabulary(pair)
 
 
-def prompt_lookup(settings: Settings) -> Method:
+def prompt_lookup(settings: Settings, pair: LoadedPair) -> Contender:
     """transformers' own prompt lookup: drafts are what followed the same words earlier in the text."""
-    return Method(
-        "prompt_lookup",
-        f"transformers' prompt lookup ({LOOKUP_TOKENS} tokens)",
-        "lookup",
-        lookahead=LOOKUP_TOKENS,
-        longest=LOOKUP_TOKENS,
-        keywords={"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+    title = f"transformers' prompt lookup ({LOOKUP_TOKENS} tokens)"
+    keywords = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+    return Contender(
+        Method("prompt_lookup", title, "lookup", lookahead=LOOKUP_TOKENS, keywords=keywords),
+        pair,
+        LOOKUP_TOKENS,
         most_rows=1,
         surroundings=lambda loaded: _watched_lookups(),
         read_rounds=_reader(settings, tells_overlap=True, draft_passes=False),
@@ -147,9 +145,9 @@ def _same_vocabulary(pair: LoadedPair) -> bool:
 def _reader(settings: Settings, *, tells_overlap: bool, draft_passes: bool) -> ReadRounds:
     greedy = tells_overlap and not settings.sampling
 
-    def read(pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Sequence[Tensor]) -> Any:
+    def read(pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Sequence[Tensor]) -> Summary:
         drafts = [drafted.tolist() for drafted in log]
-        return streamed_rounds(tokens[0], puts, drafts, greedy=greedy, draft_passes=draft_passes), None
+        return streamed_rounds(tokens[0], puts, drafts, greedy=greedy, draft_passes=draft_passes)
 
     return read
 

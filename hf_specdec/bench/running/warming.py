@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hf_specdec.bench.inputs.prompts import Prompt
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.running.methods import Method
-from hf_specdec.bench.running.timed_call import Call, timed_call
+from hf_specdec.bench.records import Call, ColdStart
+from hf_specdec.bench.running.methods import Contender
+from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.models.recorded_passes import recordings_of
 from hf_specdec.prepared.engine_store import kept_engines
@@ -22,58 +23,42 @@ MOST_SECONDS = 60.0  # of warm-up calls behind the first, which may compile; two
 MOST_AGAIN = 4  # times that a call is made anew because something was prepared in it
 
 
-@dataclass(frozen=True)
-class ColdStart:
-    """The calls before a method's times had settled.
-
-    Args:
-        method: its name.
-        batch: rows.
-        length: tokens of the longest prompt.
-        seconds: of each warm-up call, in order.
-        settled: whether the last two differ by less than `SETTLED` and nothing was prepared in the last one; False
-            where the bound was reached first.
-    """
-
-    method: str
-    batch: int
-    length: int
-    seconds: list[float]
-    settled: bool
-
-
 def warm_up(
-    pair: LoadedPair, method: Method, prompts: Sequence[Prompt], settings: Settings, *, most: int | None = None
+    contender: Contender, prompts: Sequence[Prompt], settings: Settings, *, most: int | None = None, number: int = 0
 ) -> ColdStart:
     """Calls until times have settled, at most `most` times, by default `MOST_WARM_UPS`, or for `MOST_SECONDS`.
 
     The first use of the models is also where they refuse what they can't do.
 
+    Args:
+        number: of the record.
+
     Raises:
         BenchError: such a refusal, in one line.
     """
+    pair = contender.pair
     seconds: list[float] = []
     settled = False
     while not settled and len(seconds) < (most or MOST_WARM_UPS) and sum(seconds[1:]) < MOST_SECONDS:
         before, start = prepared_so_far(pair), time.perf_counter()
         try:
-            timed_call(pair, method, prompts, settings)
+            timed_call(contender, prompts, settings)
         except ValueError as error:
             raise BenchError(" ".join(str(error).split())) from error
         seconds.append(time.perf_counter() - start)
         close = len(seconds) > 1 and abs(seconds[-1] - seconds[-2]) < SETTLED * seconds[-2]
         settled = close and prepared_so_far(pair) == before
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    return ColdStart(method.name, len(prompts), longest, seconds, settled)
+    return ColdStart(contender.name, len(prompts), longest, tuple(seconds), settled, number)
 
 
-def warm_call(pair: LoadedPair, method: Method, prompts: Sequence[Prompt], settings: Settings, **place: Any) -> Call:
+def warm_call(contender: Contender, prompts: Sequence[Prompt], settings: Settings, **place: Any) -> Call:
     """`timed_call` in which nothing was recorded or compiled: a call in which something was is made again."""
     thrown_away: list[float] = []
     while True:
-        before = prepared_so_far(pair)
-        call = timed_call(pair, method, prompts, settings, **place)
-        if prepared_so_far(pair) == before or len(thrown_away) == MOST_AGAIN:
+        before = prepared_so_far(contender.pair)
+        call = timed_call(contender, prompts, settings, **place)
+        if prepared_so_far(contender.pair) == before or len(thrown_away) == MOST_AGAIN:
             more = max(0.0, sum(thrown_away) - call.seconds * len(thrown_away))
             return replace(call, again=len(thrown_away), preparing=more)
         thrown_away.append(call.seconds)

@@ -1,63 +1,86 @@
-"""The task `ablation`: speculative decoding, KV cache and Better Transformer, each on and off."""
+"""Measures what speculation, the KV cache and Better Transformer each contribute: each switched on and off."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from hf_specdec.bench import results
+from hf_specdec.bench.arguments import DATA, MODELS, SAMPLING, STRATEGIC, WORK, OneLineParser, task_parser
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import LoadedPair, better_transformer, load_pair
-from hf_specdec.bench.reports.tables import ablation as ablation_tables
-from hf_specdec.bench.running.methods import Method, chosen_keywords, ours, plain, plain_on_engine
+from hf_specdec.bench.records import Method, Result
+from hf_specdec.bench.reports import columns
+from hf_specdec.bench.reports.columns import Columns, method_table
+from hf_specdec.bench.reports.document import Block, Picture
+from hf_specdec.bench.reports.heading import heading, remarks, terminal
+from hf_specdec.bench.reports.markdown import capital, ratio
+from hf_specdec.bench.running.measuring import measured_questions
+from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted, assisted_refusal
 from hf_specdec.bench.settings import Settings
-from hf_specdec.bench.storage import results, run_session
-from hf_specdec.bench.tasks import collecting
-from hf_specdec.bench.tasks.collecting import Contender
 from hf_specdec.models.better_transformer import to_better_transformer, to_eager_attention
 
+SHARED = True
+DEFAULTS = Settings(task="ablation", max_new_tokens=64, repeats=7, assisted_generation=True, embedded_limit=3)
 
-def run_ablation(settings: Settings, shared: Processes) -> None:
-    """Measures all rows, writes JSON and markdown into `settings.output_dir`, prints the table.
+LEGEND = (
+    f"{columns.SPEED} Baselines have the same cache and attention. Rows without Better Transformer use eager attention "
+    "in both models."
+)
+
+
+def parser() -> OneLineParser:
+    """The arguments of this task."""
+    models = tuple(name for name in MODELS if name != "better_transformer")
+    names = (*models, "assisted_generation", *STRATEGIC, *SAMPLING, *DATA, *WORK)
+    limit = f"examples per subtask (default: all; embedded: {DEFAULTS.embedded_limit})"
+    return task_parser(DEFAULTS, names, str(__doc__), help={"limit": limit})
+
+
+def run(settings: Settings, shared: Processes) -> None:
+    """Measures all rows, writes the result and its report into `settings.output_dir`, prints the table.
 
     Raises `BenchError` for what the user can put right, a model without Better Transformer included.
     """
-    results.check_output(settings)
     dialogues = questions.dialogues(settings)
     pair = load_pair(settings)
     # Refuses before anything is measured; the rows switch it on and off themselves.
     better_transformer(pair)
-    contenders = [Contender(method, pair) for method in rows(settings, pair)]
-    result = collecting.collect(settings, contenders, dialogues, shared)
-    if result is None:
-        return
-    for model in result["models"].values():
-        model["attention"] = "eager or Better Transformer"
-    run_session.finish_briefly(result, settings, ablation_tables.terminal)
+    result = measured_questions(settings, rows(settings, pair), dialogues, shared)
+    if result is not None:
+        attention = "eager or Better Transformer"
+        result.models = {role: replace(model, attention=attention) for role, model in result.models.items()}
+        results.finish(result, render)
+        part = whole(result)
+        sys.stdout.write(terminal([ablation_table(part), *remarks(part)]))
 
 
-def rows(settings: Settings, pair: LoadedPair) -> list[Method]:
+def rows(settings: Settings, pair: LoadedPair) -> list[Contender]:
     """With and without KV cache and Better Transformer: plain generate(), plain on our loop, ours.
 
     With a cache, without which it refuses, transformers' assisted generation too.
     """
     keywords = chosen_keywords(settings, pair)
-    methods = [plain(), plain_on_engine(keywords), ours(settings.generation_strategy, keywords, pair)]
+    listed = [plain(pair), plain_on_engine(keywords, pair), ours(settings.generation_strategy, keywords, pair)]
     found = []
     for cache, better in product((False, True), repeat=2):
-        these = list(methods)
+        these = list(listed)
         if cache and assisted_refusal(settings, pair) is None:
             these.insert(2, assisted(settings, pair))
-        found += [_switched(method, cache, better) for method in these if method.takes(settings.batch_size)]
+        found += [_switched(one, cache, better) for one in these]
     return found
 
 
-def _switched(method: Method, cache: bool, better: bool) -> Method:
-    inner = method.surroundings
+def _switched(one: Contender, cache: bool, better: bool) -> Contender:
+    inner, method = one.surroundings, one.method
 
     @contextmanager
     def surroundings(loaded: LoadedPair) -> Iterator[Any]:
@@ -69,12 +92,49 @@ def _switched(method: Method, cache: bool, better: bool) -> Method:
 
     switches = f"{'cache' if cache else 'no cache'}+{'better' if better else 'eager'}"
     words = f"{'with' if cache else 'without'} KV cache, {'Better Transformer' if better else 'eager'}"
-    return replace(
-        method,
+    return replace(one, surroundings=surroundings).told(
         name=f"{method.name}+{switches}",
         title=f"{method.title}, {words}",
         same_engine=None if method.same_engine is None else f"{method.same_engine}+{switches}",
         keywords={**method.keywords, "use_cache": cache},
-        facts={"speculative": method.draft is not None, "cache": cache, "better_transformer": better},
-        surroundings=surroundings,
+        cache=cache,
+        better_transformer=better,
     )
+
+
+def render(result: Result) -> list[Block]:
+    """The report."""
+    part = whole(result)
+    drafted = [method for method in part.methods if method.ours]
+    picture = Picture("gains", "gains.of_methods", (part, drafted, ("engine", part.methods[0].name)))
+    return [heading(part), LEGEND, ablation_table(part), picture, *remarks(part)]
+
+
+def ablation_table(part: Part) -> str:
+    """One row per combination."""
+    first = part.methods[0].name
+
+    def over_first(part: Part, method: Method) -> str:
+        return "–" if method.name == first else ratio(speed.speedup(part, method.name, first))
+
+    shown: Columns = {
+        # Cache and attention have columns of their own.
+        "Method": lambda part, method: capital(method.title.split(", with")[0]),
+        **columns.N,
+        "Speculative decoding": lambda part, method: _yes(method.draft is not None),
+        "KV cache": lambda part, method: _yes(method.cache),
+        "Better Transformer": lambda part, method: _yes(method.better_transformer),
+        **columns.RATE,
+        "Speedup over the first row": over_first,
+        **columns.over(part.result, "plain"),
+        **columns.over(part.result, "engine"),
+        **columns.END_TO_END,
+        **columns.ACCEPTANCE,
+        **columns.TOKENS,
+        **columns.EQUAL,
+    }
+    return method_table({"": part}, shown)
+
+
+def _yes(switch: bool | None) -> str:
+    return "yes" if switch else "no"

@@ -1,4 +1,4 @@
-"""The task `align`: fine-tunes a draft on what its target writes, and judges it on prompts that it has not seen."""
+"""Fine-tunes a draft on what its target writes, and judges it on prompts that it has not seen."""
 
 from __future__ import annotations
 
@@ -7,43 +7,71 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from hf_specdec.bench import results
 from hf_specdec.bench.aligning.answers import answers_folder, target_answers
 from hf_specdec.bench.aligning.batches import shared_vocabulary
-from hf_specdec.bench.figures.alignment import AFTER, BEFORE, acceptance_gain
+from hf_specdec.bench.arguments import DATA, LOSSLESS, MODELS, SAMPLING, TRAINING, WORK, OneLineParser, task_parser
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.frames import Part, acceptance_by_position, acceptance_rate, tokens_per_round, whole
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.inputs.questions import Question
+from hf_specdec.bench.journal import Journal
 from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.loading import LoadedPair, load_pair, with_draft
-from hf_specdec.bench.reports.tables import align as align_tables
-from hf_specdec.bench.running.methods import chosen_keywords, ours, plain, plain_on_engine
+from hf_specdec.bench.models.names import stem
+from hf_specdec.bench.records import Result, as_json
+from hf_specdec.bench.reports import columns
+from hf_specdec.bench.reports.columns import method_table
+from hf_specdec.bench.reports.document import Block, Picture, section
+from hf_specdec.bench.reports.heading import heading, remarks, terminal
+from hf_specdec.bench.reports.markdown import number, percent, points, table
+from hf_specdec.bench.running.measuring import batches, measured_questions
+from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage import results
-from hf_specdec.bench.storage.run_session import RunSession, finish
-from hf_specdec.bench.tasks import collecting
-from hf_specdec.bench.tasks.collecting import Contender
+from hf_specdec.bench.tasks.subtasks import by_subtask
 
 Dialogues = list[list[Question]]
 
+SHARED = True
+DEFAULTS = Settings(
+    task="align", max_new_tokens=128, repeats=3, assisted_generation=True, batch_sizes=(8,), embedded_limit=125
+)  # fmt: skip
+BEFORE, AFTER = "before", "after"  # the names of the methods
 MOST_HELD_OUT = 64  # dialogues
 _HELD_OUT_SHARE = 10  # one dialogue in so many is held out, where a data set has no split for it
 
 
-def run_align(settings: Settings, shared: Processes) -> None:
+_ACCEPTANCE = (
+    "n: different examples. Accepted / drafted tokens on held-out prompts, before and after. Gain: the difference in "
+    "points with its 95% interval, by a paired bootstrap over questions, from six on."
+)
+_POSITIONS = "Share accepted at each position of the draft, among the rounds that reached it."
+
+
+def parser() -> OneLineParser:
+    """The arguments of this task."""
+    names = (*MODELS, "assisted_generation", *LOSSLESS, *SAMPLING, *DATA, *TRAINING, *WORK)
+    limit = f"examples per subtask (default: all; embedded: {DEFAULTS.embedded_limit})"
+    texts = "texts answered at once, and in a training step"
+    return task_parser(DEFAULTS, names, str(__doc__), help={"limit": limit, "batch_sizes": texts})
+
+
+def run(settings: Settings, shared: Processes) -> None:
     """Answers, trains, judges; a draft that is accepted more often than before is saved as `<name>-aligned`.
 
     An interrupted run goes on where it stopped. Raises `BenchError` for what the user can put right.
     """
     check_arguments(settings)
     learned, held_out = prompts(settings)
-    judging = replace(settings, batch_sizes=(1,))
+    judged = judging(settings)
     # Refuses here what would otherwise be refused after the training.
-    RunSession(judging, shared).journal.close()
+    Journal(judged, stem(judged), shared.count)
     pair = load_pair(settings)
     saved = destination(settings, pair)
     check_pair(settings, pair)
@@ -51,40 +79,46 @@ def run_align(settings: Settings, shared: Processes) -> None:
     folder = answers_folder(settings, pair)
     datasets = {}
     for name, dialogues in (("learned", learned), ("held-out", held_out)):
-        groups = collecting.batches(dialogues, settings.batch_size)
+        groups = batches(dialogues, settings.batch_size)
         datasets[name] = target_answers(folder / name, settings, pair, groups, shared)
 
     # Here because it takes seconds, and needs accelerate.
     from hf_specdec.bench.aligning.training import train
 
     assert pair.draft is not None and pair.draft_name is not None
-    place = settings.output_dir / f"{results.stem(settings)}-{_digest(settings, folder)}"
+    place = settings.output_dir / f"{stem(settings)}-{_digest(settings, folder)}"
     copy = with_draft(pair, pair.draft_name, settings, pair.draft.device).draft
     assert copy is not None
     facts = train(settings, pair, copy, datasets["learned"], datasets["held-out"], place, shared)
 
     aligned = replace(with_draft(pair, str(place / "draft"), settings, pair.draft.device), draft_name=str(saved))
-    result = collecting.collect(judging, contenders(judging, pair, aligned), held_out, shared)
+    result = measured_questions(judged, contenders(judged, pair, aligned), held_out, shared)
     if result is None:
         return
-    gain = acceptance_gain(result)
+    gain = speed.acceptance_gain(whole(result), AFTER, BEFORE)
     better = gain is not None and gain.value > 0
-    result["alignment"] = facts | {
-        "prompts": len(datasets["learned"]),
-        "tokens": sum(map(len, datasets["learned"]["answer"])),
-        "rows": settings.batch_size * shared.count,
-        "answers": str(folder),
-        "saved": str(saved) if better else None,
-    }
+    result.training = replace(
+        facts,
+        prompts=len(datasets["learned"]),
+        tokens=sum(map(len, datasets["learned"]["answer"])),
+        rows=settings.batch_size * shared.count,
+        answers=str(folder),
+        saved=str(saved) if better else None,
+    )
     if better:
         os.replace(place / "draft", saved)
-    finish(result, judging)
+    results.finish(result, render)
     shutil.rmtree(place)
-    sys.stdout.write(align_tables.render(result))
+    sys.stdout.write(terminal(render(result)))
+
+
+def judging(settings: Settings) -> Settings:
+    """The settings with which drafts are judged, under which the result is kept."""
+    return replace(settings, batch_sizes=(1,))
 
 
 def check_arguments(settings: Settings) -> None:
-    """Raises `BenchError` for what can't be had, before anything is loaded."""
+    """Raises `BenchError` for what is not possible, before anything is loaded."""
     for package, wanted, argument in (
         ("accelerate", True, "--task: 'align'"),
         ("peft", settings.lora_rank is not None, f"--lora_rank: {settings.lora_rank}"),
@@ -163,13 +197,96 @@ def prompts(settings: Settings) -> tuple[Dialogues, Dialogues]:
 
 def contenders(settings: Settings, pair: LoadedPair, aligned: LoadedPair) -> list[Contender]:
     """Plain decoding, and speculative decoding with the draft before and after."""
-    found = [Contender(plain(), pair), Contender(plain_on_engine(chosen_keywords(settings, pair)), pair)]
+    found = [plain(pair), plain_on_engine(chosen_keywords(settings, pair), pair)]
     for name, one, words in ((BEFORE, pair, "draft as it was"), (AFTER, aligned, "aligned draft")):
         method = ours("speculative", chosen_keywords(settings, one), one, name=name)
-        found.append(Contender(replace(method, title=f"{method.title}, {words}"), one))
+        found.append(method.told(title=f"{method.method.title}, {words}"))
     return found
 
 
 def _digest(settings: Settings, answers: Path) -> str:
-    told: dict[str, Any] = settings.to_dict() | {"output_dir": answers.name}
+    told = as_json(settings) | {"output_dir": answers.name}
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def render(result: Result) -> list[Block]:
+    """The report."""
+    part = whole(result)
+    rounds = method_table({"": part}, columns.ROUNDS, methods=columns.drafted)
+    return [
+        heading(part),
+        verdict(part),
+        *section("Acceptance", _ACCEPTANCE, acceptance_table(by_subtask(part))),
+        *section("Acceptance by position", _POSITIONS, position_table(part)),
+        Picture("acceptance-by-position", "positions.by_position", (part,)),
+        *section("Speed", columns.SPEED, method_table({"": part}, columns.speed_columns(result))),
+        *section("Rounds", columns.ROUNDS_LEGEND, rounds),
+        *section("Training", training_table(result)),
+        *remarks(part),
+    ]
+
+
+def verdict(part: Part) -> str:
+    """A sentence: what became of acceptance, and whether the draft was saved."""
+    before, after = (percent(acceptance_rate(part.of(name))) for name in (BEFORE, AFTER))
+    gain = points(speed.acceptance_gain(part, AFTER, BEFORE))
+    change = f"from {before} to {after} on held-out prompts: {gain} points"
+    training = part.result.training
+    if training is None or training.saved is None:
+        return (
+            f"**The draft did not get better**: acceptance went {change}. It was not saved. "
+            "Try more prompts, more steps or another learning rate."
+        )
+    return f"Acceptance went {change}. The aligned draft is in `{training.saved}`."
+
+
+def acceptance_table(groups: Mapping[str, Part]) -> str:
+    """One row a subtask, and one for all."""
+    rows = []
+    for name, part in groups.items():
+        before, after = part.of(BEFORE), part.of(AFTER)
+        rows.append(
+            {
+                "Subtask": name,
+                "n": columns.N["n"](part, part.result.method(AFTER)),
+                "Before": percent(acceptance_rate(before)),
+                "After": percent(acceptance_rate(after)),
+                "Gain (points)": points(speed.acceptance_gain(part, AFTER, BEFORE)),
+                "Tokens/Round before": number(tokens_per_round(before), 2),
+                "Tokens/Round after": number(tokens_per_round(after), 2),
+            }
+        )
+    return table(rows)
+
+
+def position_table(part: Part) -> str:
+    """One row a position."""
+    sides = {title: acceptance_by_position(part.of(name)) for title, name in (("Before", BEFORE), ("After", AFTER))}
+    rows = []
+    for place in range(max(map(len, sides.values()))):
+        cells = {title: percent(side[place].share) if place < len(side) else "–" for title, side in sides.items()}
+        rows.append({"Position": str(place + 1), **cells})
+    return table(rows)
+
+
+def training_table(result: Result) -> str:
+    """One row: data, loss, cost, and the losses at both ends."""
+    settings, facts = result.settings, result.training
+    assert facts is not None
+    loss = settings.loss.replace("_", " ")
+    loss += f", {settings.top_k_targets} tokens stored" if settings.top_k_targets else ""
+    loss += f", {settings.on_policy:.0%} on-policy" if settings.on_policy else ""
+    resumed = f" (from step {facts.resumed_at} on)" if facts.resumed_at else ""
+    row = {
+        "Loss": loss,
+        "Prompts": f"{facts.prompts:,}",
+        "Answer tokens": f"{facts.tokens:,}",
+        "Steps": str(facts.steps),
+        "Texts/Step": str(facts.rows),
+        "Learning rate": f"{facts.learning_rate:.2g}",
+        "Trained parameters": f"{facts.parameters:,}",
+        "Training (s)": f"{facts.seconds:.1f}{resumed}",
+        "Held-out loss before": number(facts.held_out_curve[0][1], 3),
+        "After": number(facts.held_out_curve[-1][1], 3),
+    }
+    return table([row])

@@ -1,23 +1,43 @@
-"""The task `benchmark`: prompts of exact lengths, decoded by every method in turn, into one report."""
+"""Compares plain and speculative decoding and transformers' assisted generation, at fixed prompt lengths."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from hf_specdec.bench import results
+from hf_specdec.bench.arguments import MODELS, SAMPLING, STRATEGIC, WORK, OneLineParser, task_parser
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.frames import Part, acceptance_rate, tokens_per_round, whole
 from hf_specdec.bench.inputs.likely_tokens import likely_tokens
 from hf_specdec.bench.inputs.prompts import Prompt, benchmark_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair, with_trimmed_head
-from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.running.methods_by_task import of_benchmark, with_trimmed_draft
-from hf_specdec.bench.running.transformers_methods import assisted_refusal
+from hf_specdec.bench.records import Interval, Method, Result
+from hf_specdec.bench.reports import columns
+from hf_specdec.bench.reports.columns import method_table
+from hf_specdec.bench.reports.document import Block, Picture, section
+from hf_specdec.bench.reports.heading import heading, remarks
+from hf_specdec.bench.reports.markdown import bullets, capital, number, percent, ratio, table
+from hf_specdec.bench.running.measuring import batches_of, measured
+from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, plain, plain_on_engine
+from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.running.transformers_methods import assisted_baselines, assisted_refusal
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage import results
-from hf_specdec.bench.storage.run_session import finish
-from hf_specdec.bench.tasks.interleaving import batches_of, measured
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 PROMPTS_PER_LENGTH = 5
+SHARED = False
+DEFAULTS = Settings(task="benchmark", max_new_tokens=30, repeats=7, prompt_lengths=(256, 512))
+
+EXAMPLES = (
+    "Prefill runs from the call to the first delivery (one token in plain decoding, up to lookahead + 1 with a draft). "
+    "Time/Token and Tokens/Sec count what came after it; – where nothing did. Of several repeats an example's row is "
+    "the one with the median total time. The last row has all tokens / all seconds, and the mean prefill."
+)
 _NOTE = "{}: it proposes only {}."
 _SOURCES = (
     "the most frequent tokens of the embedded corpus (split train), the end of text and those of the chat template",
@@ -25,34 +45,168 @@ _SOURCES = (
 )
 
 
-def run_benchmark(settings: Settings) -> None:
-    """Measures, writes JSON and markdown into `settings.output_dir`, prints the markdown.
+def parser() -> OneLineParser:
+    """The arguments of this task."""
+    names = (
+        *MODELS,
+        "assisted_generation",
+        *STRATEGIC,
+        "draft_vocabulary",
+        *SAMPLING,
+        "prompt_lengths",
+        "limit",
+        *WORK,
+    )
+    limit = f"prompts of each length, at least a batch (default: {PROMPTS_PER_LENGTH})"
+    return task_parser(DEFAULTS, names, str(__doc__), several=["prompt_lengths"], help={"limit": limit})
+
+
+def run(settings: Settings, shared: Processes) -> None:
+    """Measures, writes the result and its report into `settings.output_dir`, prints the report.
 
     Raises `BenchError` for what the user can put right, before heavy work where that can be known before.
     """
-    results.check_output(settings)
     pair = load_pair(settings)
     count = max(settings.limit or PROMPTS_PER_LENGTH, settings.batch_size)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens)
-    batches = batches_of(prompts, settings, len(prompts))
-    methods, trimmed = of_benchmark(settings, pair), _trimmed(settings, pair, prompts)
-    methods += [with_trimmed_draft(settings, one) for one in trimmed]
-    result = measured(settings, pair, methods, prompts, batches, trimmed)
-    result["notes"] += [_NOTE.format(one.draft_name, _SOURCES[pair.synthetic is not None]) for one in trimmed]
+    contenders, trimmed = compared(settings, pair), _trimmed(settings, pair, prompts)
+    for one in trimmed:
+        method = ours(settings.generation_strategy, chosen_keywords(settings, one), one, name="trimmed head")
+        contenders.append(method.told(title=f"{method.method.title} with {one.draft_name}"))
+    result = measured(settings, contenders, batches_of(prompts, settings, len(prompts)))
+    assert result is not None
+    result.notes += [_NOTE.format(one.draft_name, _SOURCES[pair.synthetic is not None]) for one in trimmed]
     if settings.assisted_generation and (refusal := assisted_refusal(settings, pair)):
-        result["notes"].append(refusal)
-    finish(result, settings)
-    sys.stdout.write(rendering.render(result))
+        result.notes.append(refusal)
+    sys.stdout.write(results.finish(result, render))
+
+
+def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
+    """The chosen strategy after its baselines; without assistance plain generate() alone."""
+    if not settings.assisted_generation:
+        return [plain(pair)]
+    strategy = ours(settings.generation_strategy, chosen_keywords(settings, pair), pair)
+    return [one for one in (*baselines(settings, pair), strategy) if one.takes(settings.batch_size)]
+
+
+def baselines(settings: Settings, pair: LoadedPair) -> list[Contender]:
+    """Plain generate(), plain on our loop, and transformers' assisted generation."""
+    found = [plain(pair), plain_on_engine(chosen_keywords(settings, pair), pair)]
+    if pair.draft is not None and assisted_refusal(settings, pair) is None:
+        found += assisted_baselines(settings, pair)
+    return found
 
 
 def _trimmed(settings: Settings, pair: LoadedPair, prompts: Sequence[Prompt]) -> list[LoadedPair]:
     """The pair with a draft whose head is trimmed, where that is asked for."""
     if settings.draft_vocabulary is None or pair.draft is None:
         return []
-    # Drafts may go on behind the last token.
+    # Drafts may go on beyond the last token.
     following = settings.max_new_tokens + MAX_ASSISTANT_TOKENS
     tokens = likely_tokens(pair, settings.draft_vocabulary, prompts, following, settings.seed)
     try:
         return [with_trimmed_head(pair, tokens)]
     except ValueError as error:
-        raise BenchError(f"--draft_vocabulary: {settings.draft_vocabulary} can't be had ({error})") from error
+        raise BenchError(f"--draft_vocabulary: {settings.draft_vocabulary} is not available ({error})") from error
+
+
+def render(result: Result) -> list[Block]:
+    """The report, of the task decode too."""
+    part = whole(result)
+    found: list[Block] = [heading(part)]
+    if len(result.methods) > 1:
+        found += section("Speed", columns.SPEED, method_table({"": part}, columns.speed_columns(result)))
+        found += [bullets(conclusions(part)), Picture("by-engine", "gains.by_engine", (part,))]
+        groups = by_length(part)
+        rounds = method_table(groups, columns.ROUNDS, group="Prompt length", methods=columns.drafted)
+        found += section("Rounds", columns.ROUNDS_LEGEND, rounds)
+        found.append(Picture("acceptance-by-position", "positions.by_position", (part,)))
+        if result.settings.task != "decode":  # there the answers that were shown have prepared everything
+            found += section("Cold cost", columns.COLD_LEGEND, method_table({"": part}, columns.COLD))
+    found += ["## Examples", EXAMPLES]
+    for method in part.methods:
+        found += [f"### {capital(method.title)}", example_table(part, method)]
+    return [*found, *remarks(part, *_short_heads(result))]
+
+
+def by_length(part: Part) -> Mapping[str, Part]:
+    """The calls of each prompt length, and all; for `decode`, whose lengths vary, only all."""
+    lengths = sorted(map(int, part.calls["length"].unique()))
+    found = {} if part.result.settings.task == "decode" else {str(n): part.where(length=n) for n in lengths}
+    return found if len(found) == 1 else {**found, "all": part}
+
+
+def example_table(part: Part, method: Method) -> str:
+    """One row per example and one for all; the last columns only for methods that draft."""
+    typical = speed.typical_calls(part.of(method.name))
+    rows = [_row(str(one["indexes"].iloc[0][0] + 1), one) for _, one in typical.groupby(typical["indexes"].str[0])]
+    return table([*rows, _row("all", typical)])
+
+
+def _row(name: str, calls: pd.DataFrame) -> dict[str, str]:
+    rate = speed.decode_rate(calls)
+    row = {
+        "Example#": name,
+        "Prompt Length (tokens)": "" if name == "all" else str(calls["length"].iloc[0]),
+        "New Tokens Generated": str(calls["new_tokens"].sum()),
+        "Total Time (s)": number(calls["seconds"].sum(), 3),
+        "Prefill Phase (ms)": number(1000 * calls["first_seconds"].mean(), 2),
+        "Time/Token (ms)": number(None if rate is None else 1000 / rate, 2),
+        "Tokens/Sec": number(rate, 1),
+    }
+    if calls["rounds"].any():
+        row |= {"Acceptance": percent(acceptance_rate(calls)), "Tokens/Round": number(tokens_per_round(calls), 2)}
+    return row
+
+
+def chosen_method(part: Part) -> Method:
+    """The method of the chosen strategy; plain decoding if there is none."""
+    return next((method for method in part.methods if method.ours), part.methods[0])
+
+
+def gains_of_trimming(part: Part) -> dict[str, Interval]:
+    """How much faster the chosen strategy is with each trimmed draft than with the whole one, by what is compared."""
+    full, gains = chosen_method(part), {}
+    for method in [one for one in part.methods if one.ours and one.draft != full.draft]:
+        head = str(method.draft).removeprefix(f"{full.draft}, ")
+        gain = speed.speedup(part, method.name, full.name)
+        if gain is not None:
+            gains[f"{full.title}, {head}, over the whole head"] = gain
+    return gains
+
+
+def conclusions(part: Part) -> list[str]:
+    """Sentences: equality of outputs, speedups of the chosen strategy over each baseline, gains of trimmed drafts."""
+    chosen, lines = chosen_method(part), []
+    if not part.result.settings.sampling:
+        lines = [f"Outputs of {method.title}: {_equal(part, method)}." for method in part.methods[1:]]
+    for which in speed.BASELINES:
+        gain, ends = (speed.over(part, chosen, which, by) for by in ("micro", "end to end"))
+        words = f"{capital(chosen.title)} over {columns.baseline_title(part.result, which)}"
+        if gain is not None:
+            lines.append(f"{words}: **{ratio(gain)}**; end to end {ratio(ends)}.")
+        elif ends is not None:
+            lines.append(f"{words}: no example had tokens after its first delivery; end to end {ratio(ends)}.")
+    return lines + [f"{capital(words)}: **{ratio(gain)}**." for words, gain in gains_of_trimming(part).items()]
+
+
+def _equal(part: Part, method: Method) -> str:
+    equal = columns.equal_outputs(part, method)
+    where = [(one.index, found.position) for one in part.result.prompts if (found := one.divergences.get(method.name))]
+    first, _, total = equal.partition(" of ")
+    if first == total:
+        return "equal to plain generate() on every example"
+    places = ", ".join(f"example {prompt + 1} at token {position + 1}" for prompt, position in where)
+    return f"{equal} equal to plain generate(); first differences: {places}"
+
+
+def _short_heads(result: Result) -> list[str]:
+    """Why a head has fewer tokens than were asked for."""
+    asked = result.settings.draft_vocabulary
+    return [
+        f"{method.draft}: --draft_vocabulary {asked} asks for more, but the corpus holds no other tokens."
+        for method in result.methods
+        if asked is not None
+        and ", head of " in str(method.draft)
+        and f"head of {asked:,} tokens" not in str(method.draft)
+    ]

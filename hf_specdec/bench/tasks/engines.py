@@ -1,52 +1,298 @@
-"""The task `engines`: transformers' settings against ours on each engine and batch size, in one interleaved run."""
+"""Compares each engine at each batch size, without and with a draft, with the settings of transformers' own."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hf_specdec.bench.figures import bandwidth
+from hf_specdec.bench import results
+from hf_specdec.bench.arguments import MODELS, SAMPLING, WORK, OneLineParser, task_parser
+from hf_specdec.bench.figures import passes, speed
+from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
-from hf_specdec.bench.models.loading import load_pair
-from hf_specdec.bench.reports import rendering
-from hf_specdec.bench.running.llama_cpp_methods import check_llama_cpp, llama_cpp_refusal
-from hf_specdec.bench.running.methods_by_task import of_engines
-from hf_specdec.bench.running.transformers_methods import assisted_refusal
+from hf_specdec.bench.models.loading import LoadedPair, load_pair
+from hf_specdec.bench.records import Interval, Method, Model, Result
+from hf_specdec.bench.reports import columns
+from hf_specdec.bench.reports.columns import method_table
+from hf_specdec.bench.reports.document import Block, Picture, section
+from hf_specdec.bench.reports.heading import heading, remarks
+from hf_specdec.bench.reports.markdown import capital, percent, ratio
+from hf_specdec.bench.running import memory
+from hf_specdec.bench.running.llama_cpp_methods import (
+    LLAMA_CPP_ENGINES,
+    check_llama_cpp,
+    llama_cpp_methods,
+    llama_cpp_refusal,
+)
+from hf_specdec.bench.running.measuring import batches_of, measured
+from hf_specdec.bench.running.methods import (
+    ENGINES,
+    STOP_ENTROPY,
+    STOP_LOOKAHEAD,
+    Contender,
+    fixed_lookahead,
+    ours,
+    plain,
+    plain_on_engine,
+)
+from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.running.transformers_methods import (
+    SCHEDULES,
+    assisted,
+    assisted_refusal,
+    can_ensemble,
+    ensemble,
+    prompt_lookup,
+)
 from hf_specdec.bench.settings import Settings
-from hf_specdec.bench.storage import results
-from hf_specdec.bench.storage.run_session import finish
-from hf_specdec.bench.tasks.interleaving import batches_of, measured
 
 PROMPTS_PER_LENGTH = 8
+LOOKAHEADS = (2, 4, 6, 8)
+SHARED = False
+DEFAULTS = Settings(
+    task="engines", max_new_tokens=128, repeats=7, prompt_lengths=(256,), batch_sizes=(1, 4, 8),
+    assisted_generation=True,
+)  # fmt: skip
+
+ALLOWED = (
+    "Allowed: the speedup over plain decoding on the same engine that the same rounds would have if they took only "
+    "their bare passes and no row waited for another. Share: measured / allowed, which is η times (1 - waiting). "
+    "Waiting: share of row-rounds in which a row had ended while others of its batch went on. c: one draft step / one "
+    "target step. v: verifying the lookahead + 1 tokens / one target step. Both are means over calls, of the passes at "
+    "the prompt length nearest to each call's."
+)
+LLAMA_CPP_LEGEND = (
+    "Speedups of our loop over llama.cpp, each in the best of its draft settings: the same models, prompts, number of "
+    "threads and count of tokens, greedy. bf16 and q8_0 (8 bits a weight) say how llama.cpp stores the weights that "
+    "ours have in the dtype named above."
+)
+WIDE_HEAD = " The output head of our int8 models keeps its dtype, while q8_0 stores it in 8 bits."
+CHOSEN = "It was chosen on the calls that it is measured on, which flatters it a little."
 
 
-def run_engines(settings: Settings) -> None:
-    """Measures, writes JSON and markdown into `settings.output_dir`, prints the markdown.
+def parser() -> OneLineParser:
+    """The arguments of this task."""
+    names = (
+        *MODELS, "assisted_generation", "num_assistant_tokens", *SAMPLING, "prompt_lengths", "limit", "engines", *WORK
+    )  # fmt: skip
+    limit = f"prompts of each length, at least a batch (default: {PROMPTS_PER_LENGTH})"
+    several = ("num_assistant_tokens", "prompt_lengths", "batch_sizes", "engines")
+    return task_parser(DEFAULTS, names, str(__doc__), several=several, help={"limit": limit})
 
-    A run that was killed goes on where it stopped. Raises `BenchError` for what the user can put right.
+
+def run(settings: Settings, shared: Processes) -> None:
+    """Measures calls, bare passes and the memory's bandwidth; writes the result and its report, and prints it.
+
+    Raises `BenchError` for what the user can put right.
     """
-    results.check_output(settings)
     check_llama_cpp(settings)
-    result = _measured(settings)
-    finish(result, settings)
-    sys.stdout.write(rendering.render(result))
-
-
-def _measured(settings: Settings) -> dict[str, Any]:
-    """Calls, bare passes and the memory's bandwidth."""
     pair = load_pair(settings)
     rows = settings.limit or PROMPTS_PER_LENGTH
-    methods = of_engines(settings, pair)
+    contenders = compared(settings, pair)
     # Room for the drafts beyond the last token, too.
-    spare = max(method.longest for method in methods)
+    spare = max(one.longest for one in contenders)
     count = max(rows, *settings.batch_sizes)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens, spare=spare)
-    read_rate = partial(bandwidth.device_rate, pair.target.device)
-    result = measured(settings, pair, methods, prompts, batches_of(prompts, settings, rows), read_rate=read_rate)
-    context = settings.prompt_lengths[0] + settings.max_new_tokens // 2
-    result["memory"] = bandwidth.describe(pair, context)
-    for refusal in (assisted_refusal(settings, pair), llama_cpp_refusal(settings, pair)):
-        if refusal is not None:
-            result["notes"].append(refusal)
-    return result
+    read_rate = partial(memory.device_rate, pair.target.device)
+    result = measured(settings, contenders, batches_of(prompts, settings, rows), read_rate=read_rate)
+    assert result is not None
+    result.memory = memory.describe(pair, settings.prompt_lengths[0] + settings.max_new_tokens // 2)
+    result.notes += filter(None, (assisted_refusal(settings, pair), llama_cpp_refusal(settings, pair)))
+    sys.stdout.write(results.finish(result, render))
+
+
+def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
+    """Plain generate(), transformers' own at each setting, then ours on each engine, and llama.cpp.
+
+    `role` of ours: fixed, auto, stopped, block, or floor, for which drafting can't pay. A synthetic pair leaves out
+    what depends on texts or on the draft's confidence, which mean nothing there.
+    """
+    found = [plain(pair)]
+    if pair.target.device.type != "cpu":
+        # There transformers compiles without being asked, anew for each batch size, which takes half a minute.
+        static = plain(pair).told(
+            name="plain static", title="plain generate(), static cache", keywords=ENGINES["static"]
+        )
+        found.append(replace(static, most_rows=1))
+    if assisted_refusal(settings, pair) is None:
+        schedules = [schedule for schedule in SCHEDULES if pair.synthetic is None or not schedule.confidence]
+        found += [assisted(settings, pair, schedule) for schedule in schedules]
+        if pair.synthetic is None:
+            found += [ensemble(settings, pair)] if can_ensemble(pair) else []
+            found.append(prompt_lookup(settings, pair))
+    lengths = [
+        n for n in settings.grid.get("num_assistant_tokens") or LOOKAHEADS if n != "auto"
+    ]  # has a row of its own
+    for engine in settings.engines:
+        if engine not in LLAMA_CPP_ENGINES:
+            found += _on_engine(settings, pair, engine, lengths)
+        elif llama_cpp_refusal(settings, pair) is None:
+            found += llama_cpp_methods(pair, engine, lengths or LOOKAHEADS)
+    if pair.synthetic is not None:
+        return [one for one in found if one.method.role not in ("stopped", "block")]
+    # No draft can cost more: what is left to lose where drafting never pays.
+    own = replace(pair, draft=pair.target, draft_name=pair.target_name)
+    floor = ours("speculative", {"num_assistant_tokens": "auto"}, own, name="floor")
+    title = "speculative, auto, the target as its own draft, eager"
+    return [*found, replace(floor.told(title=title, role="floor"), pair=pair, most_rows=1)]
+
+
+def _on_engine(settings: Settings, pair: LoadedPair, engine: str, lengths: list[int]) -> list[Contender]:
+    rows: list[tuple[str, str, dict[str, Any]]] = [
+        *(("fixed", f"speculative, γ = {tokens}", {"num_assistant_tokens": tokens}) for tokens in lengths),
+        ("auto", "speculative, auto", {"num_assistant_tokens": "auto"}),
+    ]
+    tokens = fixed_lookahead(settings, pair)
+    words, judged = f"γ = {tokens}", {"num_assistant_tokens": tokens}
+    stopping: dict[str, Any] = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
+    stop = f"entropy stop {STOP_ENTROPY:g}"
+    rows.append(("stopped", f"speculative, {stop}", stopping))
+    if engine != "compiled":
+        rows.append(("stopped", f"speculative, auto, {stop}", stopping | {"num_assistant_tokens": "auto"}))
+        words, judged = stop, stopping
+    if settings.sampling:
+        # Drafts judged together; in greedy decoding that is the same rule.
+        rows.append(("block", f"speculative, {words}, block", judged | {"verification": "block"}))
+    found = [plain_on_engine(ENGINES[engine], pair)]
+    for role, title, keywords in rows:
+        name = f"{title}, {engine}"
+        found.append(ours("speculative", keywords | ENGINES[engine], pair, name=name, title=name).told(role=role))
+    return found
+
+
+def render(result: Result) -> list[Block]:
+    """The report."""
+    part = whole(result)
+    sizes = {str(batch): part.where(batch=batch) for batch in part.batch_sizes}
+    found: list[Block] = [heading(part), f"{columns.SPEED} No text ends early here: all decode equally many tokens."]
+    for batch, here in sizes.items():
+        found += [f"## Batch size {batch}", method_table({batch: here}, columns.speed_columns(result))]
+    found.append(Picture("by-engine", "gains.by_engine", (part,)))
+    found += section("Over llama.cpp", llama_cpp_legend(result.models["target"]), over_llama_cpp(part))
+    rounds = method_table(sizes, columns.ROUNDS, group="Batch size", methods=columns.drafted)
+    found += section("Rounds", columns.ROUNDS_LEGEND, rounds)
+    found += section("What bare passes allow", ALLOWED, allowed_table(part))
+    found += section("Cold cost", columns.COLD_LEGEND, method_table(sizes, columns.COLD, group="Batch size"))
+    return [*found, *remarks(part, *conclusions(part))]
+
+
+def allowed_table(part: Part) -> str:
+    """One row per batch size and method of this package with a constant lookahead whose passes were timed."""
+
+    def shown(here: Part) -> list[Method]:
+        fixed = [method for method in here.methods if method.role == "fixed"]
+        return [method for method in fixed if passes.costs_of(here, method, here.batch_sizes[0])]
+
+    sizes = {str(batch): part.where(batch=batch) for batch in part.batch_sizes}
+    return method_table(sizes, columns.ALLOWED, group="Batch size", methods=shown)
+
+
+def llama_cpp_legend(target: Model) -> str:
+    """What the table shows. Synthetic models have a quantized head, models that transformers quantizes do not."""
+    return LLAMA_CPP_LEGEND + (WIDE_HEAD if target.dtype.startswith("int8") and target.synthetic is None else "")
+
+
+def over_llama_cpp(part: Part) -> str:
+    """One row per batch size and engine of this package, plain and with the draft; empty without llama.cpp."""
+    theirs = dict.fromkeys(method.engine for method in part.methods if method.kind == "llama.cpp")
+    if not theirs:
+        return ""
+    shown: dict[str, Any] = {
+        "Engine": lambda here, method: method.engine,
+        "Decoding": lambda here, method: "with a draft" if method.draft else "plain",
+        **columns.N,
+        **columns.RATE,
+    }
+    for engine in theirs:
+        shown[f"Speedup over {engine}"] = partial(_over, engine=engine)
+    sizes = {str(batch): part.where(batch=batch) for batch in part.batch_sizes}
+    return method_table(sizes, shown, group="Batch size", methods=lambda here: list(fastest_of_ours(here)))
+
+
+def fastest_of_ours(part: Part) -> Iterator[Method]:
+    """This package's fastest methods, plain and with the draft on each engine."""
+    for engine in speed.engines_of(part):
+        alone = [method for method in part.methods if (method.kind, method.engine) == ("none", engine)]
+        yield from filter(None, (speed.fastest(part, alone), speed.fastest(part, speed.drafting(part, engine))))
+
+
+def _over(part: Part, own: Method, engine: str) -> str:
+    """A method's speedup over llama.cpp, which drafts if the method does."""
+    fit = [m for m in part.methods if (m.kind, m.engine) == ("llama.cpp", engine) and bool(m.draft) == bool(own.draft)]
+    best = speed.fastest(part, fit)
+    return ratio(None if best is None else speed.speedup(part, own.name, best.name))
+
+
+def conclusions(part: Part) -> list[str]:
+    """Where drafting pays, the share of the memory's bandwidth, and what could not be measured."""
+    lines = [_where_it_pays(part, engine) for engine in speed.engines_of(part)]
+    return [*filter(None, lines), *_not_compiled(part), *_without_rate(part), *_bandwidth(part)]
+
+
+def _where_it_pays(part: Part, engine: str) -> str:
+    """At which batch sizes the fastest draft is faster, or slower, than plain decoding on the same engine."""
+    sizes: dict[str, list[str]] = {}
+    for batch in part.batch_sizes:
+        here = part.where(batch=batch)
+        best = speed.fastest(here, speed.drafting(here, engine))
+        gain = None if best is None else speed.over(here, best, "engine")
+        if gain is not None:
+            sizes.setdefault(_verdict(gain), []).append(f"{batch} ({ratio(gain)})")
+    words = " and ".join(f"{verdict} at batch size {', '.join(some)}" for verdict, some in sizes.items())
+    return f"On the {engine} engine the fastest draft setting {words}. {CHOSEN}" if words else ""
+
+
+def _verdict(gain: Interval) -> str:
+    if gain.low is None:
+        return "was measured on too few examples for an interval"
+    unsure = "is not shown to be faster"
+    return (
+        "is faster than plain decoding" if gain.faster else "is slower than plain decoding" if gain.slower else unsure
+    )
+
+
+def _not_compiled(part: Part) -> list[str]:
+    """Batch sizes at which nothing could be compiled, so that the methods named compiled ran without it."""
+    compiled = part.calls[part.calls["method"].isin([m.name for m in part.methods if m.engine == "compiled"])]
+    left = [n for n in sorted(map(int, compiled["batch"].unique())) if not passes.costs(part.result, "compiled", n)]
+    if not left:
+        return []
+    why = "these models, this machine or its compiler don't allow it; a warning on stderr said why"
+    sizes = ", ".join(map(str, left))
+    return [f"Nothing was compiled at batch size {sizes}: {why}. So the methods named compiled ran without it."]
+
+
+def _without_rate(part: Part) -> list[str]:
+    """The methods that have no Tokens/Sec, and why."""
+    lines = []
+    for batch in part.batch_sizes:
+        here = part.where(batch=batch)
+        lacking = [m.title for m in here.methods if speed.decode_rate(here.of(m.name)) is None]
+        if lacking:
+            why = "no tokens after the first delivery, so no Tokens/Sec: raise --max_new_tokens."
+            lines.append(f"{capital(', '.join(lacking))} at batch size {batch}: {why}")
+    return lines
+
+
+def _bandwidth(part: Part) -> list[str]:
+    """The share of the memory's bandwidth that plain decoding reaches; none if the CPU's caches may hold the model."""
+    found, on_cpu = part.result.memory, part.result.models["target"].device.startswith("cpu")
+    rates = part.calls["read_rate"].dropna() / 1e9
+    if found is None or found.weight_bytes is None or not len(rates):
+        return []
+    if on_cpu and found.weight_bytes < memory.BUFFER["cpu"]:
+        return []
+    read = found.weight_bytes + (found.cache_bytes or 0)
+    lines = [
+        f"A step at batch size 1 reads {read / 1e9:.2f} GB (weights, and the cache of {found.context} tokens); the "
+        f"device reads {rates.min():.1f} to {rates.max():.1f} GB/s, measured after each call without a draft."
+    ]
+    for method in (one for one in part.methods if one.kind in ("plain", "none")):
+        share = passes.bandwidth_share(part, method)
+        beyond = share is not None and share > 1
+        why = ": memory was read faster during these calls than when its speed was measured" if beyond else ""
+        lines.append(f"{capital(method.title)} reaches {percent(share)} of the bandwidth limit{why}.")
+    return lines

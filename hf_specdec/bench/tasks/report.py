@@ -1,4 +1,4 @@
-"""The task `report`: results rendered again, those of several pairs joined, and the READMEs that quote them."""
+"""Renders tables and pictures again from saved results, and fills the READMEs that quote them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hf_specdec.bench.figures.result import Result
-from hf_specdec.bench.reports import readme, rendering
-from hf_specdec.bench.reports.tables import pairs
+from hf_specdec.bench import results
+from hf_specdec.bench.arguments import OneLineParser, task_parser
+from hf_specdec.bench.journal import COMPARED
+from hf_specdec.bench.records import Result, as_json
+from hf_specdec.bench.reports import readme
+from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage import results
+from hf_specdec.bench.tasks import task_module
 
-# What has to be equal for times to be comparable, and what to call it.
-_COMPARED = {
-    "cpu": "processor",
-    "instructions": "instructions of the processor",
-    "gpus": "GPUs",
-    "cores": "cores",
-    "torch_threads": "threads",
-    "packages": "package versions",
-    "commit": "commit",
-}
+SHARED = False
+DEFAULTS = Settings(task="report")
 
 
-def run_report(settings: Settings) -> None:
-    """Renders all results under `settings.output_dir` to markdown and pictures beside them; prints what was written.
+def parser() -> OneLineParser:
+    """The arguments of this task."""
+    return task_parser(DEFAULTS, ["output_dir"], str(__doc__), help={"output_dir": "the folder to render"})
 
-    Results of `subtasks` are also joined into `pairs.md`. A README.md in the folder or above it gets the parts that
-    it takes from results.
+
+def run(settings: Settings, shared: Processes) -> None:
+    """Renders all results under `settings.output_dir` beside them; prints what was written.
+
+    A README.md in the folder or above it gets the parts that it takes from results.
 
     Raises:
         BenchError: there is nothing to render, or a file can't be read, rendered or written. The other results are
@@ -42,21 +41,21 @@ def run_report(settings: Settings) -> None:
     loaded: dict[Path, Result] = {}
     failed: list[BenchError] = []
     for path in paths:
-        stem = path.with_name(path.name.removesuffix(results.SUFFIX))
+        name = path.with_name(path.name.removesuffix(results.SUFFIX))
         try:
             result = results.load(path)
-            _render(stem, result)
+            results.save_report(result, name, task_module(result.settings.task).render)
         except BenchError as error:
             failed.append(error)
         else:
-            loaded[stem] = result
-    _join(folder, [result for result in loaded.values() if result["task"] == "subtasks"])
+            loaded[name] = result
+            print(f"{name}.md")
     for path in (folder / "README.md", folder.resolve().parent / "README.md"):
         try:
             _fill(path, loaded)
         except BenchError as error:
             failed.append(error)
-    for line in differences([(stem, result) for stem, result in loaded.items()]):
+    for line in differences(loaded):
         print(line, file=sys.stderr)
     for earlier in failed[:-1]:
         print(f"error: {earlier}", file=sys.stderr)
@@ -64,51 +63,28 @@ def run_report(settings: Settings) -> None:
         raise failed[-1]
 
 
-def differences(loaded: Sequence[tuple[Path, Result]]) -> list[str]:
-    """A warning for each difference that makes times of results incomparable."""
+def differences(loaded: Mapping[Path, Result]) -> Sequence[str]:
+    """A warning for each difference that makes times of results in one folder incomparable."""
     lines = []
-    for key, name in _COMPARED.items():
-        groups: dict[str, list[str]] = {}
-        for path, result in loaded:
-            groups.setdefault(json.dumps(result["environment"].get(key), sort_keys=True), []).append(path.name)
-        if len(groups) > 1:
-            sides = "; ".join(f"{', '.join(names)}: {value}" for value, names in groups.items())
-            lines.append(f"warning: these results differ in {name}, so don't compare their times ({sides})")
+    folders: dict[Path, list[tuple[str, Result]]] = {}
+    for path, result in loaded.items():
+        folders.setdefault(path.parent, []).append((path.name, result))
+    for folder, listed in folders.items():
+        for key, words in COMPARED.items():
+            groups: dict[str, list[str]] = {}
+            for name, result in listed:
+                groups.setdefault(json.dumps(as_json(getattr(result.environment, key))), []).append(name)
+            if len(groups) > 1:
+                sides = "; ".join(f"{', '.join(names)}: {value}" for value, names in groups.items())
+                lines.append(f"warning: results in {folder} differ in {words}, so don't compare their times ({sides})")
     return lines
-
-
-def _render(stem: Path, result: Result) -> None:
-    # Here because it imports matplotlib, which takes a second.
-    from hf_specdec.bench.reports.pictures.by_task import pictures
-    from hf_specdec.bench.reports.pictures.drawing import png
-
-    try:
-        text = rendering.render(result)
-        drawn = {f"{stem.name}-{name}.png": png(figure) for name, figure in pictures(result).items()}
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        name = f"{stem}{results.SUFFIX}"
-        raise BenchError(f"--output_dir: {name!r} is no result of this version ({error!r}); move it away") from error
-    _write(stem.with_name(f"{stem.name}.md"), text.encode())
-    for name, data in drawn.items():
-        _write(stem.with_name(name), data)
-
-
-def _join(folder: Path, listed: Sequence[Result]) -> None:
-    """The results of `subtasks` in one table and picture, where there are several."""
-    if len(listed) < 2:
-        return
-    from hf_specdec.bench.reports.pictures.drawing import png
-    from hf_specdec.bench.reports.pictures.pairs import greedy_and_sampling
-
-    _write(folder / "pairs.md", pairs.render(listed).encode())
-    _write(folder / "pairs-greedy-and-sampling.png", png(greedy_and_sampling(listed)))
 
 
 def _fill(path: Path, loaded: Mapping[Path, Result]) -> None:
     """A README's parts, where it has any."""
     if not path.is_file() or not readme.has_parts(before := path.read_text(encoding="utf-8")):
         return
-    resolved = {stem.resolve(): result for stem, result in loaded.items()}
+    resolved = {name.resolve(): result for name, result in loaded.items()}
     try:
         text = readme.filled(before, path.resolve().parent, resolved)
     except (KeyError, ValueError) as error:
@@ -116,9 +92,5 @@ def _fill(path: Path, loaded: Mapping[Path, Result]) -> None:
             f"--output_dir: {str(path)!r} asks for a result that is not under {path.parent} ({error}); correct the "
             "path between its markers"
         ) from error
-    _write(path, text.encode())
-
-
-def _write(path: Path, data: bytes) -> None:
-    results.write_bytes(path, data)
+    results.write_bytes(path, text.encode())
     print(path)

@@ -1,51 +1,95 @@
-"""The task `sweep`: a grid of drafts, lookaheads, thresholds and other settings on the same examples."""
+"""Finds the best draft, draft length, thresholds and other settings: all values crossed, on the same examples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from hf_specdec.bench.figures.quality import scores
+from hf_specdec.bench import results
+from hf_specdec.bench.arguments import DATA, MODELS, SAMPLING, STRATEGIC, WORK, OneLineParser, task_parser
+from hf_specdec.bench.figures import quality, speed
+from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.inputs import questions
-from hf_specdec.bench.models.known_pairs import full_name, known_drafts, short_name
 from hf_specdec.bench.models.loading import LoadedPair, check_target, load_pairs
-from hf_specdec.bench.reports.tables import sweep as sweep_tables
+from hf_specdec.bench.models.names import full_name, known_drafts, short_name
+from hf_specdec.bench.records import Method, Result
+from hf_specdec.bench.reports import columns
+from hf_specdec.bench.reports.best_settings import recommendations
+from hf_specdec.bench.reports.columns import Cell, Columns, method_table
+from hf_specdec.bench.reports.document import Block, Picture, section
+from hf_specdec.bench.reports.heading import heading, remarks, terminal
+from hf_specdec.bench.reports.markdown import bullets, capital, number, points, ratio
+from hf_specdec.bench.running.measuring import measured_questions
 from hf_specdec.bench.running.methods import (
-    KEYWORDS,
-    Method,
+    STOP_ENTROPY,
+    STOP_LOOKAHEAD,
+    Contender,
     fixed_lookahead,
     others_settings,
     ours,
     plain,
     plain_on_engine,
 )
-from hf_specdec.bench.running.methods_by_task import STOP_ENTROPY, STOP_LOOKAHEAD
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_baselines, assisted_refusal
-from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.storage import results, run_session
-from hf_specdec.bench.tasks import collecting
-from hf_specdec.bench.tasks.collecting import Contender
+from hf_specdec.bench.settings import KEYWORDS, BenchError, Settings
+from hf_specdec.bench.tasks.subtasks import MEASURES, NO_LOSS, by_subtask
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, "auto")
+SHARED = True
+DEFAULTS = Settings(task="sweep", max_new_tokens=128, repeats=7, assisted_generation=True, embedded_limit=5)
+_JUDGED_LIMIT = 50  # of each embedded subtask, where quality is judged
+
+LEGEND = (
+    "c, v: a draft step, and a verification of a round's tokens, each over one target step; bare passes on the same "
+    "engine. The predicted speedup takes acceptance as independent from token to token, so it is an estimate. Quality "
+    "is measured against the references, 0 to 100. Won: on how many subtasks a row of BiLD is faster than the fastest "
+    "speculative row (the interval lies above 1) with quality kept: no answer is worse by any measure, or a loss of "
+    f"more than one point is excluded. The fastest row is chosen on the calls that it is measured on, which flatters "
+    f"it a little. {NO_LOSS}"
+)
+LOSSY = (
+    "Lossless speculation: speculative decoding with the same draft and engine, at its fastest lookahead. Facts: the "
+    "share of a reference's statements that stand in the answer; compared with the mean of the lossless methods' "
+    "scores, in points. Short answers are a single statement."
+)
 
 
-def run_sweep(settings: Settings, shared: Processes) -> None:
-    """Measures, writes JSON and markdown into `settings.output_dir`, prints the tables and the best settings.
+def parser() -> OneLineParser:
+    """The arguments of this task."""
+    names = (
+        *MODELS, "draft_models", "assisted_generation", *STRATEGIC, *SAMPLING, *DATA, "reference_column", *WORK
+    )  # fmt: skip
+    limit = (
+        f"examples per subtask (default: all; embedded: {DEFAULTS.embedded_limit}, with lossy strategies "
+        f"{_JUDGED_LIMIT})"
+    )
+    return task_parser(DEFAULTS, names, str(__doc__), several=KEYWORDS, help={"limit": limit})
+
+
+def run(settings: Settings, shared: Processes) -> None:
+    """Measures, writes the result and its report into `settings.output_dir`, prints the tables and the best settings.
 
     Raises `BenchError` for what the user can put right.
     """
-    results.check_output(settings)
-    dialogues = questions.dialogues(settings)
+    dialogues = questions.dialogues(asked(settings))
     pairs = load_pairs(settings, drafts_of(settings))
-    result = collecting.collect(settings, grid(settings, pairs), dialogues, shared)
+    result = measured_questions(settings, grid(settings, pairs), dialogues, shared)
     if result is None:
         return
-    result["notes"] += dict.fromkeys(filter(None, (assisted_refusal(settings, pair) for pair in pairs)))
-    result["quality"] = scores(result)
-    run_session.finish_briefly(result, settings, sweep_tables.terminal)
+    result.notes += dict.fromkeys(filter(None, (assisted_refusal(settings, pair) for pair in pairs)))
+    result.quality = quality.scores(result)
+    results.finish(result, render)
+    part = whole(result)
+    sys.stdout.write(terminal([*_tables(part), *recommendations(part), *remarks(part)]))
+
+
+def asked(settings: Settings) -> Settings:
+    """With more examples of the embedded data where quality is judged."""
+    return replace(settings, embedded_limit=_JUDGED_LIMIT) if settings.lossy_strategies else settings
 
 
 def drafts_of(settings: Settings) -> tuple[str, ...]:
@@ -78,22 +122,21 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     strategy takes part, with all values of its own settings, if it is named or if any of these settings is given.
     """
     lossy = settings.lossy_strategies
-    contenders = [(method, pair) for pair in pairs for method in _speculative(settings, pair, bool(lossy))]
+    contenders = [one for pair in pairs for one in _speculative(settings, pair, bool(lossy))]
     for strategy, pair in product(lossy, pairs):
         for keywords in _crossed(settings, pair, strategy):
             if strategy != "ensemble" or keywords["drafter"] not in ("lookup", "hybrid"):
-                contenders.append((_named(strategy, keywords, pair), pair))
-    engines = {method.same_engine: plain_on_engine(method.keywords) for method, _ in contenders}
-    first = [plain(), *engines.values()]
-    found = [Contender(method, pairs[0]) for method in first]
+                contenders.append(_named(strategy, keywords, pair))
+    engines = {one.method.same_engine: plain_on_engine(one.method.keywords, pairs[0]) for one in contenders}
+    found = [plain(pairs[0]), *engines.values()]
     for pair in pairs:
-        for method in assisted_baselines(settings, pair) if assisted_refusal(settings, pair) is None else ():
-            name, title = f"{method.name}/{pair.draft_name}", f"{method.title} with {short_name(str(pair.draft_name))}"
-            found.append(Contender(replace(method, name=name, title=title), pair))
-    return [*found, *(Contender(method, pair) for method, pair in contenders)]
+        for one in assisted_baselines(settings, pair) if assisted_refusal(settings, pair) is None else ():
+            title = f"{one.method.title} with {short_name(str(pair.draft_name))}"
+            found.append(one.told(name=f"{one.name}/{pair.draft_name}", title=title))
+    return [*found, *contenders]
 
 
-def _speculative(settings: Settings, pair: LoadedPair, lossy: bool) -> Iterator[Method]:
+def _speculative(settings: Settings, pair: LoadedPair, lossy: bool) -> Iterator[Contender]:
     for keywords in _crossed(settings, pair, "speculative", every=not lossy):
         yield _named("speculative", keywords, pair)
     # A grid of thresholds is wide enough: its lookahead is the usual one unless several are asked for.
@@ -122,10 +165,96 @@ def _chosen(settings: Settings, name: str) -> bool:
     return name in settings.grid or getattr(settings, name) is not None
 
 
-def _named(strategy: str, keywords: dict[str, Any], pair: LoadedPair) -> Method:
+def _named(strategy: str, keywords: dict[str, Any], pair: LoadedPair) -> Contender:
     """The strategy under a name of its own, with the settings as data."""
-    method = ours(strategy, keywords, pair)
-    told = [f"{key}={value}" for key, value in method.keywords.items() if key != "generation_strategy"]
-    name = "/".join([strategy, str(pair.draft_name), *told])
-    title = f"{method.title} with {short_name(str(pair.draft_name))}, lookahead {method.lookahead}"
-    return replace(method, name=name, title=title)
+    one = ours(strategy, keywords, pair)
+    told = [f"{key}={value}" for key, value in one.method.keywords.items() if key != "generation_strategy"]
+    title = f"{one.method.title} with {short_name(str(pair.draft_name))}, lookahead {one.method.lookahead}"
+    return one.told(name="/".join([strategy, str(pair.draft_name), *told]), title=title)
+
+
+def render(result: Result) -> list[Block]:
+    """The report."""
+    part = whole(result)
+    found: list[Block] = [heading(part), f"{columns.SPEED} {LEGEND}", *_tables(part)]
+    found += section("Cold cost", columns.COLD_LEGEND, method_table({"": part}, columns.COLD))
+    found += ["## Best settings", bullets(recommendations(part))]
+    return [*found, *remarks(part)]
+
+
+def _tables(part: Part) -> list[Block]:
+    """Drafts and lookaheads; BiLD's thresholds; lossy strategies over all and by subtask."""
+    lossy = quality.lossy_methods(part)
+    lossless = [method for method in part.methods if method not in lossy]
+    shown = method_table({"": part}, _draft_columns(part.result), methods=lambda _: lossless)
+    found = [*section("Drafts and lookaheads", shown), Picture("by-lookahead", "lookahead.by_lookahead", (part,))]
+    bild = [method for method in part.methods if method.kind == "bild"]
+    if bild:
+        thresholds = method_table({"": part}, _threshold_columns(part.result), methods=lambda _: [*lossless, *bild])
+        found += section("BiLD's thresholds", thresholds)
+    if lossy:
+        groups = {"overall": part, **by_subtask(part)}
+        found += section(
+            "Lossy strategies", LOSSY, method_table(groups, LOSSY_COLUMNS, group="Subtask", methods=lambda _: lossy)
+        )
+        found.append(Picture("speed-and-quality", "quality.speed_against_quality", (part,)))
+    return found
+
+
+def _name(part: Part, method: Method) -> str:
+    """The draft's name, and settings that have no column of their own."""
+    return capital(method.title.partition(" with ")[0])
+
+
+_SETTING: Columns = {"Method": _name, **columns.DRAFT, **columns.N}
+
+
+def _draft_columns(result: Result) -> Columns:
+    over = {title: cell for which in speed.BASELINES for title, cell in columns.over(result, which).items()}
+    predicted = {
+        key: columns.ROUNDS[key] for key in ("Predicted speedup over plain on the same engine", "Tokens/Round", "α")
+    }
+    costs = {"Mean acceptance rate": columns.ACCEPTANCE["Acceptance"], "Inference speed ratio (c)": columns.COSTS["c"]}
+    return {**_SETTING, **costs, "v": columns.COSTS["v"], **over, **predicted, **columns.RATE, **columns.EQUAL}
+
+
+def _threshold_columns(result: Result) -> Columns:
+    """Speed and quality by BiLD's thresholds, beside the lossless rows."""
+    thresholds = {word.capitalize(): _threshold(f"{word}_threshold") for word in ("fallback", "rollback")}
+    over = {title: cell for which in ("plain", "engine") for title, cell in columns.over(result, which).items()}
+    figures = {"Mean acceptance rate": columns.ACCEPTANCE["Acceptance"], **over, **columns.TOKENS, **columns.RATE}
+    scores = {MEASURES[name]: _score(name) for name in ("bleu", "rougeL", "exact_match")}
+    return {**_SETTING, **thresholds, **figures, **columns.EQUAL, **scores, "Won": _won}
+
+
+def _threshold(name: str) -> Cell:
+    return lambda part, method: f"{method.keywords[name]:g}" if method.kind == "bild" else "–"
+
+
+def _score(name: str) -> Cell:
+    def cell(part: Part, method: Method) -> str:
+        found = (one for one in part.result.quality if one.method == method.name and one.subtask is None)
+        return number(next((getattr(one, name) for one in found), None), 1)
+
+    return cell
+
+
+def _won(part: Part, method: Method) -> str:
+    """On how many subtasks a row of BiLD beats the fastest speculative row with quality kept."""
+    base = speed.fastest(part, [one for one in part.methods if one.kind == "speculative"])
+    count = quality.won(part, method.name, base.name) if method.kind == "bild" and base is not None else None
+    return "–" if count is None else f"{count} of {len(part.labels)}"
+
+
+def _over_lossless(part: Part, method: Method) -> str:
+    base = quality.lossless_reference(part, method)
+    return ratio(None if base is None else speed.speedup(part, method.name, base.name))
+
+
+LOSSY_COLUMNS: Mapping[str, Any] = {
+    **_SETTING,
+    **columns.ACCEPTANCE,
+    **columns.TOKENS,
+    "Speed over lossless speculation": _over_lossless,
+    "Facts, difference to lossless": lambda part, method: points(quality.change(part, method.name)),
+}

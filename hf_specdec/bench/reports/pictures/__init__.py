@@ -1,1 +1,1 @@
-"""Pictures of results, one module a task; matplotlib is imported here only."""
+"""Pictures, one module a question; matplotlib is imported here only."""

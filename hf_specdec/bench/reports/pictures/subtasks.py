@@ -1,50 +1,39 @@
-"""Pictures of the task subtasks."""
+"""How fast methods are on each subtask."""
 
 from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from hf_specdec.bench.figures import speed, tradeoff
-from hf_specdec.bench.figures.result import Result
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.frames import Part, examples
+from hf_specdec.bench.reports.columns import drafted
 from hf_specdec.bench.reports.markdown import capital
-from hf_specdec.bench.reports.pictures.drawing import (
-    BY_KIND,
-    caption,
-    draw_ratio,
-    legend,
-    new_figure,
-    of_intervals,
-    offset,
-)
-from hf_specdec.bench.reports.pictures.gains import HOLLOW
-from hf_specdec.bench.reports.tables import methods
-from hf_specdec.bench.reports.tables.subtasks import drafting_methods
+from hf_specdec.bench.reports.pictures.drawing import KINDS, caption, draw_ratio, legend, new_figure, offset
 
 
-def speedup_by_subtask(result: Result, which: str) -> Figure:
-    """The speedup of each method over a baseline on each subtask, and over all."""
-    labels: list[str | None] = [*tradeoff.labels(result), None]
-    shown = drafting_methods(result, which)
+def by_subtask(part: Part, which: str = "plain") -> Figure:
+    """The speedup of each drafting method over a baseline on each subtask, and over all."""
+    labels: list[str | None] = [*part.labels, None]
+    shown = [method for method in drafted(part) if speed.baseline(part, method, which)]
     figure, (axes,) = new_figure(1.6 + 0.13 * len(labels) * max(2, len(shown)))
-    named: set[str] = set()
+    names = []
     for place, label in enumerate(labels):
-        prompts = tradeoff.prompts_of(result, label)
+        here = part.where(label=label)
+        names.append(f"{(label or 'all').replace('_', ' ')} ({examples(here.calls)})")
         if place % 2:
             axes.axhspan(place - 0.5, place + 0.5, color="0.96", zorder=0)
         for number, method in enumerate(shown):
-            gain = methods.over(result, method, which, prompts=prompts)
+            # The baseline is the one over all examples.
+            base = speed.baseline(part, method, which)
+            gain = None if base is None else speed.speedup(here, method.name, base.name)
             if gain is not None:
-                title = capital(method["title"])
-                first = title if title not in named else None
-                named.add(title)
-                draw_ratio(axes, offset(place, number, len(shown)), gain, BY_KIND[method["kind"]], label=first)
+                named = capital(method.title) if label is None else None
+                draw_ratio(axes, offset(place, number, len(shown)), gain, KINDS[method.kind][0], label=named)
     axes.axvline(1, color="black", linewidth=1)
-    counts = [len(tradeoff.prompts_of(result, label)) for label in labels]
-    names = [f"{(label or 'all').replace('_', ' ')} ({count})" for label, count in zip(labels, counts, strict=True)]
     axes.set_yticks(range(len(labels)), names)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlabel(f"Speedup over {speed.BASELINES[which]} (×)")
-    figure.suptitle("Decoding speed by subtask (examples in brackets)")
+    figure.suptitle("Decoding speed by subtask (different examples in brackets)")
     legend(axes)
-    caption(figure, of_intervals(result, HOLLOW))
+    caption(figure, part)
     return figure

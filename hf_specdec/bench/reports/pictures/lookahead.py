@@ -1,0 +1,86 @@
+"""How fast drafting is by lookahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hf_specdec.bench.figures import passes, speed
+from hf_specdec.bench.figures.frames import Part
+from hf_specdec.bench.models.names import short_name
+from hf_specdec.bench.records import Method
+from hf_specdec.bench.reports.markdown import size
+from hf_specdec.bench.reports.pictures.drawing import LINES, caption, errors, legend, new_figure
+
+_ENOUGH = 3  # points that make a line
+
+
+def lookaheads(part: Part) -> list[int]:
+    """The fixed lookaheads of speculative decoding, ascending."""
+    return sorted({m.lookahead for m in _speculative(part) if isinstance(m.lookahead, int)})
+
+
+def by_lookahead(part: Part) -> Figure | None:
+    """The speedup over plain decoding on the same engine by lookahead, measured and predicted; `auto` at the right.
+
+    Squares: drafts may also end by the entropy stop. None for fewer than three lookaheads.
+    """
+    rows, numbers = _speculative(part), lookaheads(part)
+    if len(numbers) < _ENOUGH:
+        return None
+    figure, (axes,) = new_figure(4.4)
+    auto_at = numbers[-1] + 1.2
+    drafts = list(dict.fromkeys(method.draft for method in rows))
+    for number, draft in enumerate(drafts):
+        colour, shift = LINES[number % len(LINES)], 0.12 * (number - (len(drafts) - 1) / 2)
+        mine = [method for method in rows if method.draft == draft]
+        fixed = sorted((m for m in mine if isinstance(m.lookahead, int) and not _stops(m)), key=_lookahead)
+        places = {m.name: (auto_at if m.lookahead == "auto" else _lookahead(m)) + shift for m in mine}
+        label = f"{short_name(draft or 'none')} ({size(mine[0].draft_parameters)})"
+        _points(axes, part, [(places[m.name], m) for m in fixed], colour, label)
+        _points(axes, part, [(places[m.name], m) for m in mine if m not in fixed and not _stops(m)], colour)
+        _points(axes, part, [(places[m.name] + 0.36, m) for m in mine if _stops(m)], colour, marker="s")
+        predicted = [(_lookahead(m), value) for m in fixed if (value := passes.predicted(part, m)) is not None]
+        axes.plot([x for x, _ in predicted], [y for _, y in predicted], ":", color=colour)
+    axes.plot([], [], ":", color="0.4", label="predicted from α, c and v")
+    if any(map(_stops, rows)):
+        axes.plot([], [], "s", color="0.4", markersize=4, label="with the entropy stop")
+    axes.axhline(1, color="black", linewidth=1)
+    auto = [auto_at] if any(method.lookahead == "auto" for method in rows) else []
+    axes.set_xticks([*numbers, *auto], [*map(str, numbers), *("auto" for _ in auto)])
+    axes.set_xlabel("Lookahead (draft tokens per round)")
+    axes.set_ylabel("Speedup over plain, same engine (×)")
+    figure.suptitle("Speedup by draft and lookahead")
+    legend(axes)
+    caption(figure, part)
+    return figure
+
+
+def _speculative(part: Part) -> list[Method]:
+    return [method for method in part.methods if method.kind == "speculative" and method.draft]
+
+
+def _lookahead(method: Method) -> int:
+    return method.lookahead if isinstance(method.lookahead, int) else 0
+
+
+def _stops(method: Method) -> bool:
+    return "entropy_threshold" in method.keywords
+
+
+def _points(
+    axes: Axes,
+    part: Part,
+    places: Sequence[tuple[float, Method]],
+    colour: str,
+    label: str | None = None,
+    marker: str = "o",
+) -> None:
+    """Points with their intervals; a line through them where they have a label."""
+    found = [(x, gain) for x, method in places if (gain := speed.over(part, method, "engine")) is not None]
+    for x, gain in found:
+        axes.errorbar(x, gain.value, yerr=errors(gain), color=colour, marker=marker, markersize=4, capsize=2)
+    if label:
+        axes.plot([x for x, _ in found], [gain.value for _, gain in found], "-", color=colour, label=label)

@@ -1,1 +1,0 @@
-"""Markdown tables of results, one module a task; draws no pictures."""

@@ -1,0 +1,321 @@
+"""Runs contenders in turn on batches of prompts; each record is on the disk before the next is measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from hf_specdec.bench import environment
+from hf_specdec.bench.inputs.prompts import Prompt, question_prompt
+from hf_specdec.bench.inputs.questions import Question, split_of
+from hf_specdec.bench.journal import Journal, Key
+from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.models.names import stem
+from hf_specdec.bench.records import Asked, Divergence, Pass, Result
+from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
+from hf_specdec.bench.running.divergence import divergence
+from hf_specdec.bench.running.methods import GENERATE, Contender, lookahead
+from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.running.turns import turn, turn_number
+from hf_specdec.bench.running.warming import warm_call, warm_up
+from hf_specdec.bench.settings import Settings
+
+Item = Prompt | Question
+Batch = tuple[Item, ...]
+# Batches that a contender has to be warmed up for only once.
+Group = Sequence[Batch]
+
+_WITHOUT_DRAFT = ("plain", "none")  # kinds of methods
+
+
+def measured(
+    settings: Settings,
+    contenders: Sequence[Contender],
+    groups: Sequence[Group],
+    *,
+    shared: Processes = Processes(),  # noqa: B008
+    read_rate: Callable[[], float] | None = None,
+    passes_of: set[tuple[int, ...]] | None = None,
+) -> Result | None:
+    """All calls and bare passes of all processes; None in all processes but the main one.
+
+    What an earlier start with the same arguments left unfinished is continued.
+
+    Args:
+        contenders: plain generate() first, whose outputs the others' are compared with.
+        groups: this process's share of the work.
+        read_rate: measures how fast memory is read, bytes per second; called after each plain call of one row.
+        passes_of: the indexes of the batches at which bare passes are timed; of all by default.
+
+    Raises:
+        BenchError: the output folder holds a run of this name with other arguments, or the models refuse.
+    """
+    journal = Journal(settings, stem(settings), shared.count)
+    shared.wait()  # None writes before all have read.
+    work = _Work(settings, contenders, journal, shared, read_rate, passes_of)
+    with keeping_engines(len(contenders), contenders[0].pair.target.device):
+        work.run(groups)
+    journal.close()
+    records: dict[Key, object] = {}
+    for key, record in shared.gather(list(journal.records.items())):
+        records.setdefault(key, record)
+    return conclude(new(settings, contenders, shared), journal, records) if shared.main else None
+
+
+def measured_questions(
+    settings: Settings, contenders: Sequence[Contender], dialogues: Sequence[Sequence[Question]], shared: Processes
+) -> Result | None:
+    """`measured`, on dialogues: all contenders answer the same prompts.
+
+    Where a question has turns before it, the answers between are those that the first contender gave in the first
+    repeat. Bare passes are timed of each subtask at the batch of middling length.
+    """
+    fitting = [one for one in contenders if one.takes(settings.batch_size)]
+    listed = batches(dialogues, settings.batch_size)
+    lengths: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+    for first, *_ in listed:
+        prompt, _ = question_prompt(contenders[0].pair, first[0], (), settings.max_new_tokens)
+        lengths.setdefault(prompt.label, []).append((len(prompt.token_ids), _indexes(first)))
+    middling = {sorted(found)[len(found) // 2][1] for found in lengths.values()}
+    mine: list[Batch] = [batch for dialogue in shared.share(listed) for batch in dialogue]
+    result = measured(settings, fitting, [mine], shared=shared, passes_of=middling)
+    if result is not None:
+        result.split = split_of(settings)
+        if cuts := [one.cut for one in result.prompts if one.cut]:
+            result.notes.append(
+                f"{len(cuts)} of {len(result.prompts)} prompts were longer than the context and cut on the left, "
+                f"by {min(cuts)} to {max(cuts)} tokens."
+            )
+    return result
+
+
+def batches(dialogues: Sequence[Sequence[Question]], size: int) -> list[list[tuple[Question, ...]]]:
+    """Up to `size` dialogues of one subtask and number of turns, turn by turn: `[group][turn][row]`."""
+    same: dict[tuple[str, int], list[Sequence[Question]]] = {}
+    for dialogue in dialogues:
+        same.setdefault((dialogue[0].subtask, len(dialogue)), []).append(dialogue)
+    groups = [some[start : start + size] for some in same.values() for start in range(0, len(some), size)]
+    return [list(zip(*group, strict=True)) for group in sorted(groups, key=lambda group: group[0][0].index)]
+
+
+def batches_of(prompts: Sequence[Prompt], settings: Settings, most: int) -> list[list[Batch]]:
+    """The prompts of each length and batch size in batches.
+
+    Args:
+        most: about as many rows at every batch size; one batch at least.
+    """
+    found: list[list[Batch]] = []
+    for length in settings.prompt_lengths:
+        same = [prompt for prompt in prompts if len(prompt.token_ids) == length]
+        for size in settings.batch_sizes:
+            count = max(1, min(most, len(same)) // size)
+            found.append([tuple(same[number * size : (number + 1) * size]) for number in range(count)])
+    return found
+
+
+def in_turn(
+    contenders: Sequence[Contender], groups: Sequence[Group], repeats: int
+) -> Iterator[tuple[int, int, Batch, list[Contender]]]:
+    """(group, repeat, batch, its contenders): they take turns on each batch, each time in another order, see `turn`.
+
+    So drift of the machine hits all alike, and so does what the method before leaves in the processor's caches. All
+    repeats of one group come before the next: only they are compared, and what an engine has compiled for them need
+    not be kept for long. Turns go on from one length to the next: figures pool the lengths.
+    """
+    begun: dict[int, int] = {}  # turns by batch size
+    for group, same in enumerate(groups):
+        size = len(same[0]) if same else 0
+        here = [one for one in contenders if one.takes(size)]
+        before = begun.get(size, 0)
+        for repeat, (place, batch) in product(range(repeats), enumerate(same)):
+            yield group, repeat, batch, turn(here, before + turn_number(repeat, place, len(same), len(here)))
+        begun[size] = before + repeats * len(same)
+
+
+def new(settings: Settings, contenders: Sequence[Contender], shared: Processes = Processes()) -> Result:  # noqa: B008
+    """A result without calls."""
+    pair = contenders[0].pair
+    models = pair.describe()
+    for one in contenders:  # plain decoding may have been given the target alone
+        models |= {role: model for role, model in one.pair.describe().items() if role not in models}
+    return Result(
+        settings,
+        (Path(sys.argv[0]).name, *sys.argv[1:]),
+        environment.describe(),
+        models,
+        [one.method for one in contenders],
+        {name: seconds for one in contenders for name, seconds in one.pair.loading_seconds.items()},
+        lookahead(settings, pair),
+        processes=shared.count,
+        encoder_decoder=pair.encoder_decoder,
+        notes=[] if pair.synthetic is None else [f"{pair.synthetic}. Timings are real, texts mean nothing."],
+    )
+
+
+def conclude(result: Result, journal: Journal, records: dict[Key, object]) -> Result:
+    """Puts records into a result, in an order that doesn't depend on who measured when.
+
+    The environment is that in which measuring began; a restart in another one is noted.
+    """
+    order = {method.name: number for number, method in enumerate(result.methods)}
+    kinds: dict[str, list] = {kind: [] for kind in ("call", "asked", "cold", "passes")}
+    for key, record in sorted(records.items(), key=lambda item: str(item[0])):
+        kinds[key[0]].append((key, record) if key[0] == "passes" else record)
+    result.calls = sorted(kinds["call"], key=lambda one: (one.repeat, len(one.prompts), one.prompts, order[one.method]))
+    result.prompts = sorted(kinds["asked"], key=lambda one: one.index)
+    result.cold = sorted(kinds["cold"], key=lambda one: one.number)
+    result.passes = [Pass(*key[1:], *one) for key, listed in kinds["passes"] for one in listed]
+    result.notes += journal.notes()
+    result.environment = replace(journal.began()[0], busy_cores_at_end=environment.busy_cores())
+    return result
+
+
+class _Work:
+    """What one process measures; what the journal holds is not run again."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        contenders: Sequence[Contender],
+        journal: Journal,
+        shared: Processes,
+        read_rate: Callable[[], float] | None,
+        passes_of: set[tuple[int, ...]] | None,
+    ) -> None:
+        self.settings, self.contenders, self.journal, self.shared = settings, contenders, journal, shared
+        self.read_rate, self.passes_of = read_rate, passes_of
+        self.baseline = contenders[0]
+        pairs = {id(one.pair): one.pair for one in contenders if one.pair.draft is not None}
+        self.bare = [
+            BarePasses(pair, settings.max_new_tokens, widths_for([one for one in contenders if one.pair is pair]))
+            for pair in pairs.values() or [self.baseline.pair]
+        ]
+        self.batch_of: dict[int, tuple[int, ...]] = {}
+
+    def run(self, groups: Sequence[Group]) -> None:
+        """Measures all that is missing."""
+        self.batch_of = {item.index: _indexes(batch) for group in groups for batch in group for item in batch}
+        work = list(in_turn(self.contenders, groups, self.settings.repeats))
+        done = sum(
+            self.journal.has("call", one.name, _indexes(batch), repeat)
+            for _, repeat, batch, order in work
+            for one in order
+        )
+        bar = tqdm(
+            total=sum(len(order) for *_, order in work), initial=done, desc=self.settings.task, unit="run",
+            file=sys.stderr, disable=not self.shared.main,
+        )  # fmt: skip
+        warm: set[int] = set()
+        position = 0
+        with bar:
+            for group, repeat, batch, order in work:
+                if group not in warm:
+                    warm.add(group)
+                    self._warm_up(groups[group])
+                if not self._complete(repeat, batch, order):
+                    self._all_contenders(repeat, batch, order, position, bar)
+                position += len(order)
+
+    def _complete(self, repeat: int, batch: Batch, order: Sequence[Contender]) -> bool:
+        described = repeat > 0 or all(self.journal.has("asked", item.index) for item in batch)
+        called = all(self.journal.has("call", one.name, _indexes(batch), repeat) for one in order)
+        return described and called and not self._untimed(repeat, batch, order)
+
+    def _warm_up(self, group: Group) -> None:
+        """In the order in which they are listed: what methods of an engine share is prepared by the first of them."""
+        places = list(product((_indexes(batch) for batch in group), range(self.settings.repeats)))
+        prompts = [prompt for prompt, _ in self._prompts(group[0])]
+        for one in self.contenders:
+            if one.takes(len(prompts)) and not all(self.journal.has("call", one.name, *place) for place in places):
+                number = sum(kind == "cold" for kind, *_ in self.journal.records)
+                cold = warm_up(one, prompts, self.settings, number=number)
+                if self.shared.main:
+                    self.journal.keep("cold", cold)
+
+    def _prompts(self, batch: Batch) -> list[tuple[Prompt, int]]:
+        """The prompts, and how many tokens were cut of each."""
+        found = []
+        for row, item in enumerate(batch):
+            if isinstance(item, Prompt):
+                found.append((item, 0))
+                continue
+            earlier = []
+            for index in item.earlier:
+                call = self.journal.call(self.baseline.name, self.batch_of[index], 0)
+                assert call is not None and call.texts is not None
+                earlier.append(call.texts[row])
+            found.append(question_prompt(self.baseline.pair, item, earlier, self.settings.max_new_tokens))
+        return found
+
+    def _all_contenders(self, repeat: int, batch: Batch, order: Sequence[Contender], position: int, bar: tqdm) -> None:
+        made = self._prompts(batch)
+        prompts, indexes = [prompt for prompt, _ in made], _indexes(batch)
+        for number, one in enumerate(order):
+            if self.journal.has("call", one.name, indexes, repeat):
+                continue
+            call = warm_call(one, prompts, self.settings, repeat=repeat, position=position + number)
+            if self.read_rate is not None and len(batch) == 1 and one.method.kind in _WITHOUT_DRAFT:
+                call = replace(call, read_rate=self.read_rate())
+            if isinstance(batch[0], Question):
+                decode = one.pair.tokenizer.decode
+                texts = tuple(decode(row, skip_special_tokens=True).strip() for row in call.tokens or ())
+                call = replace(call, texts=texts)
+            self.journal.keep("call", call)
+            bar.update()
+        # After the last method of each batch, so that bare passes meet the same state of the machine as calls do.
+        for engine, passes in self._untimed(repeat, batch, order):
+            length = max(len(prompt.token_ids) for prompt in prompts)
+            about = {"engine": engine, "draft": passes.pair.draft_name, "prompts": indexes, "repeat": repeat}
+            # No times where the engine could not be had and rounds ran without it.
+            times = [(length, *one) for one in passes.sample(engine, prompts)]
+            self.journal.keep("passes", about | {"times": times})
+        if repeat == 0:
+            for row, (item, (prompt, cut)) in enumerate(zip(batch, made, strict=True)):
+                self.journal.keep("asked", self._asked(item, prompt, cut, self._divergences(batch, row, prompt, order)))
+
+    def _untimed(self, repeat: int, batch: Batch, order: Sequence[Contender]) -> list[tuple[str, BarePasses]]:
+        """The engines and pairs whose bare passes are still to be timed at this batch."""
+        if self.passes_of is not None and _indexes(batch) not in self.passes_of:
+            return []
+        engines = sorted(dict.fromkeys(one.method.engine for one in order), key=lambda engine: engine != GENERATE)
+        return [
+            (engine, passes)
+            for engine, passes in product(engines, self.bare)
+            if any(one.method.engine == engine and self._runs_on(one, passes.pair) for one in order)
+            and not self.journal.has("passes", engine, passes.pair.draft_name, _indexes(batch), repeat)
+        ]
+
+    def _runs_on(self, one: Contender, pair: LoadedPair) -> bool:
+        return one.pair is pair or len(self.bare) == 1
+
+    def _asked(self, item: Item, prompt: Prompt, cut: int, divergences: dict[str, Divergence]) -> Asked:
+        tokens = len(prompt.token_ids)
+        if isinstance(item, Prompt):
+            question = item.index if item.question is None else item.question
+            return Asked(item.index, question, item.label, tokens, divergences=divergences)
+        first = item.earlier[0] if item.earlier else item.index
+        return Asked(item.index, first, item.subtask, tokens, cut, len(item.turns), item.references, divergences)
+
+    def _divergences(self, batch: Batch, row: int, prompt: Prompt, order: Sequence[Contender]) -> dict[str, Divergence]:
+        """Of each contender whose greedy output leaves the baseline's: where, and by which margin of logits."""
+        if self.settings.sampling or self.settings.endless:
+            return {}
+        tokens = {}
+        for one in order:
+            call = self.journal.call(one.name, _indexes(batch), 0)
+            assert call is not None and call.tokens is not None
+            tokens[one.name] = call.tokens[row]
+        target, reference = self.baseline.pair.target, tokens[self.baseline.name]
+        ids = {"input_ids": torch.tensor([prompt.token_ids], device=target.device)}
+        found = {name: divergence(target, ids, some, reference) for name, some in sorted(tokens.items())}
+        return {name: one for name, one in found.items() if one is not None}
+
+
+def _indexes(batch: Batch) -> tuple[int, ...]:
+    return tuple(item.index for item in batch)

@@ -1,0 +1,100 @@
+"""The rounds of a call, summed up: of this package's loop, and of transformers' loops, seen from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import hf_specdec
+from hf_specdec.rules.round_statistics import Round
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a `Call` tells of its rounds; see there."""
+
+    first_tokens: int
+    rounds: int
+    row_rounds: int
+    drafted: int
+    accepted: int
+    reached: tuple[int, ...]
+    kept: tuple[int, ...]
+    overlap: float | None
+    steps: tuple[int, ...]
+    widths: tuple[int, ...]
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+    round_seconds: float | None = None
+
+
+def summary(rounds: Sequence[Round], *, overlap: bool = True, times: bool = False) -> Summary:
+    """The rounds of a call; those of a row after its end count nowhere.
+
+    Args:
+        overlap: whether the rounds tell it.
+        times: whether the rounds tell them.
+    """
+    rows = [
+        row
+        for one in rounds
+        for row in zip(one.drafted, one.accepted, one.new_tokens, one.overlap or (0.0,) * len(one.drafted), strict=True)
+        if row[2] > 0
+    ]
+    later = rounds[1:]
+    spent = ("draft_seconds", "verify_seconds", "seconds") if times else ()
+    return Summary(
+        sum(rounds[0].new_tokens),
+        len(rounds),
+        len(rows),
+        sum(drafted for drafted, *_ in rows),
+        sum(accepted for _, accepted, *_ in rows),
+        _at_least([min(accepted + 1, drafted) for drafted, accepted, *_ in rows]),
+        _at_least([accepted for _, accepted, *_ in rows]),
+        round(sum(row[3] for row in rows), 4) if overlap else None,
+        _counts([one.draft_steps for one in later]),
+        _counts([one.width for one in later]),
+        *(sum(getattr(one, part) for one in later) for part in spent),
+    )
+
+
+def _counts(values: Sequence[int]) -> tuple[int, ...]:
+    """How often each number from 0 occurs."""
+    return tuple(values.count(number) for number in range(max(values, default=-1) + 1))
+
+
+def _at_least(values: Sequence[int]) -> tuple[int, ...]:
+    """How many values are at least 1, at least 2, and so on."""
+    return tuple(sum(value > place for value in values) for place in range(max(values, default=0)))
+
+
+def streamed_rounds(
+    tokens: Sequence[int], puts: Sequence[int], drafts: Sequence[Sequence[int]], *, greedy: bool, draft_passes: bool
+) -> Summary:
+    """From what transformers' loop streamed and its generator drafted, at batch size 1.
+
+    It streams one round a put; the last token of each is the target's own, the others accepted. A last token that
+    the draft had at its place was accepted, too: there the text ended, as at an accepted EOS. A token of the
+    target's own is never the one that it refused. With a single token left transformers does not ask the draft, so
+    there may be fewer drafts. In greedy decoding the overlap at a position is whether the target agrees; in sampling
+    transformers doesn't tell.
+
+    Args:
+        tokens: all new ones.
+        puts: how many each round streamed.
+        drafts: of each round.
+        draft_passes: whether a drafted token takes a forward pass.
+    """
+    found, end = [], 0
+    for place, new in enumerate(puts):
+        draft = list(drafts[place]) if place < len(drafts) else []
+        end += new
+        accepted = new if draft[new - 1 : new] == [tokens[end - 1]] else new - 1
+        found.append(counted_round([len(draft)], [accepted], [new], len(draft) if draft_passes else 0, len(draft) + 1))
+    return summary(found, overlap=greedy)
+
+
+def counted_round(drafted: Sequence[int], accepted: Sequence[int], new: Sequence[int], steps: int, width: int) -> Round:
+    """A round that is known by its counts, in greedy decoding, where the overlap is the number of tokens accepted."""
+    overlap = tuple(map(float, accepted))
+    return hf_specdec.Round(tuple(drafted), tuple(accepted), tuple(new), overlap, steps, width, 0.0, 0.0, 0.0)
