@@ -22,6 +22,7 @@ setup(
         "hf_specdec": [
             "py.typed",
             "prepared/kernels/*.cpp",
+            "prepared/kernels/*.h",
             "hub/README.md",
             "embedded/*.json",
             "embedded/*.md",

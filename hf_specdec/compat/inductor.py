@@ -150,13 +150,13 @@ def _builder(build: Callable[[Any], None]) -> type:
     return Builder
 
 
-def library_of(text: str) -> Path:
-    """Compile and load some C++, and return its library."""
+def library_of(text: str, flags: Sequence[str] = ()) -> Path:
+    """Compile and load some C++ with further flags of the compiler, and return its library."""
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
     with config.patch(INSTRUCTIONS):
-        return Path(CppCodeCache.load(text)._name)
+        return Path(CppCodeCache.load(text, extra_flags=flags)._name)
 
 
 def code_of(graph: Graph, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Any:

@@ -18,14 +18,14 @@ from torch.nn import functional
 
 from hf_specdec.compat.torch_private import schema_of
 from hf_specdec.host.torch_state import FunctionMode
-from hf_specdec.prepared.own_code import KERNELS, library_of
+from hf_specdec.prepared.own_code import joined, library_of
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
 
 # The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
 LIBRARIES = {
-    "wide": ("tensors", "vectors", "amx", "amx_bfloat16", "amx_float", "tile", "turned", "linear", "attention"),
-    "quantized": ("tensors", "vectors", "amx", "tile", "whole_digits", "amx_int8", "whole_words", "quantized"),
+    "wide": ("linear.cpp", "attention.cpp"),
+    "quantized": ("quantized.cpp",),
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 MOST_DIMS = 8  # of an input, as tensors.cpp has it
@@ -53,7 +53,7 @@ def suffix(dtype: torch.dtype) -> str:
 def source(library: str, dtype: torch.dtype) -> str:
     """The C++ of one of `LIBRARIES` for numbers of a type."""
     chosen = f"#define NUMBER {NUMBERS[dtype]}\n#define SUFFIX {suffix(dtype)}\n"
-    return chosen + "\n".join((KERNELS / f"{part}.cpp").read_text() for part in LIBRARIES[library])
+    return chosen + joined(*LIBRARIES[library])
 
 
 @cache

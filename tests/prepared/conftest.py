@@ -1,4 +1,4 @@
-"""Compiled code of a test's own, and the kernels in the forms for this processor and for lesser ones."""
+"""Compiled code of a test's own, and the kernels in the forms for this processor and for others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import torch
 
@@ -16,8 +17,9 @@ from hf_specdec.prepared import code_folder, code_on_disk, compiled_step, few_to
 from hf_specdec.prepared.few_token_products import library_with, operation, source, suffix
 from hf_specdec.prepared.own_builds import in_own_folder
 
+EMULATED_AMX = (Path(helpers.__path__[0]) / "emulated_amx.h").read_text().replace("#pragma once", "")
 # By form, what names of its kernels contain, how it is compiled, and what its source begins with.
-LESSER: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
+OTHERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "AVX2": (
         "avx2",
         {"cpp.simdlen": 256},
@@ -25,8 +27,15 @@ LESSER: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
         "#ifdef __AVX512F__\n#error the form for AVX-512\n#endif\n",
     ),
     "no tiles": ("no_tiles", {}, (), "#undef __AMX_INT8__\n"),
+    "tiles in software": ("tiles", {}, (), f"#undef __AMX_INT8__\n{EMULATED_AMX}"),
 }
-FORMS = ["this processor", "AVX2", *(["no tiles"] if torch.cpu._is_amx_tile_supported() else [])]
+WITH_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+FORMS = [
+    "this processor",
+    "AVX2",
+    *(["tiles in software"] if WITH_AVX512 else []),
+    *(["no tiles"] if torch.cpu._is_amx_tile_supported() else []),
+]
 
 
 def _kernel(form: str, name: str, dtype: torch.dtype) -> Any:
@@ -36,14 +45,14 @@ def _kernel(form: str, name: str, dtype: torch.dtype) -> Any:
 
 @cache
 def _load(form: str, library: str, dtype: torch.dtype) -> str:
-    """The kernels as they are on a lesser processor, under names of their own; returns what these contain.
+    """The kernels as they are on another processor, under names of their own; returns what these contain.
 
     Built with little optimization, which takes a few seconds; what they compute is the same.
     """
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    mark, settings, flags, start = LESSER[form]
+    mark, settings, flags, start = OTHERS[form]
     text = source(library, dtype).replace(f"SUFFIX {suffix(dtype)}", f"SUFFIX {mark}_{suffix(dtype)}")
     with in_own_folder(torch.device("cpu")), config.patch({**INSTRUCTIONS, **settings}):
         CppCodeCache.load(start + text, extra_flags=(*flags, "-O1"))
@@ -52,8 +61,8 @@ def _load(form: str, library: str, dtype: torch.dtype) -> str:
 
 @pytest.fixture(params=FORMS)
 def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels as built for this processor, then those for lesser ones in their place."""
-    if request.param in LESSER:
+    """The kernels as built for this processor, then those for others in their place."""
+    if request.param in OTHERS:
         monkeypatch.setattr(few_token_products, "kernel", partial(_kernel, request.param))
 
 

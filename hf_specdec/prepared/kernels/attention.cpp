@@ -3,14 +3,20 @@
 // Keys and values are cut into parts of some slots, which threads take in turn, so that each is read once for all the
 // queries that share it. What the parts come to is joined as in FlashDecoding (Dao et al., 2023).
 
+#include <cmath>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "floats.h"
+#include "tensors.h"
+#include "transposed.h"
+
 namespace {
 
+template <class A> constexpr A kNever = -std::numeric_limits<A>::infinity();
 constexpr int64_t kSlots = 128;  // of a part
-#ifdef __AVX512F__
-constexpr int kMixed = 4;  // vectors of a value's columns that are summed at a time
-#else
-constexpr int kMixed = 2;
-#endif
+constexpr int kMixed = kWide ? 4 : 2;  // vectors of a value's columns that are summed at a time
 
 struct Shape {
   int64_t group, queries, width;  // heads of queries that share a head of keys, queries of each, columns of a head
@@ -30,44 +36,36 @@ template <class A> struct Result {
 // Where a thread works on a part.
 template <class A> struct Room {
   explicit Room(const Shape& shape)
-      : scaled(shape.rows() * shape.width), shifts(shape.rows() * kSlots), scores(shape.rows() * kSlots),
-        sums(shape.rows()) {}
-  Aligned<A> scaled, shifts, scores;  // queries `[rows, width]`; what is added to scores and scores `[rows, 128]`
+      : padded((shape.width + kLanes<A> - 1) / kLanes<A> * kLanes<A>), scaled(shape.rows() * padded),
+        shifts(shape.rows() * kSlots), scores(shape.rows() * kSlots), sums(shape.rows()) {}
+  const int64_t padded;  // columns of a head, as whole vectors
+  Aligned<A> scaled, shifts, scores;  // queries `[rows, padded]`; what is added to scores and scores `[rows, 128]`
   std::vector<Four<A>> sums;
   Sight sight[kSlots];
 };
-
-template <class T, class A> void scaled_copy(const T* from, A scale, int64_t width, A* to) {
-  int64_t d = 0;
-  for (; d + kLanes<A> <= width; d += kLanes<A>) {
-    const Vector<A> scaled = load<T, A>(from + d) * scale;
-    std::memcpy(to + d, &scaled, sizeof scaled);
-  }
-  for (; d < width; ++d) to[d] = A(widen(from[d])) * scale;
-}
 
 // Reads the mask of some slots. Masks of several rows may be one.
 template <class T, class A>
 void look(const T* mask, const Shape& shape, int64_t masks, int64_t slots, Room<A>& room) {
   const A hidden = A(std::is_same_v<T, Half> ? -65504.0 : std::is_same_v<T, double>
       ? double(std::numeric_limits<double>::lowest()) : -3.3895314e38);
-  const Vector<A> never = Vector<A>{} + kNever<A>;
+  const Vector<A> never(kNever<A>), none(A(0)), one(A(1));
   A seen[kSlots] = {};
   for (int64_t at = 0; at < masks; ++at) {
     const T* from = mask + at / shape.queries * shape.mask_head + at % shape.queries * shape.mask_query;
     A* to = room.shifts.data + at * kSlots;
     int64_t slot = 0;
     for (; slot + kLanes<A> <= slots; slot += kLanes<A>) {
-      const Vector<A> shift = load<T, A>(from + slot), kept = shift <= hidden ? never : shift;
-      const Vector<A> count = load<A, A>(seen + slot) + (shift <= hidden ? Vector<A>{} : Vector<A>{} + A(1));
-      std::memcpy(to + slot, &kept, sizeof kept);
-      std::memcpy(seen + slot, &count, sizeof count);
+      const Vector<A> shift = load<A>(from + slot), hides = shift <= Vector<A>(hidden);
+      Vector<A>::blendv(shift, never, hides).store(to + slot);
+      (Vector<A>::loadu(seen + slot) + Vector<A>::blendv(one, none, hides)).store(seen + slot);
     }
-    for (; slot < kSlots; ++slot) {
-      const A shift = slot < slots ? A(widen(from[slot])) : kNever<A>;
-      to[slot] = shift <= hidden ? kNever<A> : shift;
-      seen[slot] += !(shift <= hidden);
+    for (; slot < slots; ++slot) {
+      const bool hides = A(from[slot]) <= hidden;
+      to[slot] = hides ? kNever<A> : A(from[slot]);
+      seen[slot] += !hides;
     }
+    std::fill(to + slots, to + kSlots, kNever<A>);
   }
   for (int64_t slot = 0; slot < kSlots; ++slot)
     room.sight[slot] = seen[slot] == 0 ? kUnseen : seen[slot] == masks ? kSeenByAll : kSeenBySome;
@@ -78,84 +76,74 @@ template <class T, class A>
 void score(const T* key, const T* value, const Shape& shape, int64_t slots, Room<A>& room) {
   const int64_t rows = shape.rows(), width = shape.width;
   for (int64_t slot = 0; slot < slots; slot += 4) {
-    const int count = int(std::min<int64_t>(4, slots - slot));
+    const int64_t count = std::min<int64_t>(4, slots - slot);
     std::fill(room.sums.begin(), room.sums.end(), Four<A>{});
-    const T *keys = key + slot * width, *values = value + slot * width;
-    const bool seen = std::any_of(room.sight + slot, room.sight + slot + count, [](Sight of) { return of != kUnseen; });
-    if (seen && count < 4) {
-      products<T, A, A>(count, keys, width, room.scaled.data, rows, width, room.sums.data());
-    } else if (seen) {
-      for_token_groups(rows, 1, [&](int64_t row, int64_t size, bool last) {
-        const A* queries = room.scaled.data + row * width;
-        tile_of<T, A, A>(size, keys, width, queries, width, width, last ? values : nullptr, room.sums.data() + row);
-      });
+    if (std::any_of(room.sight + slot, room.sight + slot + count, [](Sight of) { return of != kUnseen; })) {
+      const T* keys[4];  // the last one for missing ones
+      for (int64_t r = 0; r < 4; ++r) keys[r] = key + (slot + std::min(r, count - 1)) * width;
+      multiply_four<FloatProduct<T, A>>(
+          keys, {room.scaled.data, room.padded}, rows, 0, width,
+          [&](bool last, auto r, int64_t i) __attribute__((always_inline)) {
+            if (last) __builtin_prefetch(value + (slot + r) * width + i, 0, kReadAgain);
+          },
+          room.sums.data());
     }
     for (int64_t row = 0; row < rows; ++row)
       std::memcpy(room.scores.data + row * kSlots + slot, &room.sums[row], sizeof(Four<A>));
   }
 }
 
-// Turns a row's scores into weights; returns the highest score and the weights' sum.
+// Turns a row's scores into weights; returns the highest score and the weights' sum. What a mask hides is left out,
+// whatever it holds.
 template <class A> std::pair<A, A> softmax(A* scores, const A* shifts) {
-  Vector<A> most = Vector<A>{} + kNever<A>, total{};
+  const Vector<A> never(kNever<A>);
+  Vector<A> most = never;
   for (int64_t slot = 0; slot < kSlots; slot += kLanes<A>) {
-    const Vector<A> shift = load<A, A>(shifts + slot), score = load<A, A>(scores + slot) + shift;
-    // What a mask hides is left out, whatever it holds.
-    const Vector<A> kept = shift == kNever<A> ? shift : score;
-    most = kept > most ? kept : most;
-    std::memcpy(scores + slot, &kept, sizeof kept);
+    const Vector<A> shift = Vector<A>::loadu(shifts + slot), score = Vector<A>::loadu(scores + slot) + shift;
+    const Vector<A> kept = Vector<A>::blendv(score, never, shift == never);
+    most = at::vec::maximum(most, kept);
+    kept.store(scores + slot);
   }
-  const Four<A> highest_of = fold<A>(most, [](auto a, auto b) { return a > b ? a : b; });
-  const A highest = std::max(std::max(highest_of[0], highest_of[1]), std::max(highest_of[2], highest_of[3]));
+  const A highest = at::vec::vec_reduce_all<A>([](auto a, auto b) { return at::vec::maximum(a, b); }, most);
+  const Vector<A> zero(highest == kNever<A> ? A(0) : highest);
+  Vector<A> sums;
   for (int64_t slot = 0; slot < kSlots; slot += kLanes<A>) {
-    const Vector<A> weight = exponential<A>(load<A, A>(scores + slot) - (highest == kNever<A> ? A(0) : highest));
-    total += weight;
-    std::memcpy(scores + slot, &weight, sizeof weight);
+    const Vector<A> weights = (Vector<A>::loadu(scores + slot) - zero).exp_u20();
+    sums = sums + weights;
+    weights.store(scores + slot);
   }
-  const Four<A> sums = fold<A>(total);
-  return {highest, sums[0] + sums[1] + (sums[2] + sums[3])};
+  return {highest, sum_of<A>(sums)};
 }
 
-// The weighted sums of the values for R rows, in D vectors of columns.
+// Values as columns of a block, whose rows are weights: `at(vector, slot)`.
+template <class T, class A> struct Values {
+  INLINE Vector<A> at(int64_t vector, int64_t slot) const { return load<A>(data + slot * width + vector * kLanes<A>); }
+  const T* data;
+  int64_t width;
+};
+
+// Adds the values of some slots by their weights, for R rows, in D vectors of columns.
 template <class T, class A, int R, int D>
-void mix(const A* weights, const T* value, const Sight* sight, int64_t slots, int64_t width, A* mixed) {
-  Vector<A> acc[R][D];
-  for (int r = 0; r < R; ++r)
-    for (int d = 0; d < D; ++d) acc[r][d] = Vector<A>{};
-  for (int64_t slot = 0; slot < slots; ++slot) {
-    if (sight[slot] == kUnseen) continue;
-    Vector<A> from[D];
-#pragma GCC unroll 4
-    for (int d = 0; d < D; ++d) from[d] = load<T, A>(value + slot * width + d * kLanes<A>);
-    if (sight[slot] == kSeenBySome) {
-      for (int r = 0; r < R; ++r)
-        for (int d = 0; d < D && weights[r * kSlots + slot] != 0; ++d)
-          acc[r][d] += weights[r * kSlots + slot] * from[d];
-      continue;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int d = 0; d < D; ++d) acc[r][d] += weights[r * kSlots + slot] * from[d];
-  }
-  for (int r = 0; r < R; ++r) std::memcpy(mixed + r * width, acc[r], sizeof acc[r]);
+void mix(const A* weights, const T* value, int64_t begin, int64_t end, int64_t width, A* mixed) {
+  const A* rows[R];
+  Vector<A> sums[R][D];
+  for (int r = 0; r < R; ++r) rows[r] = weights + r * kSlots;
+  each<R>([&](auto r) { each<D>([&](auto d) { sums[r][d] = Vector<A>::loadu(mixed + r * width + d * kLanes<A>); }); });
+  multiply<BroadcastProduct<A>, R, D>(rows, Values<T, A>{value, width}, 0, begin, end, fetch_nothing, sums);
+  each<R>([&](auto r) { each<D>([&](auto d) { sums[r][d].store(mixed + r * width + d * kLanes<A>); }); });
 }
 
 // The same for all columns.
 template <class T, class A, int R>
-void mix_rows(const A* weights, const T* value, const Sight* sight, int64_t slots, int64_t width, A* mixed) {
+void mix_rows(const A* weights, const T* value, int64_t begin, int64_t end, int64_t width, A* mixed) {
   int64_t d = 0;
   for (; d + kMixed * kLanes<A> <= width; d += kMixed * kLanes<A>)
-    mix<T, A, R, kMixed>(weights, value + d, sight, slots, width, mixed + d);
-  for (; d + kLanes<A> <= width; d += kLanes<A>)
-    mix<T, A, R, 1>(weights, value + d, sight, slots, width, mixed + d);
+    mix<T, A, R, kMixed>(weights, value + d, begin, end, width, mixed + d);
+  for (; d + kLanes<A> <= width; d += kLanes<A>) mix<T, A, R, 1>(weights, value + d, begin, end, width, mixed + d);
   for (; d < width; ++d)
-    for (int r = 0; r < R; ++r) {
-      A sum = 0;
-      for (int64_t slot = 0; slot < slots; ++slot)
-        if (weights[r * kSlots + slot] != 0) sum += weights[r * kSlots + slot] * A(widen(value[slot * width + d]));
-      mixed[r * width + d] = sum;
-    }
+    for (int r = 0; r < R; ++r)
+      for (int64_t slot = begin; slot < end; ++slot)
+        mixed[r * width + d] += weights[r * kSlots + slot] * A(value[slot * width + d]);
 }
 
 // Some rows of queries, `scaled` in the room, over some slots, of which the room has the mask.
@@ -167,18 +155,20 @@ void attend(const T* key, const T* value, const Shape& shape, int64_t masks, int
   for (int64_t row = 0; row < rows; ++row)
     std::tie(result.highest[row], result.total[row]) =
         softmax<A>(room.scores.data + row * kSlots, room.shifts.data + row % masks * kSlots);
-  for (int64_t row = 0, size; row < rows; row += size) {
-    size = std::min(kTokens, rows - row);
-    const A* weights = room.scores.data + row * kSlots;
-    A* to = result.mixed + row * width;
-    switch (size) {
-      case 1: mix_rows<T, A, 1>(weights, value, room.sight, slots, width, to); break;
-      case 2: mix_rows<T, A, 2>(weights, value, room.sight, slots, width, to); break;
-      case 3: mix_rows<T, A, 3>(weights, value, room.sight, slots, width, to); break;
-      case 4: mix_rows<T, A, 4>(weights, value, room.sight, slots, width, to); break;
-      case 5: mix_rows<T, A, 5>(weights, value, room.sight, slots, width, to); break;
-      case 6: mix_rows<T, A, 6>(weights, value, room.sight, slots, width, to); break;
-    }
+  std::fill_n(result.mixed, rows * width, A(0));
+  for (int64_t slot = 0, end; slot < slots; slot = end) {
+    const Sight sight = room.sight[slot];
+    end = std::find_if(room.sight + slot, room.sight + slots, [&](Sight of) { return of != sight; }) - room.sight;
+    const auto some = [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+      for_constant<kTokens>(count, [&](auto n) {
+        mix_rows<T, A, n>(room.scores.data + row * kSlots, value, from, to, width, result.mixed + row * width);
+      });
+    };
+    if (sight == kSeenByAll)
+      for_groups(rows, kTokens, [&](int64_t row, int64_t count, bool) { some(row, count, slot, end); });
+    for (int64_t at = slot; sight == kSeenBySome && at < end; ++at)
+      for (int64_t row = 0; row < rows; ++row)
+        if (room.scores.data[row * kSlots + at] != 0) some(row, 1, at, at + 1);
   }
 }
 
@@ -193,19 +183,11 @@ void join(const Result<A>& of, int64_t parts, int64_t rows, int64_t width, A* sh
     total += shares[part] * seen;
   }
   const A whole = total == 0 ? A(0) : 1 / total;
-  int64_t d = 0;
-  for (; d + kLanes<A> <= width; d += kLanes<A>) {
-    Vector<A> mixed{};
-    for (int64_t part = 0; part < parts; ++part) mixed += shares[part] * load<A, A>(of.mixed + part * rows * width + d);
-    mixed *= whole;
-    if constexpr (std::is_same_v<T, A>) std::memcpy(out + d, &mixed, sizeof mixed);
-    else for (int i = 0; i < kLanes<A>; ++i) out[d + i] = narrow<T>(mixed[i]);
-  }
-  for (; d < width; ++d) {
-    A mixed = 0;
-    for (int64_t part = 0; part < parts; ++part) mixed += shares[part] * of.mixed[part * rows * width + d];
-    out[d] = narrow<T>(mixed * whole);
-  }
+  A* first = of.mixed;
+  for (int64_t d = 0; d < width; ++d) first[d] *= shares[0];
+  for (int64_t part = 1; part < parts; ++part)
+    for (int64_t d = 0; d < width; ++d) first[d] += shares[part] * of.mixed[part * rows * width + d];
+  for (int64_t d = 0; d < width; ++d) out[d] = T(first[d] * whole);
 }
 
 // A tensor `[B, H, S, D]`, or the same for all rows, heads or slots.
@@ -224,7 +206,7 @@ template <class T> struct Heads {
 // dimension of all is contiguous, and the last two of keys and values are.
 template <class T>
 void attention(Given query, Given key, Given value, Given mask, double scale, Handle* output) {
-  using A = typename SumOf<T>::type;
+  using A = SumOf<T>;
   const Heads<T> q(query), k(key), v(value), m(mask);
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), width = query.size(3);
   const int64_t shared = key.size(1), slots = key.size(2), parts = (slots + kSlots - 1) / kSlots;
@@ -247,9 +229,12 @@ void attention(Given query, Given key, Given value, Given mask, double scale, Ha
     for (int64_t unit = 0; unit < units; ++unit) {
       const int64_t row = unit / parts / shared, head = unit / parts % shared, from = unit % parts * kSlots;
       const int64_t count = std::min(kSlots, slots - from), first = head * shape.group;
-      for (int64_t at = 0; at < rows; ++at)
-        scaled_copy<T, A>(q.at(row, first + at / queries, at % queries), A(scale), width,
-                          room.scaled.data + at * width);
+      for (int64_t at = 0; at < rows; ++at) {
+        const T* query = q.at(row, first + at / queries, at % queries);
+        A* to = room.scaled.data + at * room.padded;
+        for (int64_t d = 0; d < width; ++d) to[d] = A(query[d]) * A(scale);
+        std::fill(to + width, to + room.padded, A(0));
+      }
       look<T, A>(m.at(row, first, 0) + from, shape, masks, count, room);
       attend<T, A>(k.at(row, head, from), v.at(row, head, from), shape, masks, count, room, result(unit, 0));
     }

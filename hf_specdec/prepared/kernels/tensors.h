@@ -3,27 +3,22 @@
 // Compiled steps call the functions of `NAMED`, whose arguments are those of torch's C interface. Everyone else calls
 // operations of torch, which takes microseconds.
 
+#pragma once
+
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <immintrin.h>
-#include <omp.h>
-
-#include <algorithm>
 #include <array>
-#include <atomic>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <limits>
-#include <memory>
 #include <optional>
 #include <tuple>
-#include <type_traits>
-#include <vector>
+
+// The type of numbers that a library is compiled for, and what the names of its operations end with.
+#ifndef NUMBER
+#define NUMBER float
+#define SUFFIX float
+#endif
 
 using torch::stable::Tensor;
 
