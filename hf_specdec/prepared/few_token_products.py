@@ -3,6 +3,11 @@
 Libraries of matrix products are tuned for many rows; for the few tokens of a round they take several times what
 reading the weights takes. The kernels are C++ and compiled on first use, for this processor and one type of numbers.
 Weights are read where they are: no copy takes memory or goes stale.
+
+Inductor's own template for matrix products on a CPU (max-autotune with frozen weights) is the alternative. On one core of
+an AMD Zen 4, for layers of 576x1536, 576x49152 and 896x4864 in float32, it took about 0.94 times as long over 1 to 5
+tokens and 1.6 times over 9 and 16, or 1.2 times in the mean; with int8 weights, at least 1.2 and mostly over twice as
+long. It packs a copy of all weights into the code, so that layers could not share theirs.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ LIBRARIES = {
     "quantized": ("quantized.cpp",),
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
-MOST_DIMS = 8  # of an input, as tensors.cpp has it
+MOST_DIMS = 8  # of an input, as tensors.h has it
 MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for
 
 # Of each kernel that is loaded, its C function as inductor is to declare it.

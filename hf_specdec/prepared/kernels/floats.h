@@ -71,7 +71,7 @@ INLINE void multiply_four(const typename Product::Stored* const (&rows)[4], cons
 
 // The tokens `[tokens, k]`, multiplied with four rows at a time, which are far apart: each is the next one of a stream
 // that runs straight on, which the processor foresees. Groups of tokens read the same strip of the rows one after another,
-// from the first-level cache. On Intel processors, the last group asks for the next strip, while no other request is
+// from the first-level cache. On Intel processors and with AVX2, the last group asks for the next strip, while no other request is
 // under way.
 template <class T> class FloatTokens {
  public:
@@ -102,7 +102,7 @@ template <class T> class FloatTokens {
   const int64_t count, k;
 
  private:
-  static constexpr bool kAsks = !kAmd;
+  static constexpr bool kAsks = !kAmd || !kWide;
   static constexpr int64_t kStrip = 1024 / sizeof(T);
 
   const Padded<T, typename Product::Token> padded;

@@ -67,7 +67,10 @@ void multiply_layers(const std::array<Layer<S, T>, Count>& layers, const X& x) {
     typename X::Scratch scratch;
     const Aligned<typename X::A> sums(x.count * kWidth);
     for (const auto& layer : layers) {
-      const int64_t blocks = (layer.rows + kRows - 1) / kRows, apart = x.far() ? blocks : 1;
+      const int64_t least = (layer.rows + kRows - 1) / kRows;
+      // Rows whose addresses end alike would share places of the cache.
+      const bool alike = least * layer.k * int64_t(sizeof(S)) % 4096 == 0;
+      const int64_t apart = x.far() ? least + alike : 1, blocks = x.far() ? std::min(apart, layer.rows) : least;
       // Large parts first, which memory brings steadily, and small ones last, so that no thread waits long for another.
 #pragma omp for schedule(guided, 4) nowait
       for (int64_t at = 0; at < blocks; ++at) {
