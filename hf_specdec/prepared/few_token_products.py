@@ -4,8 +4,8 @@ Libraries of matrix products are tuned for many rows; for the few tokens of a ro
 reading the weights takes. The kernels are C++ and compiled on first use, for this processor and one type of numbers.
 Weights are read where they are: no copy takes memory or goes stale.
 
-Inductor's own template for matrix products on a CPU (max-autotune with frozen weights) is the alternative. On one core of
-an AMD Zen 4, for layers of 576x1536, 576x49152 and 896x4864 in float32, it took about 0.94 times as long over 1 to 5
+Inductor's own template for matrix products on a CPU (max-autotune with frozen weights) is the alternative. On one core
+of an AMD Zen 4, for layers of 576x1536, 576x49152 and 896x4864 in float32, it took about 0.94 times as long over 1 to 5
 tokens and 1.6 times over 9 and 16, or 1.2 times in the mean; with int8 weights, at least 1.2 and mostly over twice as
 long. It packs a copy of all weights into the code, so that layers could not share theirs.
 """
