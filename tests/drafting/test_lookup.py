@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import EAGER, EOS, FAMILIES, VOCABULARY, pair, prompts
+from helpers.families import EOS, FAMILIES, VOCABULARY, exact_dtype, pair, prompts
 from helpers.models import Passes
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -145,8 +145,7 @@ FAMILY_BATCHES = [("llama", 1), ("llama", 4), ("mistral-sliding", 4), ("bloom", 
 @pytest.mark.parametrize("drafting", ["lookup", "hybrid", "none"])
 @pytest.mark.parametrize(("family", "batch_size"), FAMILY_BATCHES)
 def test_greedy_tokens_are_those_of_plain_generate(family: str, batch_size: int, drafting: str) -> None:
-    dtype = torch.float32 if family in EAGER and batch_size > 1 else torch.float64
-    target, draft = pair(family, dtype=dtype)
+    target, draft = pair(family, dtype=exact_dtype(family, batch_size))
     inputs, seen = repetitive(batch_size), []
     plain = generate(target, inputs, None)
     variants = [("speculative", {}, True), ("bild", {"rollback_threshold": 0.0}, family != "llama")]

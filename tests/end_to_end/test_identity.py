@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from helpers.families import EAGER, EOS, FAMILIES, PAD, VOCABULARY, bart, pair, prompts
+from helpers.families import EAGER, EOS, FAMILIES, PAD, VOCABULARY, bart, exact_dtype, pair, prompts
 from helpers.memory import LargeStorages
 from helpers.pairwise import pairwise
 from packaging.version import Version
@@ -24,17 +24,13 @@ LOSSLESS = {
 }
 
 
-def _dtype(family: str, batch_size: int) -> torch.dtype:
-    return torch.float32 if family in EAGER and batch_size > 1 else torch.float64
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_plain_generate(family: str) -> None:
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     rates, texts = [], []
     for combination in pairwise((1, 4), (10, 5), tuple(LOSSLESS.items()), (1, 4, 7), (True, False)):
         batch_size, seed, (strategy, thresholds), lookahead, use_cache = combination
-        target, draft = pair(family, dtype=_dtype(family, batch_size))
+        target, draft = pair(family, dtype=exact_dtype(family, batch_size))
         inputs = prompts(batch_size, seed=seed)
         plain = target.generate(**inputs, **settings)
         texts.append(plain)
@@ -58,7 +54,7 @@ def test_texts_that_outgrow_what_memory_was_taken_for(family: str, batch_size: i
     """Several times, in texts, masks and positions."""
     for module in (transcript, dynamic_runner, static_runner):
         monkeypatch.setattr(module, "FORESEEN_TOKENS", 2)
-    target, draft = pair(family, dtype=_dtype(family, batch_size))
+    target, draft = pair(family, dtype=exact_dtype(family, batch_size))
     call = {**prompts(batch_size), "max_new_tokens": 22, "do_sample": False}
     for variant in ({}, {"use_cache": False} if batch_size == 1 else {"repetition_penalty": 1.1}):
         plain = target.generate(**call, **variant)
@@ -105,7 +101,7 @@ def test_a_row_of_a_batch_equals_its_single_run(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_target_pass_a_round_for_the_whole_batch(family: str) -> None:
-    target, draft = pair(family, dtype=_dtype(family, 4))
+    target, draft = pair(family, dtype=exact_dtype(family, 4))
     with hf_specdec.enable(target, generation_strategy="speculative", drafter="none"):
         target.generate(**prompts(4), max_new_tokens=1)  # tries the passes of a model that does not say how they are
     passes = []
@@ -146,20 +142,22 @@ def test_left_padding_in_float64_is_nan_in_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target_as_its_own_draft_accepts_everything(family: str) -> None:
-    target, _ = pair(family, dtype=_dtype(family, 4))
+    target, _ = pair(family, dtype=exact_dtype(family, 4))
     with hf_specdec.enable(target, assistant_model=target, generation_strategy="speculative"):
         out = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
     assert out.speculation.acceptance_rate == 1.0
 
 
-@pytest.mark.parametrize("family", ["t5", "llama"])
-def test_num_return_sequences(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "cache"), [("t5", {}), ("llama", {}), ("llama", {"cache_implementation": "static"})], ids=str
+)
+def test_num_return_sequences(family: str, cache: dict[str, str]) -> None:
     target, draft = pair(family)
     inputs = prompts(2)
     settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
     plain = target.generate(**inputs, **settings)
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        assert torch.equal(target.generate(**inputs, **settings), plain)
+        assert torch.equal(target.generate(**inputs, **settings, **cache), plain)
 
 
 def test_the_cache_returned_is_the_one_plain_generate_returns() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import json
 import pickle
 import sys
 import warnings
@@ -324,7 +325,7 @@ def test_none_opts_out(pair) -> None:
 
 
 def test_transformers_own_assisted_generation_is_as_if_the_package_were_not_there(pair) -> None:
-    """Same tokens, as many passes of either model, whether nothing or defaults for the draft are in force."""
+    """Same tokens, as many passes of either model, whether nothing, defaults, or a stored strategy are in force."""
     target, draft = pair
 
     def run(**call: Any) -> tuple[list, int, int]:
@@ -338,6 +339,9 @@ def test_transformers_own_assisted_generation_is_as_if_the_package_were_not_ther
     with hf_specdec.enable():
         assert run() == expected
     with hf_specdec.enable(assistant_model=noisy(target, seed=5), generation_strategy="bild"):
+        assert run(generation_strategy=None) == expected
+    target.generation_config.generation_strategy = "bild"
+    with hf_specdec.enable():
         assert run(generation_strategy=None) == expected
     assert last_speculation(target) is None and last_speculation(draft) is None
 
@@ -375,8 +379,6 @@ def test_the_hook_takes_every_setting() -> None:
 
 
 def test_statistics_are_data(pair) -> None:
-    import json
-
     target, draft = pair
     decoding = SpeculativeDecoding(draft, num_assistant_tokens=3)
     output = target.generate(**prompts(2), **GREEDY, custom_generate=decoding, return_dict_in_generate=True)
@@ -389,17 +391,3 @@ def test_statistics_are_data(pair) -> None:
     assert all(a <= d for r in stats.rounds for a, d in zip(r.accepted, r.drafted, strict=True))
     assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
     assert f"{stats.accepted} of {stats.drafted} drafted tokens accepted" in str(stats) and "\n" not in str(stats)
-
-
-def test_a_stored_strategy_does_not_reach_the_draft_of_transformers_assisted_generation(
-    pair: tuple[PreTrainedModel, PreTrainedModel],
-) -> None:
-    target, draft = pair
-    plain = target.generate(**prompts(1), max_new_tokens=8, do_sample=False)
-    target.generation_config.generation_strategy = "bild"
-    with hf_specdec.enable():
-        out = target.generate(
-            **prompts(1), max_new_tokens=8, do_sample=False, assistant_model=draft, generation_strategy=None
-        )
-    assert torch.equal(out, plain)
-    assert hf_specdec.last_speculation(draft) is None

@@ -81,6 +81,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 EAGER = ("bloom", "gemma2")
 
 
+def exact_dtype(family: str, rows: int) -> torch.dtype:
+    """In which speculation has plain `generate`'s tokens: float64, but where padded rows would be NaN in it."""
+    return torch.float32 if family in EAGER and rows > 1 else torch.float64
+
+
 def pair(
     family: str, *, noise: float = 0.15, dtype: torch.dtype = torch.float64
 ) -> tuple[PreTrainedModel, PreTrainedModel]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import EAGER, PAD, VOCABULARY, pair, prompts
+from helpers.families import PAD, VOCABULARY, exact_dtype, pair, prompts
 from helpers.pairwise import pairwise
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
@@ -45,7 +45,7 @@ def ends_apart(new: Tensor, first: int) -> list[int]:
 
 def ragged_call(family: str, first: int = 4, rows: int = ROWS) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """A pair, its left-padded prompts, and a greedy call whose rows end apart."""
-    target, draft = pair(family, dtype=torch.float32 if family in EAGER else torch.float64)
+    target, draft = pair(family, dtype=exact_dtype(family, rows))
     inputs, call = prompts(rows), {"do_sample": False, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     whole = target.generate(**inputs, **call, eos_token_id=None).sequences[:, -NEW_TOKENS:]
     return (target, draft), inputs, call | {"eos_token_id": ends_apart(whole, first)}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import recurrent_families
-from helpers.families import EAGER, pair, prompts
+from helpers.families import exact_dtype, pair, prompts
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_specdec
@@ -58,8 +58,7 @@ ENGINES: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implement
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "bloom"])
 def test_no_pass_reads_more_of_a_prompt(family: str, engine: str, rows: int) -> None:
-    dtype = torch.float32 if family in EAGER and rows > 1 else torch.float64
-    target, draft = pair(family, dtype=dtype)
+    target, draft = pair(family, dtype=exact_dtype(family, rows))
     call = {**prompts(rows, length=31), **GREEDY}
     plain = target.generate(**call)
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.distributions import FALSE_FAILURE, odds
-from helpers.families import EAGER, FAMILIES, ROWS_FAMILIES, pair, prompts
+from helpers.families import FAMILIES, ROWS_FAMILIES, exact_dtype, pair, prompts
 from transformers import DynamicCache, StaticCache
 
 import hf_specdec
@@ -21,10 +21,6 @@ NEW_TOKENS = 16
 LOSSLESS = {"rollback_threshold": 0.0, "fallback_threshold": 0.2}
 
 
-def _dtype(family: str, batch_size: int) -> torch.dtype:
-    return torch.float32 if family in EAGER and batch_size > 1 else torch.float64
-
-
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_plain_generate(
@@ -32,7 +28,7 @@ def test_greedy_tokens_are_those_of_plain_generate(
 ) -> None:
     passes: list[str] = []
     monkeypatch.setattr(StaticRunner, "rewind", _counting(StaticRunner.rewind, passes))
-    target, draft = pair(family, dtype=_dtype(family, batch_size))
+    target, draft = pair(family, dtype=exact_dtype(family, batch_size))
     inputs, settings = prompts(batch_size), {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     plain = target.generate(**inputs, **settings)
     settings |= {"assistant_model": draft, "cache_implementation": "static", "return_dict_in_generate": True}
@@ -64,14 +60,6 @@ def _counting(method, calls: list):
     return counted
 
 
-def test_num_return_sequences() -> None:
-    target, draft = pair("llama")
-    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
-    plain = target.generate(**prompts(2), **settings)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        assert torch.equal(target.generate(**prompts(2), **settings, cache_implementation="static"), plain)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_cache_holds_keys_and_values_of_every_layer_for_all_rows_and_slots(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +85,7 @@ def test_the_cache_holds_keys_and_values_of_every_layer_for_all_rows_and_slots(
 def test_a_batch_goes_on_from_the_returned_cache_as_from_plain_generate_s(family: str, settings: dict) -> None:
     """Rows end apart, and what each of them has still to read is read then."""
     own = settings.get("own", False)
-    target, draft = pair(family, dtype=_dtype(family, 4))
+    target, draft = pair(family, dtype=exact_dtype(family, 4))
     inputs = prompts(4)
     first = target.generate(**inputs, max_new_tokens=30, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     ends = [first[0, 4].item(), first[2, 9].item(), first[3, 2].item()]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.auto_lengths import choose_in_turn
 from helpers.distributions import FALSE_FAILURE, odds
-from helpers.families import EAGER, ROWS_FAMILIES, pair, prompts
+from helpers.families import ROWS_FAMILIES, exact_dtype, pair, prompts
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.pairwise import pairwise
 
@@ -29,8 +29,7 @@ GREEDY = {"max_new_tokens": 16, "do_sample": False}
 @pytest.mark.parametrize("family", ROWS_FAMILIES)
 def test_greedy_tokens_are_those_of_plain_generate(family: str, fast_rounds) -> None:
     for batch_size in (1, 4):
-        dtype = torch.float32 if family in EAGER and batch_size > 1 else torch.float64
-        target, draft = pair(family, dtype=dtype)
+        target, draft = pair(family, dtype=exact_dtype(family, batch_size))
         inputs = prompts(batch_size)
         plain = target.generate(**inputs, **GREEDY, generation_strategy=None)
         settings = {**inputs, **GREEDY, "assistant_model": draft, "cache_implementation": "static"}
