@@ -346,7 +346,7 @@ def test_a_readme_shows_what_the_results_hold(folder: Path, results: dict[str, R
     assert [row["Batch"] for row in pays] == ["1", "2", "3"] and len(pays[0]) == 6
     part = whole(results["engines"]).where(batch=1)
     best = speed.fastest(part, speed.drafting(part))
-    assert best is not None and pays[0]["Gain from drafting"] == ratio(speed.over(part, best, "engine"))
+    assert best is not None and pays[0]["Drafting gain"] == ratio(speed.over(part, best, "engine"))
     loaded = {folder / "engines-target-draft-greedy": results["engines"]}
     with pytest.raises(KeyError):
         readme.filled("<!-- speed results/missing -->\n<!-- /speed -->\n", folder.parent, loaded)

@@ -2,7 +2,7 @@
 
 `<!-- summary PATH … -->`, `<!-- pays PATH … -->`, `<!-- speed PATH -->` and `<!-- picture PATH NAME -->` open a part,
 and `<!-- /summary -->` and so on close it. PATH is a result's path without its suffix, relative to the README, or the
-folder of several; NAME is a picture of it.
+folder of several; NAME is a picture of it. Words may stand on several lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_specdec.bench.reports.document import title_note
 from hf_specdec.bench.reports.heading import processor, threads
 from hf_specdec.bench.reports.markdown import number, ratio, size, table
 
-_PART = re.compile(r"(<!-- (summary|pays|speed|picture)((?: [^\s>]+)*) -->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
+_PART = re.compile(r"(<!-- (summary|pays|speed|picture)((?:\s+[^\s>]+)*)\s+-->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
 Linked = Mapping[str, Result]  # by path without suffix
 
 
@@ -68,16 +68,16 @@ def _summary(linked: Linked, words: list[str]) -> str:
 def _pays(linked: Linked, words: list[str]) -> str:
     """When drafting pays: of each result and batch size, the engine that is fastest with a draft."""
     rows = []
-    for path, result in _chosen(linked, words):
+    for _, result in _chosen(linked, words):
         for batch in whole(result).batch_sizes:
             part = whole(result).where(batch=batch)
             best = speed.fastest(part, speed.drafting(part))
             base = None if best is None else speed.baseline(part, best, "engine")
             if best is not None and base is not None:
                 rate = speed.decode_rate(part.of(base.name))
-                row = {"Pair": pair_sizes(result), "Hardware": f"[{machine(result)}]({path}.md)", "Batch": str(batch)}
-                row |= {"n": str(examples(part.of(best.name))), "Plain (tokens/s)": number(rate, 0)}
-                rows.append(row | {"Gain from drafting": ratio(speed.over(part, best, "engine"))})
+                row = {"Pair": pair_sizes(result), "Hardware": machine(result), "Batch": str(batch)}
+                row |= {"n": str(examples(part.of(best.name))), "Plain tok/s": number(rate, 0)}
+                rows.append(row | {"Drafting gain": ratio(speed.over(part, best, "engine"))})
     return table(rows)
 
 
