@@ -129,3 +129,13 @@ def tensor_parallel_group(model: PreTrainedModel) -> Any:
     if mesh is None or (getattr(model, "_tp_size", None) or 1) < 2:
         return None
     return mesh["tp"].get_group() if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh.get_group()
+
+
+def mark_initialized(weight: Tensor) -> None:
+    """Keep a weight as it is where the model's own initialization comes later. Without the mark, it is drawn anew."""
+    setattr(weight, "_is_hf_initialized", True)  # noqa: B010 (tensors have no such attribute for a type checker)
+
+
+def use_one_gpu(arguments: Any) -> None:
+    """Train on one GPU of several. Without the attribute, the trainer spreads a batch over all."""
+    arguments._n_gpu = 1

@@ -53,7 +53,7 @@ def runner_for(
     prepared = own_inputs(model, model_kwargs, input_ids, argument)
     alone = prompt_is_read_alone(model, model_kwargs, input_ids, argument)
     if isinstance(cache, RowsCache):
-        return StaticRunner(model, model_kwargs, input_ids, kernels, chunk, alone)
+        return StaticRunner(model, model_kwargs, (len(input_ids), input_ids.shape[1]), kernels, chunk, alone)
     kind: type[DynamicRunner | RowByRowRunner] = DynamicRunner
     if recurrent_layers(cache):
         kind = RecurrentRunner

@@ -77,7 +77,7 @@ class StaticRunner:
     Args:
         model: one for which `supports_rows_cache` holds.
         model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as its cache.
-        input_ids: `[B, P]` prompts; only their shape and device matter here.
+        shape: B and P, of the prompts `[B, P]`.
         kernels: what passes run in.
         chunk: as in `DynamicRunner`.
         prompt_alone: as of `DynamicRunner`; here only told to the loop, which then makes no drafts in its first round.
@@ -98,7 +98,7 @@ class StaticRunner:
         self,
         model: PreTrainedModel,
         model_kwargs: dict[str, Any],
-        input_ids: Tensor,
+        shape: tuple[int, int],
         kernels: Kernels = onednn_linears,
         chunk: int | None = None,
         prompt_alone: bool = False,
@@ -107,7 +107,7 @@ class StaticRunner:
         self._chunk, self.prompt_alone = chunk, prompt_alone
         self.passes = 0
         self.cache: RowsCache = model_kwargs[CACHE_NAME]
-        batch_size, prompt_length = input_ids.shape
+        (batch_size, prompt_length), device = shape, model.device
         self.read = [0] * batch_size
         self._fed, self._left_out = list(range(batch_size)), list[int]()  # rows by their places in the cache
         capacity = self.cache.capacity
@@ -117,15 +117,16 @@ class StaticRunner:
         self._padded = mask is not None
         positions = model_kwargs.get("position_ids")
         if positions is None:
-            positions = prompt_positions(mask, prompt_length, input_ids.device)
+            positions = prompt_positions(mask, prompt_length, device)
         positions = extend_count(positions, capacity)
         assert positions is not None
         self.positions = positions.expand(batch_size, -1)
         self.stages = stages_of(model, self.positions, prompt_length, 0, self.cache.capacity)
         self._aside: Sequence[int] = ()
-        self.visible = input_ids.new_ones(batch_size, capacity).bool() if mask is None else mask.bool()
+        everything = torch.ones(batch_size, capacity, dtype=torch.bool, device=device)
+        self.visible = everything if mask is None else mask.bool()
         self.windows = attention_windows(model.config)
-        self._all_slots = torch.arange(capacity, device=input_ids.device).unsqueeze(0)
+        self._all_slots = torch.arange(capacity, device=device).unsqueeze(0)
         self._one_row = batch_size == 1 and mask is None
         self._tables: dict[str, CausalMasks | SlotMasks] = {}
         self._mode, self._kernels = pass_mode(model), kernels(model)

@@ -5,9 +5,9 @@ reading the weights takes. The kernels are C++ and compiled on first use, for th
 Weights are read where they are: no copy takes memory or goes stale.
 
 Inductor's own template for matrix products on a CPU (max-autotune with frozen weights) is the alternative. On one core
-of an AMD Zen 4, for layers of 576x1536, 576x49152 and 896x4864 in float32, it took about 0.94 times as long over 1 to 5
-tokens and 1.6 times over 9 and 16, or 1.2 times in the mean; with int8 weights, at least 1.2 and mostly over twice as
-long. It packs a copy of all weights into the code, so that layers could not share theirs.
+of an AMD Zen 4, over layers of 576x1536, 576x49152 and 896x4864, it took between a quarter and all of the time of an
+earlier version of these kernels for 1 to 5 tokens in float32, but 1.2 to 2.1 times as long for 9 and 16, and with int8
+weights mostly over twice as long. It packs a copy of all weights into the code, so that layers could not share theirs.
 """
 
 from __future__ import annotations

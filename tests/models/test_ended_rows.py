@@ -191,7 +191,7 @@ def test_statistics_and_scores_keep_all_rows_and_num_return_sequences_do() -> No
 
 def runner(model: PreTrainedModel, rows: int) -> StaticRunner:
     inputs = prompts(rows)
-    return StaticRunner(model, {**inputs, CACHE_NAME: RowsCache(model.config, 64)}, inputs["input_ids"])
+    return StaticRunner(model, {**inputs, CACHE_NAME: RowsCache(model.config, 64)}, tuple(inputs["input_ids"].shape))
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after", "before the first pass"])

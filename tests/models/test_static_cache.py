@@ -141,7 +141,7 @@ def test_rolling_back_moves_nothing_and_what_is_rolled_back_has_no_effect() -> N
     target, _ = pair("llama")
     inputs = prompts(3)
     ids = inputs["input_ids"]
-    runner = StaticRunner(target, {**inputs, CACHE_NAME: RowsCache(target.config, 32)}, ids)
+    runner = StaticRunner(target, {**inputs, CACHE_NAME: RowsCache(target.config, 32)}, tuple(ids.shape))
     runner.forward(ids, 1)
     wanted = runner.forward(ids[:, :2], 2)
     runner.rewind([11, 11, 11])
@@ -188,9 +188,9 @@ def test_a_first_pass_behind_text_that_the_cache_holds_sees_that_text() -> None:
     ids = torch.arange(3, 13).unsqueeze(0)
     cache = RowsCache(target.config, 20)
     kwargs = {CACHE_NAME: cache, "use_cache": True}
-    first = StaticRunner(target, dict(kwargs), ids[:, :2])
+    first = StaticRunner(target, dict(kwargs), (len(ids), 2))
     first.forward(ids[:, :4], 1)
-    second = StaticRunner(target, dict(kwargs), ids[:, :2])
+    second = StaticRunner(target, dict(kwargs), (len(ids), 2))
     second.read = [4]
     logits = second.forward(ids[:, 4:], 1)
     assert torch.allclose(logits, target(ids).logits[:, -1:])

@@ -26,6 +26,7 @@ from hf_specdec.bench.records import Training, as_json, from_json
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import up_to_eos
 from hf_specdec.bench.settings import Settings
+from hf_specdec.compat.transformers_private import use_one_gpu
 
 _POINTS = 40  # of the loss curve
 _EVALUATIONS = 4  # of the held-out loss after the first, each with a checkpoint
@@ -194,7 +195,7 @@ def _arguments(settings: Settings, folder: Path, pair: LoadedPair, dtype: torch.
     )
     # Trainer would spread the batch over all GPUs of a process, which the target beside it does not know.
     if arguments.n_gpu > 1:
-        arguments._n_gpu = 1
+        use_one_gpu(arguments)
     return arguments
 
 

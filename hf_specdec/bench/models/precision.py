@@ -15,7 +15,6 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, QuantoConfig
 
 from hf_specdec.bench.settings import BenchError
+from hf_specdec.compat.quanto_private import replace_extension
 
 QUANTIZED = ("int8", "int4")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -146,11 +146,7 @@ def unpack_without_compiler() -> None:
     It would compile a C++ extension on first use, which takes a compiler, most of a minute and a writable
     installation, and which then calls the very same operations. One that has been loaded is left in place.
     """
-    from optimum.quanto.library.extensions import get_extension
-
-    extension = get_extension("quanto_cpp")
-    if extension._lib is None:
-        extension._lib = SimpleNamespace(unpack=_unpack)
+    replace_extension(unpack=_unpack)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:

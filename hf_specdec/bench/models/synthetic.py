@@ -28,6 +28,7 @@ from hf_specdec.bench.models.shapes import (
     width_for_cost,
 )
 from hf_specdec.bench.settings import BenchError
+from hf_specdec.compat.transformers_private import mark_initialized
 
 PREFIX = "synthetic:"
 
@@ -209,4 +210,4 @@ def _fill_matrices(model: PreTrainedModel, std: float) -> None:
         for part in weight.view(-1).split(_NUMBERS):
             part.copy_(numbers[: len(part)])
         numbers = numbers.roll(-len(part))
-        weight._is_hf_initialized = True
+        mark_initialized(weight)

@@ -173,7 +173,9 @@ def our_step(
     text = _text(model, rows, behind + widest)
     prompt = _bounded(pair, text, widest)
     filled = prompt.shape[1]
-    runner = StaticRunner(model, {CACHE_NAME: RowsCache(model.config, filled + widest)}, prompt, kernels)
+    runner = StaticRunner(
+        model, {CACHE_NAME: RowsCache(model.config, filled + widest)}, (prompt.shape[0], prompt.shape[1]), kernels
+    )
     runner.forward(prompt, 1)
 
     def step(width: int) -> None:
