@@ -29,6 +29,12 @@ KILLS = int(os.environ.get("HF_SPECDEC_KILLS", "2"))
 HERE = environment.describe()
 
 
+@pytest.fixture(autouse=True)
+def described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking git and watching the processor takes a moment at each start."""
+    monkeypatch.setattr(environment, "describe", lambda: HERE)
+
+
 def opened(folder: Path, **changes: Any) -> Journal:
     return Journal(Settings(output_dir=folder, max_new_tokens=8, draft_models=("a", "b"), **changes), "run")
 
