@@ -344,6 +344,6 @@ def test_a_disk_too_full_for_the_result_loses_nothing(
         assert load_script().main(arguments("decode", saved_pair, tmp_path)) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert "No space left on device); give a folder" in last and written.read_bytes() == earlier
-    seconds = sorted(record["seconds"] for record in kept(tmp_path) if record["kind"] == "call")
+    seconds = sorted(one["record"]["seconds"] for one in kept(tmp_path) if one["kind"] == "call")
     assert len(seconds) == 5 * 24, "five methods"
-    assert sorted(call.seconds for call in run("decode", saved_pair, tmp_path)["calls"]) == seconds
+    assert sorted(call.seconds for call in run("decode", saved_pair, tmp_path).calls) == seconds
