@@ -123,7 +123,7 @@ def test_a_tiny_rest_keeps_its_mass_and_its_gradient() -> None:
 
 
 def test_the_script_names_all_losses() -> None:
-    parser = load_script().build_parser()
+    parser = load_script().parser_of("align")
     for loss in LOSSES:
         assert parser.parse_args(["--loss", loss]).loss == loss
     with pytest.raises(SystemExit):
