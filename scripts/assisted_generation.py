@@ -54,16 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse and run; returns the exit status: 0, 1 for an error that the user can fix, 130 for Ctrl-C."""
     words = sys.argv[1:] if arguments is None else arguments
     task = task_of(words)
-    # Checked at the start, because some are imported only after everything has been measured.
-    needed = () if task == "engines" else _PACKAGES  # without them `engines` writes JSON and no tables
-    if missing := [name for name in needed if find_spec(name) is None]:
-        verb = "is" if len(missing) == 1 else "are"
-        advice = f"{', '.join(missing)} {verb} not installed; pip install 'hf_specdec[bench]'"
-        print(f"{given.PROG}: error: {advice}", file=sys.stderr)
-        return 1
     try:
         given.check_text(words)
         settings = settings_of(words)
+        _check_packages(task)
         _quiet()
         from hf_specdec.bench.tasks import run_task
 
@@ -77,6 +71,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{given.PROG}: stopped before the end{goes_on}", file=sys.stderr)
         return 130
     return 0
+
+
+def _check_packages(task: str) -> None:
+    """Before anything is measured, since some are imported only afterwards."""
+    needed = () if task == "engines" else _PACKAGES  # without them `engines` writes JSON and no tables
+    if missing := [name for name in needed if find_spec(name) is None]:
+        verb = "is" if len(missing) == 1 else "are"
+        raise BenchError(f"{', '.join(missing)} {verb} not installed; pip install 'hf_specdec[bench]'")
 
 
 def _quiet() -> None:

@@ -107,7 +107,7 @@ def test_with_the_extra_the_script_measures(bench: Path, tmp_path: Path) -> None
     done = run(tmp_path, str(bench / "assisted_generation.py"), "--task", "benchmark", "--assisted_generation", *SHORT)
     assert done.returncode == 0, done.stderr
     assert "over plain decoding" in done.stdout
-    assert {path.name.partition(".")[2] for path in (tmp_path / "out").iterdir()} == {"json.gz", "md"}
+    assert {path.name.partition(".")[2] for path in (tmp_path / "out").iterdir()} == {"json.gz", "md", "png"}
 
 
 def test_the_installed_script_can_be_imported(bench: Path, tmp_path: Path) -> None:
