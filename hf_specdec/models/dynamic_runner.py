@@ -7,7 +7,7 @@ the loop and the drafters, which only deal with rows and counts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,23 +94,7 @@ class DynamicRunner:
         self._outputs = Outputs.of(model)
         self._mode, self._kernels = pass_mode(model), kernels(model)
         self._padding = padding_without_position(model)
-        prefix = "decoder_" if model.config.is_encoder_decoder else ""
-        self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
-        self._ids_key = f"{prefix}input_ids"
-        self._takes_mask = self._mask_key in parameters
-        total = self._total = min(capacity, prompt_length + FORESEEN_TOKENS) + hidden
-        self._mask = extend_mask(self.kwargs.pop(self._mask_key, None), total)
-        needs_ones = self._mask is None and batch_size > 1 and self._takes_mask
-        self._ones = input_ids.new_ones(batch_size, total) if needs_ones else None
-        positions = self.kwargs.pop(self._position_key, None)
-        if positions is None and self._position_key in parameters:
-            positions = prompt_positions(self._mask, prompt_length + hidden, input_ids.device)
-        self._positions = extend_count(positions, total)
-        self._per_token = {
-            key: _extend_types(key, self.kwargs.pop(key), total)
-            for key in PER_TOKEN_KWARGS
-            if self.kwargs.get(key) is not None
-        }
+        self._make_tables(input_ids, parameters, min(capacity, prompt_length + FORESEEN_TOKENS) + hidden)
         self._own_inputs = not has_default_inputs(model)
         self._prepared = (
             not self._own_inputs and LASTING_KWARGS.issuperset(self.kwargs) and input_ids.device == model.device
@@ -121,7 +105,27 @@ class DynamicRunner:
         self._text = input_ids[:, :read] if needs_text else None
         self._causal = None
         if self._prepared and self.cache is not None and self._mask is None and takes_one_causal_mask(model):
-            self._causal = CausalMasks(total, None, model.dtype, model.device)
+            self._causal = CausalMasks(self._total, None, model.dtype, model.device)
+
+    def _make_tables(self, input_ids: Tensor, parameters: Mapping[str, Any], total: int) -> None:
+        """Masks, positions and token types of `total` slots, where the model takes them."""
+        prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
+        self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
+        self._ids_key = f"{prefix}input_ids"
+        self._takes_mask = self._mask_key in parameters
+        self._total = total
+        self._mask = extend_mask(self.kwargs.pop(self._mask_key, None), total)
+        needs_ones = self._mask is None and len(input_ids) > 1 and self._takes_mask
+        self._ones = input_ids.new_ones(len(input_ids), total) if needs_ones else None
+        positions = self.kwargs.pop(self._position_key, None)
+        if positions is None and self._position_key in parameters:
+            positions = prompt_positions(self._mask, self._prompt_length + self.hidden, input_ids.device)
+        self._positions = extend_count(positions, total)
+        self._per_token = {
+            key: _extend_types(key, self.kwargs.pop(key), total)
+            for key in PER_TOKEN_KWARGS
+            if self.kwargs.get(key) is not None
+        }
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """Append `tokens` `[B, k]` to the rows, in one pass or in chunks.

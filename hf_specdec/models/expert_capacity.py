@@ -42,7 +42,7 @@ def most_tokens(model: PreTrainedModel) -> float:
 
 
 def _most_tokens(router: Module) -> float:
-    """See `most_tokens`. A router's tokens may all want the same expert."""
+    """The same of one router, whose tokens may all want the same expert."""
     share: Any = getattr(router, "moe_eval_capacity_token_fraction", 0)
     if share <= 0 or router.training:
         return int(router.expert_capacity)  # type: ignore[arg-type]

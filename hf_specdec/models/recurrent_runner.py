@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_specdec.models import cache_rollback, recurrences
 from hf_specdec.models.dynamic_runner import DynamicRunner
-from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recurrent_states import RecurrentStates
 
 
@@ -23,19 +21,9 @@ class RecurrentRunner(DynamicRunner):
 
     rewinds_far = False
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        model_kwargs: dict[str, Any],
-        input_ids: Tensor,
-        capacity: int,
-        hidden: int = 0,
-        kernels: Kernels = onednn_linears,
-        chunk: int | None = None,
-        prompt_alone: bool = False,
-    ) -> None:
-        super().__init__(model, model_kwargs, input_ids, capacity, hidden, kernels, chunk, prompt_alone)
-        self._states = RecurrentStates(self.cache, recurrences.places(model))
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._states = RecurrentStates(self.cache, recurrences.places(self.model))
         self._counting: Sequence[int] = range(len(self.read))
 
     def _pass(self, tokens: Tensor, count: int) -> Tensor:

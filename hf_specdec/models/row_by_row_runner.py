@@ -13,14 +13,13 @@ from transformers.utils import ModelOutput
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.dynamic_runner import DynamicRunner
-from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.traits import media_of
 
 
 class RowByRowRunner:
     """Runs one model row by row, for decoders in which a token's position is its slot (BART, Pegasus, Marian).
 
-    The methods are those of `DynamicRunner`.
+    The methods and arguments are those of `DynamicRunner`.
     """
 
     rewinds_far = True
@@ -30,13 +29,8 @@ class RowByRowRunner:
         model: PreTrainedModel,
         model_kwargs: dict[str, Any],
         input_ids: Tensor,
-        capacity: int,
-        hidden: int = 0,
-        kernels: Kernels = onednn_linears,
-        chunk: int | None = None,
-        prompt_alone: bool = False,
+        *further: Any,
     ) -> None:
-        self.prompt_alone = prompt_alone
         given, argument = cache_of(model_kwargs), cache_argument(model)
         if given is not None and given.get_seq_length() > 0:
             raise ValueError(
@@ -58,9 +52,9 @@ class RowByRowRunner:
                 cache_rollback.new_cache(model, "model", cross_attention=cross_attention) if given is not None else None
             )
             ids = input_ids[row : row + 1]
-            self.rows.append(DynamicRunner(model, kwargs, ids, capacity, hidden, kernels, chunk, prompt_alone))
+            self.rows.append(DynamicRunner(model, kwargs, ids, *further))
         self._fed: Sequence[int] = range(len(self.rows))
-        self.stages = self.rows[0].stages
+        self.stages, self.prompt_alone = self.rows[0].stages, self.rows[0].prompt_alone
 
     @property
     def read(self) -> list[int]:
