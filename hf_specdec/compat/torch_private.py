@@ -154,7 +154,7 @@ def fake_tensors(**options: Any) -> AbstractContextManager[Any]:
 def conversions() -> tuple[Callable[[list[Tensor]], list[Any]], Callable[[Any], Sequence[Tensor]]] | None:
     """Functions from tensors to handles of torch's C interface, in capsules, and back.
 
-    None where torch lacks them: Python calls a step's layers instead of C++.
+    None where torch lacks them: code on disk can't be called, and is compiled anew.
     """
     interface = getattr(torch._C, "_aoti", None)
     handles_of = getattr(interface, "unsafe_alloc_void_ptrs_from_tensors", None)

@@ -9,7 +9,6 @@ memory; where torch lacks the functions that this looks up, code is compiled.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import hashlib
 import os
 import re
@@ -44,7 +43,6 @@ _WORKPLACE = "at-work-"
 _STALE = 86400  # seconds without use after which a workplace is taken for that of a process that was killed
 
 _ENTRY = "inductor_entry_cpp"  # inductor's name for the function of a library
-_FUNCTION = "_Z19inductor_entry_implPP16AtenTensorOpaqueS1_"  # what that calls, as C++ names it
 _POINTERS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where a library looks up a function of torch when it is loaded
 
 _workplaces: dict[int, Path] = {}  # by process: after a fork, the parent's is not the child's
@@ -139,12 +137,6 @@ def code_for(what: Hashable) -> Code | None:
         return None if library is None else _code_in(library)
     except (ImportError, OSError):  # what the library is linked to is gone
         return None
-
-
-def function_in(library: Path) -> int | None:
-    """The address of the function in a library of inductor's C++ that takes and returns handles; None without one."""
-    function = getattr(ctypes.PyDLL(str(library)), _FUNCTION, None)
-    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
 
 def _code_in(library: Path) -> Code | None:

@@ -140,8 +140,7 @@ def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str
     calls = []
     for segment in segments:
         sources = tuple(numbers[node.target if node.op == "get_attr" else node] for node in segment.inputs)
-        what = _what(segment, device)
-        calls.append(Call(what, codes[what], sources, len(segment.outputs)))
+        calls.append(Call(codes[_what(segment, device)], sources))
         numbers |= {node: len(numbers) + at for at, node in enumerate(segment.outputs)}
     places = lent.places()
     held = [places.get(id(tensor), tensor) for tensor in constants.values()]
