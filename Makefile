@@ -9,12 +9,16 @@ oldest = $(shell sed -n 's/.*"$(1)>=\([0-9.]*\).*/\1/p' setup.py).0
 TORCH ?= $(call oldest,torch)
 TRANSFORMERS := $(call oldest,transformers)
 
-.PHONY: benchmark test test-install test-oldest families fuzz gpu-check gpu-tables lint
+.PHONY: benchmark real test test-install test-oldest families fuzz gpu-check gpu-tables lint
 
 # ARGS="--repeats 1" and the like are added to both runs.
 benchmark: $(VENV)/.ready
 	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation $(ARGS)
 	$(RUN) scripts/assisted_generation.py --task benchmark --assisted_generation --do_sample $(ARGS)
+
+# Small models with real weights, 2 GB, into .models: make real MODELS="smollm2-135m-instruct whisper-base" for some.
+real: $(VENV)/.ready
+	$(RUN) -m hf_specdec.bench.models.real $(MODELS)
 
 test: $(VENV)/.ready
 	$(RUN) $(PYTEST)

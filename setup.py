@@ -47,6 +47,7 @@ setup(
         ],
         "align": ["accelerate>=1.2", "peft"],
         "precision": ["accelerate", "optimum-quanto>=0.2.7"],
+        "gguf": ["accelerate>=1.2", "gguf>=0.19"],
         "llama-cpp": ["llama-cpp-python>=0.3.36,<0.4", "gguf>=0.19"],
         "dev": [
             "fastapi",

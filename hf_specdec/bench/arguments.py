@@ -75,7 +75,8 @@ def _setting(name: str, *aliases: str, **more: Any) -> tuple[str, tuple[str, ...
 _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]] = {
     "models": {
         "model_name": _argument(
-            "target: hub name, folder, short name of a known pair, embedded model, or a pair with random weights, "
+            "target: hub name, folder, GGUF file (on the hub: OWNER/NAME/FILE.gguf), short name of a known pair, "
+            "embedded model, smollm2-135m-instruct or gemma-3-270m (`make real` brings them), or random weights: "
             "synthetic:SHAPE[:alpha=A][:draft=WIDTHxLAYERS | :c=C], with SHAPE smollm-135m, qwen2-0.5b, "
             "tinyllama-1.1b, llama-2-7b, qwen2-7b, opt-6.7b or falcon-h1-0.5b, A the acceptance and C the draft's "
             "cost (0.8, 0.05)",
@@ -84,6 +85,8 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
         "assistant_model": _argument(
             "draft model; default: the one known for the target", "--approx_model_name", metavar="NAME"
         ),
+        "gguf_file": _argument("a GGUF file of --model_name, instead of its other weights", metavar="FILE"),
+        "draft_gguf_file": _argument("a GGUF file of --assistant_model", metavar="FILE"),
         "draft_models": _argument(
             "drafts to compare; default: --assistant_model, or all that are known", nargs="+", metavar="NAME"
         ),
@@ -191,7 +194,8 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
 }  # fmt: skip
 
 MODELS = (
-    "model_name", "assistant_model", "allow_pickle", "better_transformer", *_GROUPS["precision and place"]
+    "model_name", "assistant_model", "gguf_file", "draft_gguf_file", "allow_pickle", "better_transformer",
+    *_GROUPS["precision and place"]
 )  # fmt: skip
 SAMPLING = tuple(_GROUPS["sampling, with --do_sample"])
 STRATEGIC = ("generation_strategy", *KEYWORDS)
@@ -279,6 +283,11 @@ def settings_of(parser: OneLineParser, defaults: Settings, arguments: Sequence[s
             grid[name] = tuple(value)
         else:
             given[name] = tuple(value)
+    for name, file in (("model_name", "gguf_file"), ("assistant_model", "draft_gguf_file")):
+        if file in given:
+            if name not in given:
+                parser.error(f"argument --{file}: is for --{name}")
+            given[name] = f"{given[name].rstrip('/')}/{given.pop(file)}"
     settings = replace(defaults, **given, grid=grid)
     _check(parser, settings, {*given, *grid})
     return settings
@@ -307,7 +316,7 @@ def unused(settings: Settings, arguments: Sequence[str]) -> list[str]:
     if settings.assisted_generation:
         return []
     of_drafts = {"assistant_model", "approx_model_name", "draft_device", "draft_dtype", "draft_precision", *STRATEGIC}
-    of_drafts |= {"gamma", "n_lookahead", "fallback_thres", "rollback_thres"}
+    of_drafts |= {"draft_gguf_file", "gamma", "n_lookahead", "fallback_thres", "rollback_thres"}
     flags = (text.partition("=")[0] for text in arguments)
     return [flag for flag in flags if flag.removeprefix("--") in of_drafts and flag.startswith("--")]
 

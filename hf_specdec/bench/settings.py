@@ -33,6 +33,8 @@ class Settings:
     model_name: str = "target"
     assisted_generation: bool = False
     assistant_model: str | None = None
+    gguf_file: str | None = None  # becomes the end of model_name
+    draft_gguf_file: str | None = None
     generation_strategy: str = "speculative"
     do_sample: bool = False
     temperature: float = 1.0

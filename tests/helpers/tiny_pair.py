@@ -17,7 +17,7 @@ CONTEXT = 160
 
 def save_pair(folder: Path, encoder_decoder: bool = False) -> tuple[Path, Path]:
     """Saves a pair with its tokenizer; returns the folders of target and draft. LLaMA's context: `CONTEXT`."""
-    tokenizer = _tokenizer()
+    words = tokenizer()
     if encoder_decoder:
         target = models.t5(vocab_size=VOCABULARY)
     else:
@@ -25,11 +25,12 @@ def save_pair(folder: Path, encoder_decoder: bool = False) -> tuple[Path, Path]:
     paths = folder / "target", folder / "draft"
     for model, path in zip((target, models.noisy(target)), paths, strict=True):
         model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
+        words.save_pretrained(path)
     return paths
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of `VOCABULARY` tokens, `</s>` the second."""
     texts = [
         text
         for subtask in embedded.SUBTASKS

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 
 import hf_specdec
 from hf_specdec import embedded
 from hf_specdec.bench.models import synthetic
-from hf_specdec.bench.models.names import default_draft, full_name
+from hf_specdec.bench.models.names import REAL_MODELS, default_draft, full_name, is_gguf, location, real_models_folder
 from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantize_made
 from hf_specdec.bench.records import Model
 from hf_specdec.bench.settings import BenchError, Settings
@@ -87,7 +89,7 @@ def load_pair(settings: Settings) -> LoadedPair:
             )
     tokenizer = _read("--model_name", target_name, AutoTokenizer)
     start = time.perf_counter()
-    target = _load_model("--model_name", target_name, config, device, kwargs | _formats(settings))
+    target = _load_model("--model_name", target_name, config, device, kwargs, settings.allow_pickle)
     check_loaded(target, settings.precision, settings.device_map)
     loading = {target_name: time.perf_counter() - start}
     pair = LoadedPair(target_name, target, tokenizer, loading_seconds=loading)
@@ -130,7 +132,7 @@ def better_transformer(pair: LoadedPair) -> None:
 def with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.device) -> LoadedPair:
     kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
     start = time.perf_counter()
-    draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs | _formats(settings))
+    draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs, settings.allow_pickle)
     check_loaded(draft, settings.draft_precision, argument="--draft_precision")
     loading = {**pair.loading_seconds, name: time.perf_counter() - start}
     draft_tokenizer = _read("--assistant_model", name, AutoTokenizer)
@@ -169,11 +171,6 @@ def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torc
     return pair
 
 
-def _formats(settings: Settings) -> dict[str, Any]:
-    """Weights are read from safetensors, which hold nothing but numbers; from pickles only on request."""
-    return {} if settings.allow_pickle else {"use_safetensors": True}
-
-
 def _draft_dtype(settings: Settings) -> str:
     return settings.draft_dtype if settings.draft_dtype != "auto" else settings.dtype
 
@@ -209,39 +206,55 @@ def _device(argument: str, name: str | None, default: torch.device | None = None
 
 def _read(argument: str, name: str, source: Any) -> Any:
     """A configuration or tokenizer; `source` is the Auto class that reads it."""
-    location = embedded.model_path(name) if name in embedded.names() else name
     try:
         # None would ask on the terminal whether to run code that comes with the model.
-        return source.from_pretrained(location, trust_remote_code=False)
+        return source.from_pretrained(**location(name), trust_remote_code=False)
     # Libraries raise many kinds here (missing files, unknown architectures, damaged JSON); all mean one
     # thing.
     except Exception as error:
         raise _unreachable(argument, name, error) from error
 
 
-def _load_model(argument: str, name: str, config: Any, device: torch.device, kwargs: dict[str, Any]) -> PreTrainedModel:
-    location = embedded.model_path(name) if name in embedded.names() else name
+def _load_model(
+    argument: str, name: str, config: Any, device: torch.device, kwargs: dict[str, Any], allow_pickle: bool
+) -> PreTrainedModel:
+    """Weights are read from safetensors or GGUF, which hold nothing but numbers; from pickles only on request."""
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        raise BenchError(
+            f"{argument}: {name!r} writes down speech, and all tasks ask in writing; give a model that reads text, or "
+            "call this one from Python"
+        )
+    # Of GGUF files, which have formats of their own, transformers widens the weights.
+    quantized = kwargs.pop("quantization_config", None) if is_gguf(name) else None
+    formats = {} if allow_pickle or is_gguf(name) else {"use_safetensors": True}
     try:
-        model = auto.from_pretrained(location, trust_remote_code=False, **kwargs)
+        model = auto.from_pretrained(**location(name), trust_remote_code=False, **formats, **kwargs)
     except Exception as error:
-        if kwargs.get("use_safetensors") and "safetensors" in str(error):
+        if formats and "safetensors" in str(error):
             raise BenchError(
                 f"{argument}: {name!r} has no weights that can be read as safetensors ({_first_line(error)}); give a "
                 "model that has, or --allow_pickle if you trust where its weights come from"
             ) from error
         raise _unreachable(argument, name, error) from error
+    if quantized is not None:
+        quantize_made(model, quantized.weights, argument=argument)
     # What accelerate has spread over devices must stay where it is.
     return model.eval() if "device_map" in kwargs else model.to(device).eval()
 
 
 def _unreachable(argument: str, name: str, error: Exception) -> BenchError:
+    if name.lower() in REAL_MODELS:
+        return BenchError(f"{argument}: {name!r} is not here yet; `make real` brings it to {real_models_folder()}")
+    if is_gguf(name) and (find_spec("gguf") is None or find_spec("accelerate") is None):
+        return BenchError(f"{argument}: {name!r} needs gguf and accelerate; pip install 'hf_specdec[gguf]'")
     # Of these, transformers says that they are no valid names for the hub.
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    reason = "there is no such folder" if is_path and not Path(name).exists() else _first_line(error)
+    as_path = name.count("/") < 2 if is_gguf(name) else name.count("/") > 1
+    missing = (as_path or name.startswith(("/", ".", "~"))) and not Path(name).exists()
+    reason = f"there is no such {'file' if is_gguf(name) else 'folder'}" if missing else _first_line(error)
     return BenchError(
-        f"{argument}: {name!r} can't be loaded ({reason}); give a local folder, a name that the "
-        "hub has and this machine can reach, or one of the embedded models: " + ", ".join(embedded.names())
+        f"{argument}: {name!r} can't be loaded ({reason}); give a local folder or GGUF file, a name "
+        "that the hub has and this machine can reach, or one of the embedded models: " + ", ".join(embedded.names())
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import hf_specdec
 from hf_specdec import embedded
 from hf_specdec.bench.settings import Settings
 
@@ -69,27 +71,62 @@ _NICKNAMES = {
 }
 
 
+_WHERE = "pretrained_model_name_or_path"
+
+# What `make real` brings, by the names of their folders.
+REAL_MODELS = ("smollm2-135m-instruct", "gemma-3-270m", "whisper-base")
+
+
+def real_models_folder() -> Path:
+    """`.models` at the root of a checkout; without one, of the working directory."""
+    root = Path(hf_specdec.__file__).parents[1]
+    return (root if (root / "Makefile").is_file() else Path()) / ".models"
+
+
 def short_name(name: str) -> str:
     """The last part of a model's name or path."""
     return name.rstrip("/").rsplit("/", 1)[-1]
 
 
 def full_name(name: str) -> str:
-    """The folder, embedded name or hub name that `name` stands for.
+    """The folder, GGUF file, embedded name or hub name that `name` stands for.
 
-    A folder that holds a model wins, then the embedded models, then the table (the name without its
-    organisation, in any case); anything else is taken to be a hub name and returned as it is.
+    A folder that holds a model wins, then the embedded models, what `make real` has brought, and the table (the name
+    without its organisation, in any case); anything else is taken to be a hub name and returned as it is.
     """
-    if (Path(name) / "config.json").is_file() or name in embedded.names():
+    if is_gguf(name):
         return name
+    if (Path(name) / "config.json").is_file():
+        # Told from an embedded model of that name.
+        return f"./{name}" if name in embedded.names() else name
     short = short_name(name).lower()
-    if "/" not in name:
-        if short in _NICKNAMES:
-            return _NICKNAMES[short]
-        for known in _hub_names():
-            if short_name(known).lower() == short:
-                return known
-    return name
+    if name in embedded.names() or "/" in name:
+        return name
+    if short in REAL_MODELS and (real_models_folder() / short / "config.json").is_file():
+        return short
+    if short in _NICKNAMES:
+        return _NICKNAMES[short]
+    return next((known for known in _hub_names() if short_name(known).lower() == short), name)
+
+
+def location(name: str) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for a full name, which may end with a GGUF file of a folder or on the hub."""
+    if name in embedded.names():
+        return {_WHERE: embedded.model_path(name)}
+    if name in REAL_MODELS:
+        return {_WHERE: real_models_folder() / name}
+    if not is_gguf(name):
+        return {_WHERE: name}
+    folder, _, file = name.rpartition("/")
+    if not Path(name).is_file() and name.count("/") > 1:  # OWNER/NAME/FILE, where the file may lie in a folder
+        owner, repository, file = name.split("/", 2)
+        folder = f"{owner}/{repository}"
+    return {_WHERE: folder or ".", "gguf_file": file}
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model's name ends with a GGUF file."""
+    return name.endswith(".gguf")
 
 
 def default_draft(target: str) -> str | None:
@@ -101,8 +138,10 @@ def known_drafts(target: str) -> tuple[str, ...]:
     """All drafts that go with a target under any of its names; none for a target that the table lacks."""
     name = full_name(target)
     for pair in KNOWN_PAIRS:
-        # A folder or a mirror of a known model keeps its draft: only the last part of the name is compared.
-        if short_name(pair.target).lower() == short_name(name).lower():
+        # A folder or a mirror of a known model keeps its draft: only the last part of the name is compared. But an
+        # embedded model's name says nothing of a folder that has it by chance.
+        same = short_name(pair.target).lower() == short_name(name).lower()
+        if name == pair.target or (same and "/" in pair.target):
             return pair.drafts
     return ()
 
