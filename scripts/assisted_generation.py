@@ -15,6 +15,7 @@ if (_CHECKOUT / "hf_specdec" / "__init__.py").is_file():
 
 from hf_specdec.bench import arguments as given  # noqa: E402
 from hf_specdec.bench.settings import BenchError, Settings  # noqa: E402
+from hf_specdec.bench.tasks import TASKS, run_task  # noqa: E402
 
 # What `hf_specdec[bench]` installs.
 _PACKAGES = (
@@ -25,25 +26,15 @@ _PACKAGES = (
 def task_of(arguments: list[str]) -> str:
     """The task that a command line names, benchmark by default."""
     parser = given.OneLineParser(prog=given.PROG, add_help=False, allow_abbrev=False)
-    parser.add_argument("--task", choices=given.TASKS, default="benchmark")
+    parser.add_argument("--task", choices=TASKS, default="benchmark")
     task: str = parser.parse_known_args(arguments)[0].task
     return task
 
 
-def parser_of(task: str) -> given.OneLineParser:
-    """The parser of a task."""
-    from hf_specdec.bench.tasks import task_module
-
-    parser: given.OneLineParser = task_module(task).parser()
-    return parser
-
-
 def settings_of(arguments: list[str]) -> Settings:
     """The settings of a command line; ends the process with one line at a mistake."""
-    from hf_specdec.bench.tasks import task_module
-
-    task = task_of(arguments)
-    settings = given.settings_of(parser_of(task), task_module(task).DEFAULTS, arguments)
+    task = TASKS[task_of(arguments)]
+    settings = given.settings_of(task.parser(), task.defaults, arguments)
     # No error, so that the same command without that flag measures the target alone.
     for flag in given.unused(settings, arguments):
         print(f"{given.PROG}: {flag} is not used without --assisted_generation", file=sys.stderr)
@@ -59,8 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
         settings = settings_of(words)
         _check_packages(task)
         _quiet()
-        from hf_specdec.bench.tasks import run_task
-
         run_task(settings)
     except BenchError as error:
         print(f"{given.PROG}: error: {error}", file=sys.stderr)

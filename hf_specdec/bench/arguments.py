@@ -12,7 +12,6 @@ from hf_specdec.bench.settings import KEYWORDS, BenchError, Settings
 from hf_specdec.config import DRAFTERS, SETTINGS, STRATEGIES, STRATEGY_SETTINGS, VERIFICATIONS
 
 PROG = "assisted_generation.py"
-TASKS = ("benchmark", "decode", "subtasks", "sweep", "tune", "ablation", "engines", "align", "report")
 ENGINES = ("eager", "static", "compiled")
 LLAMA_CPP = ("llama.cpp-f32", "llama.cpp-bf16", "llama.cpp-q8_0")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -219,6 +218,7 @@ def task_parser(
     defaults: Settings,
     names: Sequence[str],
     description: str,
+    tasks: Sequence[str],
     *,
     several: Sequence[str] = (),
     help: Mapping[str, str] | None = None,
@@ -228,13 +228,14 @@ def task_parser(
     Args:
         defaults: the task's, which the help shows.
         names: of the arguments that it takes, fields of `Settings`.
+        tasks: the names of all.
         several: those that take several values; keywords of generate() are then crossed, see `Settings.grid`.
         help: of arguments that mean something else to this task.
     """
     parser = OneLineParser(
         prog=f"{PROG}", description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
-    parser.add_argument("--task", choices=TASKS, help=f"what to do (now: {defaults.task}); each has its own --help")
+    parser.add_argument("--task", choices=tasks, help=f"what to do (now: {defaults.task}); each has its own --help")
     for title, group in _GROUPS.items():
         chosen = [name for name in group if name in names]
         section = parser.add_argument_group(title) if chosen else None

@@ -279,23 +279,6 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One stage of a race of the task tune.
-
-    Args:
-        entered: the candidates.
-        kept: those that go on; after the last stage its ranking. The fastest first.
-        examples: how many had been begun by the end.
-        ratios: each candidate's speed over the baseline's; those without a measurement are missing.
-    """
-
-    entered: tuple[str, ...]
-    kept: tuple[str, ...]
-    examples: int
-    ratios: Mapping[str, Interval]
-
-
-@dataclass(frozen=True)
 class Tuned:
     """The outcome of the task tune at a batch size.
 
@@ -303,7 +286,7 @@ class Tuned:
         choice: a method's name; None for plain decoding.
         near: methods that are not surely slower.
         losses: of lossy methods, their difference in quality to plain decoding; None if unknown.
-        races: the stages of each race.
+        ratios: speeds over plain decoding's of those from which the choice was made, the fastest first.
     """
 
     batch: int
@@ -312,7 +295,7 @@ class Tuned:
     near: tuple[str, ...]
     losses: Mapping[str, Interval | None]
     notes: tuple[str, ...]
-    races: tuple[tuple[Stage, ...], ...]
+    ratios: Mapping[str, Interval]
 
 
 @dataclass

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec.bench.aligning import answers
 from hf_specdec.bench.aligning.answers import answers_folder, target_answers
-from hf_specdec.bench.aligning.batches import Collator, answer_logits
+from hf_specdec.bench.aligning.batches import IGNORED, Collator, answer_logits
 from hf_specdec.bench.aligning.losses import on_tokens
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.records import Result
@@ -81,7 +81,9 @@ def test_answers_are_those_of_plain_generate(
     """In float64; and at each of their places the collated batch has the logits that predict them."""
     settings = settings_for(kinds[kind], questions_file, tmp_path)
     pair = load_pair(settings)
-    found = answered(settings, pair)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair.draft, "forward", None)  # the target answers alone
+        found = answered(settings, pair)
     assert len(found) == 18, "one prompt in ten is held out"
     for row in list(found)[:6]:
         ids = torch.tensor([row["prompt"]])
@@ -90,12 +92,17 @@ def test_answers_are_those_of_plain_generate(
         assert row["text"] == pair.tokenizer.decode(row["answer"], skip_special_tokens=True).strip()
     rows = list(found)[:5]
     assert len({len(row["prompt"]) for row in rows}) > 1, "rows are padded"
-    batch = Collator(pair)(rows)
+    batch, read = Collator(pair)(rows), []
+    hook = pair.target.get_output_embeddings().register_forward_hook(lambda _, states, out: read.append(states[0]))
     with torch.no_grad():
-        chosen = answer_logits(pair.target, batch).argmax(-1).tolist()
+        chosen = answer_logits(pair.target, batch)
         others = answer_logits(pair.draft, batch).argmax(-1).tolist()
+        hook.remove()
+        inputs = {name: batch[name] for name in batch if name != "labels"}
+        torch.testing.assert_close(chosen, pair.target(**inputs).logits[batch["labels"] != IGNORED].float())
     expected = [token for row in rows for token in row["answer"]]
-    assert chosen == expected and others != expected
+    assert chosen.argmax(-1).tolist() == expected and others != expected
+    assert [len(states) for states in read] == [len(expected)], "the head reads no prompt"
     prompts = Collator(pair).prompts(batch)
     kept = [ids[mask.bool()].tolist() for ids, mask in zip(*prompts.values(), strict=True)]
     assert kept == [row["prompt"] for row in rows]
@@ -123,7 +130,7 @@ def test_answers_go_on_after_an_interruption_and_are_used_again(
     calls = len(asked)
     assert list(answered(replace(settings, loss="reverse_kl", steps=9), pair)) == found and len(asked) == calls
     assert list(answered(replace(settings, output_dir=tmp_path / "whole"), pair)) == found and len(asked) > calls
-    assert not list(tmp_path.rglob("*.part*"))
+    assert not list(tmp_path.rglob("*.partial"))
     # Other answers lie elsewhere.
     places = {answers_folder(replace(settings, **{name: 7}), pair) for name in ("max_new_tokens", "seed", "limit")}
     assert len(places) == 3 and answers_folder(settings, pair) not in places
@@ -342,4 +349,5 @@ def test_two_processes_align_as_one_does(
     settings = settings_for(kinds["decoder"], questions_file, tmp_path / "one", batch_sizes=(2,))
     alone = list(answered(settings, load_pair(settings)))
     (folder,) = (tmp_path / "two").glob("answers-*")
-    assert list(datasets.load_from_disk(folder / "learned")) == alone
+    parts = [datasets.load_from_disk(part) for part in (folder / "learned").iterdir()]
+    assert len(parts) == 2 and list(datasets.concatenate_datasets(parts).sort("index")) == alone

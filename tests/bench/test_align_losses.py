@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from helpers.script import load_script
 from torch import Tensor
 
 from hf_specdec.bench.aligning.losses import (
@@ -18,6 +17,7 @@ from hf_specdec.bench.aligning.losses import (
     reverse_kl,
     total_variation,
 )
+from hf_specdec.bench.tasks import TASKS
 from hf_specdec.rules.verification import speculative_sampling
 
 N, V = 6, 9
@@ -123,7 +123,7 @@ def test_a_tiny_rest_keeps_its_mass_and_its_gradient() -> None:
 
 
 def test_the_script_names_all_losses() -> None:
-    parser = load_script().parser_of("align")
+    parser = TASKS["align"].parser()
     for loss in LOSSES:
         assert parser.parse_args(["--loss", loss]).loss == loss
     with pytest.raises(SystemExit):

@@ -17,7 +17,7 @@ from hf_specdec.bench.records import Result
 from hf_specdec.bench.results import document, load, stem
 from hf_specdec.bench.running.measuring import batches
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.tasks import run_task, sweep
+from hf_specdec.bench.tasks import TASKS, run_task, sweep
 from hf_specdec.bench.tasks.subtasks import render
 
 NAMES = ["plain", "none eager", "assisted", "assisted confidence 0.4", "prompt_lookup", "speculative", "bild"]
@@ -198,7 +198,7 @@ def test_the_split_of_the_embedded_data_is_chosen_and_said(tmp_path: Path) -> No
 
 def test_quality_is_judged_on_fifty_examples_by_default() -> None:
     def dialogues(**asked: Any) -> int:
-        return len(questions.dialogues(sweep.asked(replace(sweep.DEFAULTS, **asked))))
+        return len(questions.dialogues(sweep.asked(replace(TASKS["sweep"].defaults, **asked))))
 
     subtasks = len(embedded.SUBTASKS)
     assert len(questions.dialogues(Settings(task="subtasks"))) == 50 * subtasks

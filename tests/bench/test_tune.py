@@ -19,15 +19,15 @@ from transformers.utils import GENERATION_CONFIG_NAME
 import hf_specdec
 from hf_specdec.bench import results
 from hf_specdec.bench.figures.bootstrap import ENOUGH
+from hf_specdec.bench.figures.frames import whole
 from hf_specdec.bench.figures.quality import Difference
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.records import Call, ColdStart, Interval, Result, Stage, Tuned
+from hf_specdec.bench.records import Call, ColdStart, Result, Tuned
 from hf_specdec.bench.running.measuring import new
 from hf_specdec.bench.running.methods import plain
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks import tune
-from hf_specdec.bench.tuning import candidates
 from hf_specdec.bench.tuning import contest as races
 
 SUMS = [{"q": f"How much is {n} and {n}?", "a": f"{2 * n} and no more"} for n in range(2, 10)]
@@ -160,9 +160,9 @@ def test_bild_is_chosen_only_at_a_loss_that_is_allowed(
     for most, kind in ((None, "speculative"), (2.0, "speculative"), (4.0, "bild")):
         chosen, result = contest(replace(settings, max_quality_loss=most, engines=("eager",)), pairs)
         assert chosen.choice.startswith(kind), most
-        tried = {name for stage in chosen.races[0] for name in stage.entered}
+        tried = {call.method for call in result.calls}
         assert any(name.startswith("bild") for name in tried) == (most is not None)
-        assert any("that takes 183 questions" in note for note in chosen.notes) == (most == 2.0)
+        assert ("that takes 183 questions" in text_of(result)) == (most == 2.0)
     assert "Difference in quality to plain decoding, in points: -3.0" in text_of(result)
 
 
@@ -171,9 +171,9 @@ def test_what_the_time_does_not_pay_for_is_left_out_and_said(
 ) -> None:
     machine(lambda name: 0.5 if "compile" in name else 1.0)
     monkeypatch.setitem(races._ASSUMED_SECONDS, "compiled", 300.0)
-    chosen, _ = contest(settings, pairs)
-    assert not any("compile" in name for race in chosen.races for stage in race for name in stage.entered)
-    assert any("static" in name for stage in chosen.races[1] for name in stage.entered)
+    chosen, result = contest(settings, pairs)
+    called = {call.method for call in result.calls}
+    assert not any("compile" in name for name in called) and any("static" in name for name in called)
     (note,) = (note for note in chosen.notes if note.startswith("Left out"))
     assert "compiled" in note and "about 300 s" in note and "--minutes" in note and "static" not in note
     monkeypatch.setitem(races._ASSUMED_SECONDS, "compiled", 1.0)
@@ -186,8 +186,8 @@ def test_a_time_too_short_for_a_choice_is_said(settings: Settings, pairs: list[L
     eager = replace(settings, engines=("eager",))
     for seconds, too_short in ((6.0, True), (60.0, False)):
         chosen, result = contest(eager, pairs, seconds)
-        (stage,) = chosen.races[0][:1]
-        assert stage.kept and (stage.examples < ENOUGH) == too_short
+        examples = {call.prompts for call in result.calls if call.method == next(iter(chosen.ratios))}
+        assert (len(examples) < ENOUGH) == too_short
         assert (chosen.choice is None) == too_short
         text = text_of(result)
         assert ("The time was too short for a choice" in text and "--minutes" in text) == too_short
@@ -203,7 +203,7 @@ def test_too_few_prompts_for_a_choice_are_said(settings: Settings, pairs: list[L
         few = replace(settings, engines=("eager",), limit=limit, batch_sizes=(size,))
         chosen, result = contest(few, pairs)
         assert chosen.choice is None
-        assert chosen.races[0][-1].examples > 5 * ENOUGH, "repeats are no further prompts"
+        assert len(result.calls) > 50 * ENOUGH, "repeats are no further prompts"
         assert f"There are too few prompts for a choice: it takes {words}" in text_of(result)
     chosen, _ = contest(replace(settings, engines=("eager",), limit=6), pairs)
     assert chosen.choice is not None, "the control"
@@ -216,11 +216,11 @@ def test_a_race_on_too_few_examples_does_not_count(
         machine(lambda name, slow=slow: slow if "static" in name else 1.0 if name == "plain" else 0.5)
         chosen, result = contest(replace(settings, engines=("eager", "static")), pairs)
         text = text_of(result)
-        assert chosen.races[1][-1].kept and races.deciding_race(chosen.races) == decides
+        assert any("static" in call.method for call in result.calls)
         assert ("static" in chosen.choice) == (decides == 1)
         assert ("were compared on fewer than 6 different examples" in text) == (decides == 0)
-        name, stage, gain, _ = tune.tried(chosen)[0]
-        assert (name, stage[0], gain.value) == (chosen.choice, str(decides + 1), [2.0, 4.0][decides])
+        assert chosen.ratios[chosen.choice].value == [2.0, 4.0][decides]
+        assert tune.tried(whole(result), chosen)[0].name == chosen.choice
 
 
 def test_the_picture_shows_the_race_that_decides(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
@@ -228,9 +228,7 @@ def test_the_picture_shows_the_race_that_decides(settings: Settings, pairs: list
     chosen, result = contest(replace(settings, max_quality_loss=9.0), pairs)
     (picture,) = [block for block in tune.render(result) if not isinstance(block, str)]
     _, shown, *_ = picture.arguments
-    assert [method.name for method in shown] == list(tune.last_ratios(chosen)) and chosen.choice in tune.last_ratios(
-        chosen
-    )
+    assert [method.name for method in shown] == list(chosen.ratios) and chosen.choice in chosen.ratios
 
 
 def test_what_a_model_refuses_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
@@ -241,20 +239,20 @@ def test_what_a_model_refuses_is_said(settings: Settings, pairs: list[LoadedPair
 
 
 def test_other_engines_get_the_best_and_its_neighbours(settings: Settings, pairs: list[LoadedPair]) -> None:
-    found = {one.method.name: one for one in candidates.candidates(settings, pairs)}
+    found = {one.method.name: one for one in races.candidates(settings, pairs)}
     ranking = [one for name, one in found.items() if "lookup" in name or "entropy" in name]
     ranking += [one for name, one in found.items() if name.endswith("num_assistant_tokens=6")]
     for engine, kept in (("static", True), ("compiled", False)):
-        listed = candidates.on_engine(engine, ranking)
+        listed = races.on_engine(engine, ranking)
         assert {one.method.engine for one in listed} == {engine}
         plain_drafts = [one.method.lookahead for one in listed if len(one.method.keywords) == 3 and one.method.draft]
         assert plain_drafts == [6, 8, 4]
         assert [one.method.kind for one in listed[:2]] == ["speculative", "none"]
-        assert "entropy_threshold" in listed[2].method.keywords
+        assert sum("entropy_threshold" in one.method.keywords for one in listed) == 1
         assert any("lookup" in one.method.name for one in listed) == kept, "compiled rounds draft with a model"
-    unpaying = candidates.on_engine("compiled", [found["none eager"], *ranking])
+    unpaying = races.on_engine("compiled", [found["none eager"], *ranking])
     assert unpaying[0].method.kind == "none", "first where drafts don't pay"
-    assert candidates.on_engine("static", []) == []
+    assert races.on_engine("static", []) == []
 
 
 def test_every_engine_with_many_callers_has_its_command() -> None:
@@ -292,7 +290,7 @@ def test_a_saved_configuration_makes_the_loaded_model_speculate(saved_pair: tupl
 def folder(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the script leaves of a short run on two batch sizes."""
     folder = tmp_path_factory.mktemp("out")
-    line = f"--task tune --minutes 0.15 --engines eager static --batch_size 1 2 --model_name {settings.model_name} "
+    line = f"--task tune --minutes 0.1 --engines eager static --batch_size 1 2 --model_name {settings.model_name} "
     line += f"--assistant_model {settings.assistant_model} --max_new_tokens 6 --max_quality_loss 100 --prompt_column q "
     line += f"--dataset {settings.dataset} --output_dir {folder}"
     assert load_script().main(line.split()) == 0
@@ -304,45 +302,13 @@ def test_a_run_leaves_its_files(folder: Path) -> None:
     result = results.load(data)
     assert [tuned.batch for tuned in result.tuned] == [1, 2]
     assert {len(call.prompts) for call in result.calls} == {1, 2} and result.prompts[0].references == ()
-    names = {method.name for method in result.methods}
-    entered = {name for tuned in result.tuned for race in tuned.races for stage in race for name in stage.entered}
-    assert entered < names and any(name.startswith("bild") for name in entered)
+    called = {call.method for call in result.calls}
+    assert called <= {method.name for method in result.methods} and any(name.startswith("bild") for name in called)
     text = data.with_name(data.name.replace(results.SUFFIX, ".md")).read_text()
-    assert "## Batch size 2" in text and "within 0.15 minutes" in text
+    assert "## Batch size 2" in text and "within 0.1 minutes" in text
     assert len(list(folder.glob("*-candidates-batch-*.png"))) == 2
     chosen = [tuned for tuned in result.tuned if tuned.choice is not None]
     saved = [
         folder / f"{data.name.removesuffix(results.SUFFIX)}-batch-{t.batch}" / GENERATION_CONFIG_NAME for t in chosen
     ]
     assert sorted(folder.glob(f"*/{GENERATION_CONFIG_NAME}")) == sorted(saved)
-
-
-SURE, UNSURE = Interval(2.0, 1.5, 2.5), Interval(3.0)
-RACES = {
-    "sure": [Stage(("a",), ("a",), 9, {"a": SURE})],
-    "unsure": [Stage(("a",), ("a",), 3, {"a": UNSURE})],
-    "one sure": [Stage(("a", "b"), ("b", "a"), 9, {"a": SURE, "b": UNSURE})],
-    "surely dropped": [Stage(("a", "b"), ("b",), 9, {"a": SURE, "b": UNSURE})],
-    "nobody": [Stage(("a",), (), 0, {})],
-    "not run": [],
-}
-
-
-@pytest.mark.parametrize(
-    ("names", "decides"),
-    [
-        (["sure"], 0),
-        (["sure", "sure"], 1),
-        (["sure", "one sure"], 1),
-        (["sure", "unsure"], 0),
-        (["sure", "surely dropped"], 0),
-        (["sure", "nobody"], 0),
-        (["sure", "not run"], 0),
-        (["unsure", "unsure"], 1),
-        (["unsure", "nobody"], 0),
-        (["nobody", "not run"], None),
-        ([], None),
-    ],
-)
-def test_the_last_race_with_enough_examples_decides(names: list[str], decides: int | None) -> None:
-    assert races.deciding_race([RACES[name] for name in names]) == decides

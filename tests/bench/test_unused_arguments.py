@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
+from helpers.script import SCRIPT
 
-from hf_specdec.bench.arguments import TASKS, TRAINING
+from hf_specdec.bench.arguments import TRAINING
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.tasks import run_task, task_module
+from hf_specdec.bench.tasks import TASKS, run_task
 from hf_specdec.config import FIELDS
 
 OTHERS = {"output_dir", "task", "help"}
 
 
 def taken(task: str) -> set[str]:
-    return {action.dest for action in task_module(task).parser()._actions} - OTHERS
+    return {action.dest for action in TASKS[task].parser()._actions} - OTHERS
 
 
 def accepted(script: ModuleType, line: str) -> bool:
@@ -43,11 +46,10 @@ def test_every_task_takes_what_it_uses() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_help_shows_what_a_task_takes_with_its_defaults(task: str) -> None:
-    module = task_module(task)
-    text = module.parser().format_help()
+    text = TASKS[task].parser().format_help()
     shown = set(re.findall(r"--(\w+)", text.partition("options:")[2]))
     assert {name for name in shown if name in FIELDS} == taken(task) & set(FIELDS)
-    repeats = f"({module.DEFAULTS.repeats})"
+    repeats = f"({TASKS[task].defaults.repeats})"
     assert ("repeats" in taken(task)) == ("--repeats" in text) and ("--repeats" not in text or repeats in text)
 
 
@@ -109,3 +111,11 @@ def test_what_needs_a_draft_is_told_once_for_each_argument(
 def test_what_the_data_or_models_rule_out(given: dict, words: str, tmp_path: object) -> None:
     with pytest.raises(BenchError, match=re.escape(words)):
         run_task(Settings(**given, output_dir=tmp_path))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """In a process of its own, since this one has everything."""
+    words = [sys.executable, "-X", "importtime", str(SCRIPT), "--task", "engines", "--help"]
+    told = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in told.splitlines()}
+    assert "argparse" in imported and not imported & {"torch", "transformers", "pandas", "numpy", "scipy", "datasets"}

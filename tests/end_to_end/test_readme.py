@@ -16,8 +16,8 @@ from transformers import GenerationConfig
 import hf_specdec
 from hf_specdec import embedded, last_speculation
 from hf_specdec.bench import results
-from hf_specdec.bench.arguments import TASKS
 from hf_specdec.bench.reports import readme
+from hf_specdec.bench.tasks import TASKS
 from hf_specdec.checks import VERSIONS
 from hf_specdec.config import FIELDS, SpeculationConfig
 from hf_specdec.plugin import ARGUMENTS, KNOWN
@@ -96,7 +96,7 @@ def test_commands_exist() -> None:
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    parsers = [script.parser_of(task) for task in TASKS]
+    parsers = [task.parser() for task in TASKS.values()]
     options = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     targets = re.findall(r"^([\w-]+):", read("Makefile"), flags=re.MULTILINE)
     parsed = 0

@@ -21,7 +21,7 @@ from hf_specdec.bench.inputs.prompts import question_prompt
 from hf_specdec.bench.inputs.questions import Question
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import as_json
-from hf_specdec.bench.running.methods import chosen_keywords, ours
+from hf_specdec.bench.running.methods import Contender, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
@@ -30,6 +30,7 @@ from hf_specdec.bench.settings import BenchError, Settings
 Group = Sequence[Sequence[Question]]
 
 _PART = 8  # groups in a file: an interruption loses at most so many
+_PAYS = 10_000  # steps from which on compiling saves more time than it takes
 # On what the answers depend.
 _ARGUMENTS = (
     "model_name", "dtype", "precision", "dataset", "dataset_path", "split", "prompt_column", "prompt_template", "limit",
@@ -41,7 +42,8 @@ def answers_folder(settings: Settings, pair: LoadedPair) -> Path:
     """Where answers with these arguments of this target lie; another loss or draft finds them again."""
     told = {name: as_json(settings)[name] for name in _ARGUMENTS}
     # A target that was trained again under the same name has other answers.
-    weights = sum(float(weight.detach().float().abs().sum()) for weight in _readable(pair))
+    readable = [weight for weight in pair.target.parameters() if weight.device.type != "meta"]
+    weights = sum(float(weight.detach().float().abs().sum()) for weight in readable)
     text = json.dumps([told, shared_vocabulary(pair), f"{weights:.5e}"], sort_keys=True)
     return settings.output_dir / f"answers-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
@@ -51,7 +53,7 @@ def target_answers(
 ) -> Any:
     """The answers to `groups` as a `datasets.Dataset`, in all processes; what `folder` holds is not answered again.
 
-    They are decoded with the draft, which leaves them the target's. Columns: `index` and `subtask` of the question,
+    The target decodes plainly, compiled where there is enough to do. Columns: `index` and `subtask` of the question,
     `prompt` and `answer` in tokens, `text`; with `settings.top_k_targets` = K at each of the answer's T positions
     `target_tokens [T][K]` and `target_log_probs [T][K + 1]`, the rest last (see `losses.on_tokens`), unprocessed, at
     temperature 1.
@@ -63,46 +65,40 @@ def target_answers(
     import datasets
 
     datasets.disable_progress_bars()
-    if not folder.exists():
-        parts = folder.with_name(f"{folder.name}.parts")
-        parts.mkdir(parents=True, exist_ok=True)
-        known = {index for part in _finished(parts) for index in datasets.load_from_disk(part)["index"]}
-        mine = [group for group in shared.share(groups) if any(q.index not in known for turn in group for q in turn)]
-        bar = tqdm(mine, desc=f"answers, {folder.name}", unit="batch", file=sys.stderr, disable=not shared.main)
-        with bar:
-            rows: list[dict[str, Any]] = []
-            for number, group in enumerate(bar, start=1):
-                rows += _answered(settings, pair, group)
-                if number % _PART == 0 or number == len(mine):
-                    _write(datasets.Dataset.from_list(rows), parts / f"part-{uuid4().hex}")
-                    rows = []
-        shared.wait()
-        if shared.main:
-            whole = datasets.concatenate_datasets([datasets.load_from_disk(part) for part in _finished(parts)])
-            _write(whole.sort("index"), folder)
-            shutil.rmtree(parts)
-        shared.wait()
-    return datasets.load_from_disk(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {index for part in _parts(folder) for index in datasets.load_from_disk(part)["index"]}
+    mine = [group for group in shared.share(groups) if any(q.index not in known for turn in group for q in turn)]
+    shared.wait()  # None writes before all have read.
+    compile = settings.compile or len(mine) * settings.max_new_tokens >= _PAYS
+    engine = {"compile": compile, "cache_implementation": settings.cache_implementation}
+    contender = plain_on_engine(engine, pair)
+    rows: list[dict[str, Any]] = []
+    bar = tqdm(mine, desc=f"answers, {folder.name}", unit="batch", file=sys.stderr, disable=not shared.main)
+    for number, group in enumerate(bar, start=1):
+        rows += _answered(settings, contender, group)
+        if number % _PART == 0 or number == len(mine):
+            _write(datasets.Dataset.from_list(rows), folder / f"part-{uuid4().hex}")
+            rows = []
+    shared.wait()
+    return datasets.concatenate_datasets([datasets.load_from_disk(part) for part in _parts(folder)]).sort("index")
 
 
-def _answered(settings: Settings, pair: LoadedPair, group: Group) -> list[dict[str, Any]]:
+def _answered(settings: Settings, contender: Contender, group: Group) -> list[dict[str, Any]]:
     """A row a question; later turns go on from the answers to those before."""
-    contender = ours("speculative", chosen_keywords(settings, pair), pair)
+    pair = contender.pair
     texts: list[list[str]] = [[] for _ in group[0]]
     rows: list[dict[str, Any]] = []
     for turn in group:
-        prompts = [
-            question_prompt(pair, question, earlier, settings.max_new_tokens)[0]
-            for question, earlier in zip(turn, texts, strict=True)
-        ]
+        asked = zip(turn, texts, strict=True)
+        prompts = [question_prompt(pair, question, earlier, settings.max_new_tokens)[0] for question, earlier in asked]
         try:
             call = timed_call(contender, prompts, settings)
         except ValueError as error:
             raise BenchError(" ".join(str(error).split())) from error
         new = []
-        for place, (prompt, tokens) in enumerate(zip(prompts, call.tokens or (), strict=True)):
+        for earlier, prompt, tokens in zip(texts, prompts, call.tokens or (), strict=True):
             text = pair.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-            texts[place].append(text)
+            earlier.append(text)
             about = {"index": prompt.index, "subtask": prompt.label, "text": text}
             new.append({**about, "prompt": list(prompt.token_ids), "answer": list(tokens)})
         if settings.top_k_targets is not None:
@@ -115,18 +111,14 @@ def _answered(settings: Settings, pair: LoadedPair, group: Group) -> list[dict[s
 def _add_distributions(pair: LoadedPair, rows: list[dict[str, Any]], count: int) -> None:
     logits = answer_logits(pair.target, Collator(pair)(rows))[:, : shared_vocabulary(pair)]
     tokens = logits.topk(count).indices
-    kept = on_tokens(logits, tokens)
     lengths = [len(row["answer"]) for row in rows]
-    for row, some, their in zip(rows, tokens.split(lengths), kept.split(lengths), strict=True):
+    parts = zip(rows, tokens.split(lengths), on_tokens(logits, tokens).split(lengths), strict=True)
+    for row, some, their in parts:
         row |= {"target_tokens": some.tolist(), "target_log_probs": their.tolist()}
 
 
-def _readable(pair: LoadedPair) -> list[torch.Tensor]:
-    return [weight for weight in pair.target.parameters() if weight.device.type != "meta"]
-
-
-def _finished(parts: Path) -> list[Path]:
-    return sorted(path for path in parts.iterdir() if not path.name.endswith(".partial"))
+def _parts(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix != ".partial")
 
 
 def _write(rows: Any, path: Path) -> None:
@@ -137,10 +129,10 @@ def _write(rows: Any, path: Path) -> None:
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         rows.save_to_disk(partial)
         os.replace(partial, path)
     except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
         raise BenchError(
             f"--output_dir: writing to {str(path.parent)!r} failed ({error.strerror}); give a folder that has room "
             "and can be written to"

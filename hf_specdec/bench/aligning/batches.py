@@ -61,12 +61,27 @@ class Collator:
         return {name: _rectangle(rows, self.pad), "attention_mask": _rectangle([[1] * len(row) for row in rows], 0)}
 
 
-def answer_logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-    """The logits `[N, V]` that predict the answers' tokens, row after row; in float32 at least."""
+def answer_logits(model: PreTrainedModel, batch: Mapping[str, Tensor], inner: PreTrainedModel | None = None) -> Tensor:
+    """The logits `[N, V]` that predict the answers' tokens, row after row; in float32 at least.
+
+    The head reads the hidden states at their places alone: over long prompts it would take most of a step's time and
+    memory.
+
+    Args:
+        inner: the model itself, where `model` wraps it.
+    """
     inputs = {name: batch[name].to(model.device) for name in _INPUTS if name in batch}
-    logits = model(**inputs, use_cache=False).logits
-    chosen = logits[batch["labels"].to(logits.device) != IGNORED]
-    return chosen if chosen.dtype == torch.float64 else chosen.float()
+
+    def chosen(head: torch.nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (states,) = arguments
+        return (states[batch["labels"].to(states.device) != IGNORED],)
+
+    hook = (inner or model).get_output_embeddings().register_forward_pre_hook(chosen)
+    try:
+        logits: Tensor = model(**inputs, use_cache=False).logits
+    finally:
+        hook.remove()
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def shared_vocabulary(pair: LoadedPair) -> int:

@@ -67,7 +67,7 @@ class AlignmentTrainer(Trainer):
         """The mean loss over the answers' tokens; in on-policy steps, over those that the draft wrote."""
         if model.training and self._draft_writes():
             inputs = self._written_by(self.accelerator.unwrap_model(model), inputs)
-        loss = self._losses(answer_logits(model, inputs), inputs).mean()
+        loss = self._losses(answer_logits(model, inputs, self.accelerator.unwrap_model(model)), inputs).mean()
         return (loss, {}) if return_outputs else loss
 
     def _losses(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:

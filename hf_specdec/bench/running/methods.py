@@ -11,6 +11,7 @@ from torch import Tensor
 
 import hf_specdec
 from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.models.names import short_name
 from hf_specdec.bench.records import Method
 from hf_specdec.bench.running.rounds import Summary, summary
 from hf_specdec.bench.settings import KEYWORDS, Settings
@@ -135,6 +136,17 @@ def ours(
     # Tokenizers are compared; if they agree, nothing is translated.
     tokenizers = {"tokenizer": pair.tokenizer, "assistant_tokenizer": pair.draft_tokenizer}
     return _of_our_loop(method, pair, {"assistant_model": draft, **tokenizers})
+
+
+def named(strategy: str, keywords: Mapping[str, Any], pair: LoadedPair) -> Contender:
+    """`ours`, with all settings in its name, and draft and lookahead in its title, for tasks that compare many."""
+    one = ours(strategy, keywords, pair)
+    method = one.method
+    told = [f"{key}={value}" for key, value in method.keywords.items() if key != "generation_strategy"]
+    name = "/".join([strategy, *([method.draft] if method.draft else []), *told])
+    with_draft = f" with {short_name(method.draft)}" if method.draft else ""
+    fixed = f", lookahead {method.lookahead}" if isinstance(method.lookahead, int) else ""
+    return one.told(name=name, title=f"{method.title}{with_draft}{fixed}")
 
 
 def others_settings(strategy: str) -> set[str]:

@@ -1,16 +1,140 @@
-"""The tasks of the script. A task is one module: its defaults and arguments, what it runs, and its report.
+"""The tasks of the script: what each takes, and the module that does it.
 
-Each has `DEFAULTS`, `parser()`, `run(settings, shared)`, and `render(result)` if it measures; `SHARED` says whether
-several processes may share the work.
+A task's module has `run(settings, shared)`, and `render(result)` if it measures. What tasks take stands here, so that
+`--help` imports neither torch nor pandas.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.arguments import (
+    DATA,
+    ENGINES,
+    LOSSLESS,
+    MODELS,
+    SAMPLING,
+    STRATEGIC,
+    TRAINING,
+    WORK,
+    OneLineParser,
+    task_parser,
+)
+from hf_specdec.bench.settings import KEYWORDS, BenchError, Settings
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a task takes.
+
+    Args:
+        description: one sentence for `--help`.
+        defaults: of its arguments.
+        names: of its arguments, fields of `Settings`.
+        several: arguments that take several values; keywords of generate() are then crossed, see `Settings.grid`.
+        help: of arguments that mean something else to this task.
+        shared: whether several processes may share the work.
+    """
+
+    description: str
+    defaults: Settings
+    names: tuple[str, ...]
+    several: tuple[str, ...] = ()
+    help: Mapping[str, str] = field(default_factory=dict)
+    shared: bool = False
+
+    def parser(self) -> OneLineParser:
+        """Of its command line."""
+        limit = f"examples per subtask (default: all; embedded: {self.defaults.embedded_limit})"
+        help = {"limit": limit, **self.help}
+        return task_parser(self.defaults, self.names, self.description, [*TASKS], several=self.several, help=help)
+
+
+PROMPTS_PER_LENGTH = {"benchmark": 5, "engines": 8}
+JUDGED_LIMIT = 50  # a sweep's examples of each embedded subtask, where quality is judged
+
+
+_PROMPTS = "prompts of each length, at least a batch (default: {})"
+_DRAFTING = ("assisted_generation",)
+TASKS: Mapping[str, Task] = {
+    "benchmark": Task(
+        "Compares plain and speculative decoding and transformers' assisted generation, at fixed prompt lengths.",
+        Settings(task="benchmark", max_new_tokens=30, repeats=7, prompt_lengths=(256, 512)),
+        (*MODELS, *_DRAFTING, *STRATEGIC, "draft_vocabulary", *SAMPLING, "prompt_lengths", "limit", *WORK),
+        several=("prompt_lengths",),
+        help={"limit": _PROMPTS.format(PROMPTS_PER_LENGTH["benchmark"])},
+    ),
+    "decode": Task(
+        "Answers prompts one by one, shows the answers as they come, and compares the methods as benchmark does.",
+        Settings(task="decode", max_new_tokens=30),
+        (*MODELS, *_DRAFTING, *STRATEGIC, *SAMPLING, "prompts", *WORK),
+    ),
+    "subtasks": Task(
+        "Compares every way of decoding on eight kinds of text, in speed and quality.",
+        Settings(task="subtasks", max_new_tokens=128, repeats=7, assisted_generation=True),
+        (
+            *MODELS, *_DRAFTING, *LOSSLESS, "fallback_threshold", "rollback_threshold", *SAMPLING, *DATA,
+            "reference_column", *WORK,
+        ),
+        shared=True,
+    ),
+    "sweep": Task(
+        "Finds the best draft, draft length, thresholds and other settings: all values crossed, on the same examples.",
+        Settings(task="sweep", max_new_tokens=128, repeats=7, assisted_generation=True, embedded_limit=5),
+        (*MODELS, "draft_models", *_DRAFTING, *STRATEGIC, *SAMPLING, *DATA, "reference_column", *WORK),
+        several=KEYWORDS,
+        help={"limit": f"examples per subtask (default: all; embedded: 5, with lossy strategies {JUDGED_LIMIT})"},
+        shared=True,
+    ),
+    "tune": Task(
+        "Finds the draft, strategy, settings and engine that are fastest on your prompts, within a given time.",
+        Settings(
+            task="tune", max_new_tokens=128, assisted_generation=True, engines=ENGINES, embedded_limit=10
+        ),
+        (
+            *MODELS, "draft_models", *_DRAFTING, *SAMPLING, *DATA, "reference_column", "engines", "minutes",
+            "max_quality_loss", *(name for name in WORK if name != "repeats"),
+        ),
+        several=("batch_sizes", "engines"),
+    ),
+    "ablation": Task(
+        "Measures what speculation, the KV cache and Better Transformer each contribute: each switched on and off.",
+        Settings(task="ablation", max_new_tokens=64, repeats=7, assisted_generation=True, embedded_limit=3),
+        (
+            *(name for name in MODELS if name != "better_transformer"), *_DRAFTING, *STRATEGIC, *SAMPLING, *DATA, *WORK
+        ),
+        shared=True,
+    ),
+    "engines": Task(
+        "Compares each engine at each batch size, without and with a draft, with the settings of transformers' own.",
+        Settings(
+            task="engines", max_new_tokens=128, repeats=7, prompt_lengths=(256,), batch_sizes=(1, 4, 8),
+            assisted_generation=True,
+        ),
+        (*MODELS, *_DRAFTING, "num_assistant_tokens", *SAMPLING, "prompt_lengths", "limit", "engines", *WORK),
+        several=("num_assistant_tokens", "prompt_lengths", "batch_sizes", "engines"),
+        help={"limit": _PROMPTS.format(PROMPTS_PER_LENGTH["engines"])},
+    ),
+    "align": Task(
+        "Fine-tunes a draft on what its target writes, and judges it on prompts that it has not seen.",
+        Settings(
+            task="align", max_new_tokens=128, repeats=3, assisted_generation=True, batch_sizes=(8,), embedded_limit=125
+        ),
+        (*MODELS, *_DRAFTING, *LOSSLESS, *SAMPLING, *DATA, *TRAINING, *WORK),
+        help={"batch_sizes": "texts answered at once, and in a training step"},
+        shared=True,
+    ),
+    "report": Task(
+        "Renders tables and pictures again from saved results, and fills the READMEs that quote them.",
+        Settings(task="report"),
+        ("output_dir",),
+        help={"output_dir": "the folder to render"},
+    ),
+}  # fmt: skip
 
 
 def task_module(name: str) -> Any:
@@ -29,10 +153,10 @@ def run_task(settings: Settings) -> None:
     task = task_module(settings.task)
     # Before any model is loaded, so that each process of several gets a GPU of its own.
     shared = processes(cpu=settings.device == "cpu" or not torch.cuda.is_available())
-    if shared.count > 1 and not task.SHARED:
+    if shared.count > 1 and not TASKS[settings.task].shared:
         raise BenchError(
             f"--task: {settings.task!r} times one process alone, and was started with {shared.count}; start it without "
-            "torchrun, or choose subtasks, sweep, ablation or align"
+            f"torchrun, or choose one of {', '.join(name for name, one in TASKS.items() if one.shared)}"
         )
     if settings.task != "report":
         # Aligning judges one text at a time, whatever it trains with.

@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 from hf_specdec.bench import results
-from hf_specdec.bench.arguments import DATA, MODELS, SAMPLING, STRATEGIC, WORK, OneLineParser, task_parser
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.inputs import questions
@@ -28,21 +27,10 @@ from hf_specdec.bench.running.transformers_methods import assisted, assisted_ref
 from hf_specdec.bench.settings import Settings
 from hf_specdec.models.better_transformer import to_better_transformer, to_eager_attention
 
-SHARED = True
-DEFAULTS = Settings(task="ablation", max_new_tokens=64, repeats=7, assisted_generation=True, embedded_limit=3)
-
 LEGEND = (
     f"{columns.SPEED} Baselines have the same cache and attention. Rows without Better Transformer use eager attention "
     "in both models."
 )
-
-
-def parser() -> OneLineParser:
-    """The arguments of this task."""
-    models = tuple(name for name in MODELS if name != "better_transformer")
-    names = (*models, "assisted_generation", *STRATEGIC, *SAMPLING, *DATA, *WORK)
-    limit = f"examples per subtask (default: all; embedded: {DEFAULTS.embedded_limit})"
-    return task_parser(DEFAULTS, names, str(__doc__), help={"limit": limit})
 
 
 def run(settings: Settings, shared: Processes) -> None:

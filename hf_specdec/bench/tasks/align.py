@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +14,8 @@ from pathlib import Path
 from hf_specdec.bench import results
 from hf_specdec.bench.aligning.answers import answers_folder, target_answers
 from hf_specdec.bench.aligning.batches import shared_vocabulary
-from hf_specdec.bench.arguments import DATA, LOSSLESS, MODELS, SAMPLING, TRAINING, WORK, OneLineParser, task_parser
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.figures.frames import Part, acceptance_by_position, acceptance_rate, tokens_per_round, whole
+from hf_specdec.bench.figures.frames import Part, acceptance_rate, tokens_per_round, whole
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.inputs.questions import Question
 from hf_specdec.bench.journal import Journal
@@ -29,7 +27,7 @@ from hf_specdec.bench.reports import columns
 from hf_specdec.bench.reports.columns import method_table
 from hf_specdec.bench.reports.document import Block, Picture, section
 from hf_specdec.bench.reports.heading import heading, remarks, terminal
-from hf_specdec.bench.reports.markdown import number, percent, points, table
+from hf_specdec.bench.reports.markdown import number, percent, points, ratio, table
 from hf_specdec.bench.running.measuring import batches, measured_questions
 from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
@@ -38,10 +36,6 @@ from hf_specdec.bench.tasks.subtasks import by_subtask
 
 Dialogues = list[list[Question]]
 
-SHARED = True
-DEFAULTS = Settings(
-    task="align", max_new_tokens=128, repeats=3, assisted_generation=True, batch_sizes=(8,), embedded_limit=125
-)  # fmt: skip
 BEFORE, AFTER = "before", "after"  # the names of the methods
 MOST_HELD_OUT = 64  # dialogues
 _HELD_OUT_SHARE = 10  # one dialogue in so many is held out, where a data set has no split for it
@@ -51,15 +45,6 @@ _ACCEPTANCE = (
     "n: different examples. Accepted / drafted tokens on held-out prompts, before and after. Gain: the difference in "
     "points with its 95% interval, by a paired bootstrap over questions, from six on."
 )
-_POSITIONS = "Share accepted at each position of the draft, among the rounds that reached it."
-
-
-def parser() -> OneLineParser:
-    """The arguments of this task."""
-    names = (*MODELS, "assisted_generation", *LOSSLESS, *SAMPLING, *DATA, *TRAINING, *WORK)
-    limit = f"examples per subtask (default: all; embedded: {DEFAULTS.embedded_limit})"
-    texts = "texts answered at once, and in a training step"
-    return task_parser(DEFAULTS, names, str(__doc__), help={"limit": limit, "batch_sizes": texts})
 
 
 def run(settings: Settings, shared: Processes) -> None:
@@ -76,20 +61,21 @@ def run(settings: Settings, shared: Processes) -> None:
     saved = destination(settings, pair)
     check_pair(settings, pair)
 
-    folder = answers_folder(settings, pair)
-    datasets = {}
-    for name, dialogues in (("learned", learned), ("held-out", held_out)):
-        groups = batches(dialogues, settings.batch_size)
-        datasets[name] = target_answers(folder / name, settings, pair, groups, shared)
-
     # Here because it takes seconds, and needs accelerate.
     from hf_specdec.bench.aligning.training import train
 
+    folder = answers_folder(settings, pair)
+    answers = {
+        name: target_answers(folder / name, settings, pair, batches(dialogues, settings.batch_size), shared)
+        for name, dialogues in (("learned", learned), ("held-out", held_out))
+    }
     assert pair.draft is not None and pair.draft_name is not None
-    place = settings.output_dir / f"{stem(settings)}-{_digest(settings, folder)}"
+    told = json.dumps(as_json(settings) | {"output_dir": folder.name}, sort_keys=True)
+    digest = hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
+    place = settings.output_dir / f"{stem(settings)}-{digest}"
     copy = with_draft(pair, pair.draft_name, settings, pair.draft.device).draft
     assert copy is not None
-    facts = train(settings, pair, copy, datasets["learned"], datasets["held-out"], place, shared)
+    facts = train(settings, pair, copy, answers["learned"], answers["held-out"], place, shared)
 
     aligned = replace(with_draft(pair, str(place / "draft"), settings, pair.draft.device), draft_name=str(saved))
     result = measured_questions(judged, contenders(judged, pair, aligned), held_out, shared)
@@ -99,8 +85,8 @@ def run(settings: Settings, shared: Processes) -> None:
     better = gain is not None and gain.value > 0
     result.training = replace(
         facts,
-        prompts=len(datasets["learned"]),
-        tokens=sum(map(len, datasets["learned"]["answer"])),
+        prompts=len(answers["learned"]),
+        tokens=sum(map(len, answers["learned"]["answer"])),
         rows=settings.batch_size * shared.count,
         answers=str(folder),
         saved=str(saved) if better else None,
@@ -204,20 +190,15 @@ def contenders(settings: Settings, pair: LoadedPair, aligned: LoadedPair) -> lis
     return found
 
 
-def _digest(settings: Settings, answers: Path) -> str:
-    told = as_json(settings) | {"output_dir": answers.name}
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
-
-
 def render(result: Result) -> list[Block]:
     """The report."""
     part = whole(result)
     rounds = method_table({"": part}, columns.ROUNDS, methods=columns.drafted)
+    accepted = method_table(by_subtask(part), _ACCEPTED, group="Subtask", methods=lambda _: [result.method(AFTER)])
     return [
         heading(part),
         verdict(part),
-        *section("Acceptance", _ACCEPTANCE, acceptance_table(by_subtask(part))),
-        *section("Acceptance by position", _POSITIONS, position_table(part)),
+        *section("Acceptance", _ACCEPTANCE, accepted),
         Picture("acceptance-by-position", "positions.by_position", (part,)),
         *section("Speed", columns.SPEED, method_table({"": part}, columns.speed_columns(result))),
         *section("Rounds", columns.ROUNDS_LEGEND, rounds),
@@ -227,46 +208,29 @@ def render(result: Result) -> list[Block]:
 
 
 def verdict(part: Part) -> str:
-    """A sentence: what became of acceptance, and whether the draft was saved."""
+    """What became of acceptance and speed, and whether the draft was saved."""
     before, after = (percent(acceptance_rate(part.of(name))) for name in (BEFORE, AFTER))
     gain = points(speed.acceptance_gain(part, AFTER, BEFORE))
     change = f"from {before} to {after} on held-out prompts: {gain} points"
+    pays = ratio(speed.over(part, part.result.method(AFTER), "engine"))
+    decoding = f"Decoding with it runs at {pays} times plain decoding on the same engine."
     training = part.result.training
     if training is None or training.saved is None:
         return (
-            f"**The draft did not get better**: acceptance went {change}. It was not saved. "
+            f"**The draft did not get better**: acceptance went {change}. It was not saved. {decoding} "
             "Try more prompts, more steps or another learning rate."
         )
-    return f"Acceptance went {change}. The aligned draft is in `{training.saved}`."
+    return f"Acceptance went {change}. {decoding} The aligned draft is in `{training.saved}`."
 
 
-def acceptance_table(groups: Mapping[str, Part]) -> str:
-    """One row a subtask, and one for all."""
-    rows = []
-    for name, part in groups.items():
-        before, after = part.of(BEFORE), part.of(AFTER)
-        rows.append(
-            {
-                "Subtask": name,
-                "n": columns.N["n"](part, part.result.method(AFTER)),
-                "Before": percent(acceptance_rate(before)),
-                "After": percent(acceptance_rate(after)),
-                "Gain (points)": points(speed.acceptance_gain(part, AFTER, BEFORE)),
-                "Tokens/Round before": number(tokens_per_round(before), 2),
-                "Tokens/Round after": number(tokens_per_round(after), 2),
-            }
-        )
-    return table(rows)
-
-
-def position_table(part: Part) -> str:
-    """One row a position."""
-    sides = {title: acceptance_by_position(part.of(name)) for title, name in (("Before", BEFORE), ("After", AFTER))}
-    rows = []
-    for place in range(max(map(len, sides.values()))):
-        cells = {title: percent(side[place].share) if place < len(side) else "–" for title, side in sides.items()}
-        rows.append({"Position": str(place + 1), **cells})
-    return table(rows)
+_ACCEPTED: columns.Columns = {
+    **columns.N,
+    "Before": lambda part, _: percent(acceptance_rate(part.of(BEFORE))),
+    "After": lambda part, _: percent(acceptance_rate(part.of(AFTER))),
+    "Gain (points)": lambda part, _: points(speed.acceptance_gain(part, AFTER, BEFORE)),
+    "Tokens/Round before": lambda part, _: number(tokens_per_round(part.of(BEFORE)), 2),
+    "Tokens/Round after": lambda part, _: number(tokens_per_round(part.of(AFTER)), 2),
+}
 
 
 def training_table(result: Result) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hf_specdec.bench import results
-from hf_specdec.bench.arguments import MODELS, SAMPLING, STRATEGIC, WORK, OneLineParser, task_parser
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.frames import Part, acceptance_rate, tokens_per_round, whole
 from hf_specdec.bench.inputs.likely_tokens import likely_tokens
@@ -24,14 +23,12 @@ from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, p
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_baselines, assisted_refusal
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.tasks import PROMPTS_PER_LENGTH
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PROMPTS_PER_LENGTH = 5
-SHARED = False
-DEFAULTS = Settings(task="benchmark", max_new_tokens=30, repeats=7, prompt_lengths=(256, 512))
 
 EXAMPLES = (
     "Prefill runs from the call to the first delivery (one token in plain decoding, up to lookahead + 1 with a draft). "
@@ -45,29 +42,13 @@ _SOURCES = (
 )
 
 
-def parser() -> OneLineParser:
-    """The arguments of this task."""
-    names = (
-        *MODELS,
-        "assisted_generation",
-        *STRATEGIC,
-        "draft_vocabulary",
-        *SAMPLING,
-        "prompt_lengths",
-        "limit",
-        *WORK,
-    )
-    limit = f"prompts of each length, at least a batch (default: {PROMPTS_PER_LENGTH})"
-    return task_parser(DEFAULTS, names, str(__doc__), several=["prompt_lengths"], help={"limit": limit})
-
-
 def run(settings: Settings, shared: Processes) -> None:
     """Measures, writes the result and its report into `settings.output_dir`, prints the report.
 
     Raises `BenchError` for what the user can put right, before heavy work where that can be known before.
     """
     pair = load_pair(settings)
-    count = max(settings.limit or PROMPTS_PER_LENGTH, settings.batch_size)
+    count = max(settings.limit or PROMPTS_PER_LENGTH[settings.task], settings.batch_size)
     prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens)
     contenders, trimmed = compared(settings, pair), _trimmed(settings, pair, prompts)
     for one in trimmed:

@@ -1,4 +1,4 @@
-"""Answers prompts one by one, shows the answers as they are written, and compares the methods as benchmark does."""
+"""Answers prompts one by one, shows the answers as they come, and compares the methods as benchmark does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from transformers import TextStreamer
 
 from hf_specdec.bench import results
-from hf_specdec.bench.arguments import MODELS, SAMPLING, STRATEGIC, WORK, OneLineParser, task_parser
 from hf_specdec.bench.inputs.prompts import Prompt, decode_prompts
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.running.measuring import measured
@@ -18,15 +17,7 @@ from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import benchmark
 
-SHARED = False
-DEFAULTS = Settings(task="decode", max_new_tokens=30)
 render = benchmark.render
-
-
-def parser() -> OneLineParser:
-    """The arguments of this task."""
-    names = (*MODELS, "assisted_generation", *STRATEGIC, *SAMPLING, "prompts", *WORK)
-    return task_parser(DEFAULTS, names, str(__doc__))
 
 
 def run(settings: Settings, shared: Processes) -> None:

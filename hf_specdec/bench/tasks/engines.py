@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from hf_specdec.bench import results
-from hf_specdec.bench.arguments import MODELS, SAMPLING, WORK, OneLineParser, task_parser
 from hf_specdec.bench.figures import passes, speed
 from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
@@ -48,14 +47,9 @@ from hf_specdec.bench.running.transformers_methods import (
     prompt_lookup,
 )
 from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.tasks import PROMPTS_PER_LENGTH
 
-PROMPTS_PER_LENGTH = 8
 LOOKAHEADS = (2, 4, 6, 8)
-SHARED = False
-DEFAULTS = Settings(
-    task="engines", max_new_tokens=128, repeats=7, prompt_lengths=(256,), batch_sizes=(1, 4, 8),
-    assisted_generation=True,
-)  # fmt: skip
 
 ALLOWED = (
     "Allowed: the speedup over plain decoding on the same engine that the same rounds would have if they took only "
@@ -73,16 +67,6 @@ WIDE_HEAD = " The output head of our int8 models keeps its dtype, while q8_0 sto
 CHOSEN = "It was chosen on the calls that it is measured on, which flatters it a little."
 
 
-def parser() -> OneLineParser:
-    """The arguments of this task."""
-    names = (
-        *MODELS, "assisted_generation", "num_assistant_tokens", *SAMPLING, "prompt_lengths", "limit", "engines", *WORK
-    )  # fmt: skip
-    limit = f"prompts of each length, at least a batch (default: {PROMPTS_PER_LENGTH})"
-    several = ("num_assistant_tokens", "prompt_lengths", "batch_sizes", "engines")
-    return task_parser(DEFAULTS, names, str(__doc__), several=several, help={"limit": limit})
-
-
 def run(settings: Settings, shared: Processes) -> None:
     """Measures calls, bare passes and the memory's bandwidth; writes the result and its report, and prints it.
 
@@ -90,7 +74,7 @@ def run(settings: Settings, shared: Processes) -> None:
     """
     check_llama_cpp(settings)
     pair = load_pair(settings)
-    rows = settings.limit or PROMPTS_PER_LENGTH
+    rows = settings.limit or PROMPTS_PER_LENGTH[settings.task]
     contenders = compared(settings, pair)
     # Room for the drafts beyond the last token, too.
     spare = max(one.longest for one in contenders)

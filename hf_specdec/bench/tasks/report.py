@@ -8,21 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hf_specdec.bench import results
-from hf_specdec.bench.arguments import OneLineParser, task_parser
 from hf_specdec.bench.journal import COMPARED
 from hf_specdec.bench.records import Result, as_json
 from hf_specdec.bench.reports import readme
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import task_module
-
-SHARED = False
-DEFAULTS = Settings(task="report")
-
-
-def parser() -> OneLineParser:
-    """The arguments of this task."""
-    return task_parser(DEFAULTS, ["output_dir"], str(__doc__), help={"output_dir": "the folder to render"})
 
 
 def run(settings: Settings, shared: Processes) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 from statistics import mean
 
 from hf_specdec.bench import results
-from hf_specdec.bench.arguments import DATA, LOSSLESS, MODELS, SAMPLING, WORK, OneLineParser, task_parser
 from hf_specdec.bench.figures import quality, speed
 from hf_specdec.bench.figures.frames import Part, alpha, examples, whole
 from hf_specdec.bench.inputs import questions
@@ -25,9 +24,6 @@ from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_refusal, prompt_lookup
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks.benchmark import baselines
-
-SHARED = True
-DEFAULTS = Settings(task="subtasks", max_new_tokens=128, repeats=7, assisted_generation=True)
 
 # How the terminal calls the kinds of methods.
 SHORT = {
@@ -54,16 +50,6 @@ DRAWN = (
     "Outputs are sampled, with the same seed for the same example in every repeat, and quality is that of one output "
     "per example. Lossless methods have the quality of plain decoding in expectation and differ from it by chance."
 )
-
-
-def parser() -> OneLineParser:
-    """The arguments of this task."""
-    names = (
-        *MODELS, "assisted_generation", *LOSSLESS, "fallback_threshold", "rollback_threshold", *SAMPLING, *DATA,
-        "reference_column", *WORK,
-    )  # fmt: skip
-    limit = f"examples per subtask (default: all; embedded: {DEFAULTS.embedded_limit})"
-    return task_parser(DEFAULTS, names, str(__doc__), help={"limit": limit})
 
 
 def run(settings: Settings, shared: Processes) -> None:

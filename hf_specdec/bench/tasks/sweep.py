@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any
 
 from hf_specdec.bench import results
-from hf_specdec.bench.arguments import DATA, MODELS, SAMPLING, STRATEGIC, WORK, OneLineParser, task_parser
 from hf_specdec.bench.figures import quality, speed
 from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.inputs import questions
@@ -28,20 +27,18 @@ from hf_specdec.bench.running.methods import (
     STOP_LOOKAHEAD,
     Contender,
     fixed_lookahead,
+    named,
     others_settings,
-    ours,
     plain,
     plain_on_engine,
 )
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import assisted_baselines, assisted_refusal
 from hf_specdec.bench.settings import KEYWORDS, BenchError, Settings
+from hf_specdec.bench.tasks import JUDGED_LIMIT
 from hf_specdec.bench.tasks.subtasks import MEASURES, NO_LOSS, by_subtask
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, "auto")
-SHARED = True
-DEFAULTS = Settings(task="sweep", max_new_tokens=128, repeats=7, assisted_generation=True, embedded_limit=5)
-_JUDGED_LIMIT = 50  # of each embedded subtask, where quality is judged
 
 LEGEND = (
     "c, v: a draft step, and a verification of a round's tokens, each over one target step; bare passes on the same "
@@ -56,18 +53,6 @@ LOSSY = (
     "share of a reference's statements that stand in the answer; compared with the mean of the lossless methods' "
     "scores, in points. Short answers are a single statement."
 )
-
-
-def parser() -> OneLineParser:
-    """The arguments of this task."""
-    names = (
-        *MODELS, "draft_models", "assisted_generation", *STRATEGIC, *SAMPLING, *DATA, "reference_column", *WORK
-    )  # fmt: skip
-    limit = (
-        f"examples per subtask (default: all; embedded: {DEFAULTS.embedded_limit}, with lossy strategies "
-        f"{_JUDGED_LIMIT})"
-    )
-    return task_parser(DEFAULTS, names, str(__doc__), several=KEYWORDS, help={"limit": limit})
 
 
 def run(settings: Settings, shared: Processes) -> None:
@@ -89,7 +74,7 @@ def run(settings: Settings, shared: Processes) -> None:
 
 def asked(settings: Settings) -> Settings:
     """With more examples of the embedded data where quality is judged."""
-    return replace(settings, embedded_limit=_JUDGED_LIMIT) if settings.lossy_strategies else settings
+    return replace(settings, embedded_limit=JUDGED_LIMIT) if settings.lossy_strategies else settings
 
 
 def drafts_of(settings: Settings) -> tuple[str, ...]:
@@ -122,11 +107,12 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     strategy takes part, with all values of its own settings, if it is named or if any of these settings is given.
     """
     lossy = settings.lossy_strategies
-    contenders = [one for pair in pairs for one in _speculative(settings, pair, bool(lossy))]
+    listed = [one for pair in pairs for one in _speculative(settings, pair, bool(lossy))]
     for strategy, pair in product(lossy, pairs):
         for keywords in _crossed(settings, pair, strategy):
             if strategy != "ensemble" or keywords["drafter"] not in ("lookup", "hybrid"):
-                contenders.append(_named(strategy, keywords, pair))
+                listed.append(named(strategy, keywords, pair))
+    contenders = list({one.name: one for one in listed}.values())  # methods without a draft come with every pair
     engines = {one.method.same_engine: plain_on_engine(one.method.keywords, pairs[0]) for one in contenders}
     found = [plain(pairs[0]), *engines.values()]
     for pair in pairs:
@@ -138,12 +124,12 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
 
 def _speculative(settings: Settings, pair: LoadedPair, lossy: bool) -> Iterator[Contender]:
     for keywords in _crossed(settings, pair, "speculative", every=not lossy):
-        yield _named("speculative", keywords, pair)
+        yield named("speculative", keywords, pair)
     # A grid of thresholds is wide enough: its lookahead is the usual one unless several are asked for.
     if not lossy and not _chosen(settings, "num_assistant_tokens") and not _chosen(settings, "entropy_threshold"):
         for lookahead in (STOP_LOOKAHEAD, "auto"):
             stopping = {"num_assistant_tokens": lookahead, "entropy_threshold": STOP_ENTROPY}
-            yield _named("speculative", stopping, pair)
+            yield named("speculative", stopping, pair)
 
 
 def _crossed(settings: Settings, pair: LoadedPair, strategy: str, *, every: bool = False) -> Iterator[dict[str, Any]]:
@@ -163,14 +149,6 @@ def _crossed(settings: Settings, pair: LoadedPair, strategy: str, *, every: bool
 
 def _chosen(settings: Settings, name: str) -> bool:
     return name in settings.grid or getattr(settings, name) is not None
-
-
-def _named(strategy: str, keywords: dict[str, Any], pair: LoadedPair) -> Contender:
-    """The strategy under a name of its own, with the settings as data."""
-    one = ours(strategy, keywords, pair)
-    told = [f"{key}={value}" for key, value in one.method.keywords.items() if key != "generation_strategy"]
-    title = f"{one.method.title} with {short_name(str(pair.draft_name))}, lookahead {one.method.lookahead}"
-    return one.told(name="/".join([strategy, str(pair.draft_name), *told]), title=title)
 
 
 def render(result: Result) -> list[Block]:

@@ -15,24 +15,16 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_specdec.bench import results
-from hf_specdec.bench.arguments import (
-    DATA,
-    ENGINES,
-    LLAMA_CPP,
-    MODELS,
-    SAMPLING,
-    WORK,
-    OneLineParser,
-    task_parser,
-)
+from hf_specdec.bench.arguments import LLAMA_CPP
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.bootstrap import ENOUGH
-from hf_specdec.bench.figures.frames import Part, whole
+from hf_specdec.bench.figures.frames import Part, examples, whole
+from hf_specdec.bench.figures.quality import questions_needed
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.inputs.prompts import Prompt, question_prompt
 from hf_specdec.bench.models.loading import LoadedPair, load_pair, load_pairs
 from hf_specdec.bench.models.names import known_drafts, short_name
-from hf_specdec.bench.records import Asked, Interval, Method, Result, Tuned
+from hf_specdec.bench.records import Asked, Method, Result, Tuned
 from hf_specdec.bench.reports.best_settings import at_the_edge, command, keywords
 from hf_specdec.bench.reports.document import Block, Picture
 from hf_specdec.bench.reports.heading import heading, remarks, terminal
@@ -42,36 +34,23 @@ from hf_specdec.bench.running.methods import plain
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks.sweep import drafts_of
-from hf_specdec.bench.tuning.contest import Batch, Contest, deciding_race
-
-SHARED = False
-DEFAULTS = Settings(
-    task="tune", max_new_tokens=128, assisted_generation=True, engines=ENGINES, embedded_limit=10
-)  # fmt: skip
+from hf_specdec.bench.tuning.contest import Batch, Contest, is_fixed
 
 LEGEND = (
     "Speedups are over plain generate() on the same prompts, end to end: the prompt's pass counts, compiling and other "
     "preparation does not. In brackets: 95% interval, by a paired bootstrap over examples and repeats, widened for few "
-    f"examples (expanded percentiles, Hesterberg 2015); there is none below {ENOUGH} examples. Stage: the last "
-    "one that a candidate was measured in, of successive halving; figures of different stages rest on different "
-    "examples. The fastest candidate is chosen on the calls that it is measured on, which flatters it a little. A "
-    "lossy one is chosen only if a loss greater than allowed is excluded, even if one further question lost all 100."
+    f"examples (expanded percentiles, Hesterberg 2015); there is none below {ENOUGH} examples. Candidates that dropped "
+    "out have fewer calls, so that figures can rest on different examples. The fastest candidate is chosen on the "
+    "calls that it is measured on, which flatters it a little."
+)
+LOSSY = (
+    "A lossy one is chosen only if a loss of more than {most:g} points is excluded, even if one further question lost "
+    "all 100; {takes}."
 )
 SERVERS = (
     "These engines batch requests and have kernels of their own, so another draft length is usually the best there: "
     "try shorter and longer ones under your load. They decode losslessly, with the draft as an ordinary checkpoint."
 )
-
-
-def parser() -> OneLineParser:
-    """The arguments of this task."""
-    work = tuple(name for name in WORK if name != "repeats")
-    names = (
-        *MODELS, "draft_models", "assisted_generation", *SAMPLING, *DATA, "reference_column", "engines", "minutes",
-        "max_quality_loss", *work,
-    )  # fmt: skip
-    limit = f"examples per subtask (default: all; embedded: {DEFAULTS.embedded_limit})"
-    return task_parser(DEFAULTS, names, str(__doc__), several=("batch_sizes", "engines"), help={"limit": limit})
 
 
 def run(settings: Settings, shared: Processes) -> None:
@@ -93,22 +72,26 @@ def run(settings: Settings, shared: Processes) -> None:
         contests.append(Contest(result, pairs, _batches([prompt for prompt, _ in asked], size)))
         contests[-1].run((end - time.perf_counter()) / (len(settings.batch_sizes) - place))
     conclude(result, contests)
-    stem = settings.output_dir / results.stem(settings)
     for tuned in result.tuned:
         if tuned.choice is not None:
-            folder = Path(f"{stem}-batch-{tuned.batch}")
-            save_configuration(pairs[0].target, result.method(tuned.choice).keywords, folder)
+            save_configuration(pairs[0].target, result.method(tuned.choice).keywords, _saved(result, tuned).parent)
     results.finish(result, render)
-    sys.stdout.write(_said(whole(result), stem))
+    sys.stdout.write(terminal(render(result)))
 
 
 def conclude(result: Result, contests: Sequence[Contest]) -> None:
     """Puts the contests' methods, calls and outcomes into the result."""
     contenders = {name: one for contest in contests for name, one in contest.contenders.items()}
     result.methods = [one.method for one in contenders.values()]
-    result.calls = [call for contest in contests for call in contest.calls()]
+    result.calls = [call for contest in contests for call in contest.calls]
     result.cold = [cold for contest in contests for cold in contest.cold]
     result.tuned = [contest.choose() for contest in contests]
+
+
+def _saved(result: Result, tuned: Tuned) -> Path:
+    """Where the choice for a batch size is kept."""
+    settings = result.settings
+    return settings.output_dir / f"{results.stem(settings)}-batch-{tuned.batch}" / GENERATION_CONFIG_NAME
 
 
 def save_configuration(model: PreTrainedModel, settings: Mapping[str, Any], folder: Path) -> None:
@@ -153,71 +136,37 @@ def _batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
 def render(result: Result) -> list[Block]:
     """The report."""
     part = whole(result)
-    found: list[Block] = [heading(part), LEGEND]
+    found: list[Block] = [heading(part), _legend(result.settings)]
     for tuned in result.tuned:
         here = part.where(batch=tuned.batch)
-        found += [f"## Batch size {tuned.batch}", bullets([*choice(part, tuned), *tuned.notes])]
-        shown = [result.method(name) for name in last_ratios(tuned)]
-        if shown:
+        found += [f"## Batch size {tuned.batch}", bullets([*choice(here, tuned), *tuned.notes])]
+        if shown := [result.method(name) for name in tuned.ratios]:
             arguments = (here, shown, ("plain",), "end to end")
             found.append(Picture(f"candidates-batch-{tuned.batch}", "gains.of_methods", arguments))
-        found.append(_candidates(part, tuned))
+        found.append(_candidates(here, tuned))
     if lines := servers(result):
         found += ["## Other engines", *lines]
     return [*found, *remarks(part)]
 
 
-def _said(part: Part, stem: Path) -> str:
-    """The choices, the commands for other engines, and where the files are."""
-    lines = []
-    for tuned in part.result.tuned:
-        lines += [f"Batch size {tuned.batch}", *(f"- {line}" for line in choice(part, tuned))]
-        if tuned.choice is not None:
-            lines.append(f"- To save with the model: {stem}-batch-{tuned.batch}/{GENERATION_CONFIG_NAME}")
-        lines += [f"- {note}" for note in tuned.notes]
-    lines += servers(part.result)
-    return "\n".join([*lines, terminal(remarks(part)), f"All that was tried: {stem}.md"]) + "\n"
+def _legend(settings: Settings) -> str:
+    most = settings.max_quality_loss
+    if most is None:
+        return LEGEND
+    takes = f"that takes {questions_needed(most)} questions where no answer changes" if most else "none can show that"
+    return f"{LEGEND} {LOSSY.format(most=most, takes=takes)}"
 
 
 def choice(part: Part, tuned: Tuned) -> list[str]:
-    """The choice, its settings, its cost of preparation, and what was as fast; or why there is none."""
-    result = part.result
-    lines = _no_choice(part, tuned) if tuned.choice is None else _choice(part, tuned, result.method(tuned.choice))
-    number = deciding_race(tuned.races)
-    if number is not None and any(race and race[-1].kept for race in tuned.races[number + 1 :]):
-        lines.append(
-            f"The engines that need preparation were compared on fewer than {ENOUGH} different examples, too few to "
-            "count. Raise --minutes or give more prompts."
-        )
-    return lines
+    """The choice, its settings, its cost of preparation, and what was as fast; or why there is none.
 
-
-def _no_choice(part: Part, tuned: Tuned) -> list[str]:
-    best = next(iter(last_ratios(tuned).items()), None)
-    if best is None:
-        return ["There is no choice: nothing but plain generate() could be measured. Raise --minutes."]
-    fastest = f"{part.result.method(best[0]).title}, {ratio(best[1])} times plain generate()"
-    if best[1].low is not None:
-        words = "Plain generate() is best: nothing else is surely faster at an allowed loss"
-        return [f"{words}. Fastest of the others: {fastest}."]
-    batches = max(1, len(part.result.prompts) // tuned.batch)
-    why = (
-        f"The time was too short for a choice: no candidate was measured on {ENOUGH} different examples. "
-        "Raise --minutes."
-    )
-    if batches < ENOUGH:
-        what = "prompts" if tuned.batch == 1 else f"batches of {tuned.batch} prompts"
-        why = (
-            f"There are too few prompts for a choice: it takes {ENOUGH} different {what}, and there are {batches}. "
-            "Give more (--dataset, --limit)."
-        )
-    return [f"{why} Fastest so far, on too few: {fastest}."]
-
-
-def _choice(part: Part, tuned: Tuned, method: Method) -> list[str]:
-    result = part.result
-    gain = last_ratios(tuned)[method.name]
-    lines = [f"{capital(method.title)}: {ratio(gain)} times plain generate(), end to end."]
+    Args:
+        part: the calls at this batch size.
+    """
+    if tuned.choice is None:
+        return [_no_choice(part, tuned)]
+    result, method = part.result, part.result.method(tuned.choice)
+    lines = [f"{capital(method.title)}: {ratio(tuned.ratios[method.name])} times plain generate(), end to end."]
     if method.kind == "none":
         lines.append("Drafting does not pay here: this is plain decoding on a faster engine.")
     if loss := tuned.losses.get(method.name):
@@ -226,6 +175,7 @@ def _choice(part: Part, tuned: Tuned, method: Method) -> list[str]:
     draft = f", where draft is the loaded model `{method.draft}`" if method.draft else ""
     lines.append(f"As keywords: `model.generate(…, {keywords(method)})`{draft}")
     lines.append(f"As a command: `{command(result, method)}{batch}`")
+    lines.append(f"To save with the model: `{_saved(result, tuned)}`")
     cold = speed.cold_seconds(part, method, tuned.batch)
     if cold is not None and method.engine != "eager":
         lines.append(f"Preparing it takes at most {cold:.1f} s in each process, and again for longer texts.")
@@ -235,66 +185,64 @@ def _choice(part: Part, tuned: Tuned, method: Method) -> list[str]:
     return lines
 
 
-def last_ratios(tuned: Tuned) -> dict[str, Interval]:
-    """The ratios of the last stage of the race that decides, in the order of its ranking."""
-    number = deciding_race(tuned.races)
-    if number is None:
-        return {}
-    stage = tuned.races[number][-1]
-    return {name: stage.ratios[name] for name in stage.kept}
-
-
-def tried(tuned: Tuned) -> list[tuple[str, str, Interval, int]]:
-    """(candidate, last stage as race.stage, its ratio there, examples); those that got furthest come first.
-
-    Of the race that decides, before those of the others.
-    """
-    found: dict[str, tuple[str, str, Interval, int]] = {}
-    decides = deciding_race(tuned.races)
-    races = sorted(enumerate(tuned.races, start=1), key=lambda item: (item[0] - 1 != decides, -item[0]))
-    for number_of_race, race in races:
-        for number_of_stage, stage in reversed(list(enumerate(race, start=1))):
-            for name, gain in sorted(stage.ratios.items(), key=lambda item: -item[1].value):
-                found.setdefault(name, (name, f"{number_of_race}.{number_of_stage}", gain, stage.examples))
-    return list(found.values())
+def _no_choice(part: Part, tuned: Tuned) -> str:
+    if not tuned.ratios:
+        return "There is no choice: nothing but plain generate() could be measured. Raise --minutes."
+    name, gain = next(iter(tuned.ratios.items()))
+    fastest = f"{part.result.method(name).title}, {ratio(gain)} times plain generate()"
+    batches = max(1, len(part.result.prompts) // tuned.batch)
+    if gain.low is not None:
+        why = "Plain generate() is best: nothing else is surely faster at an allowed loss"
+        words = "Fastest of the others"
+    elif batches < ENOUGH:
+        what = "prompts" if tuned.batch == 1 else f"batches of {tuned.batch} prompts"
+        why = f"There are too few prompts for a choice: it takes {ENOUGH} different {what}, and there are {batches}"
+        words = "Give more (--dataset, --limit). Fastest so far, on too few"
+    else:
+        why = f"The time was too short for a choice: no candidate was measured on {ENOUGH} different examples"
+        words = "Raise --minutes. Fastest so far, on too few"
+    return f"{why}. {words}: {fastest}."
 
 
 def _candidates(part: Part, tuned: Tuned) -> str:
     """All that were tried."""
-    rows = [
-        {
-            "Candidate": capital(part.result.method(name).title),
-            "Stage": stage,
-            "n": str(examples),
-            "Speedup over plain generate()": ratio(gain),
-            "Quality (points)": points(tuned.losses.get(name)),
-            "Preparation (s), at most": number(speed.cold_seconds(part, part.result.method(name), tuned.batch), 1),
-        }
-        for name, stage, gain, examples in tried(tuned)
-    ]
-    return table(rows) if rows else ""
+    return table(
+        [
+            {
+                "Candidate": capital(method.title),
+                "n": str(examples(part.of(method.name))),
+                "Calls": str(len(part.of(method.name))),
+                "Speedup over plain generate()": ratio(speed.speedup(part, method.name, "plain", "end to end")),
+                "Quality (points)": points(tuned.losses.get(method.name)),
+                "Preparation (s), at most": number(speed.cold_seconds(part, method, tuned.batch), 1),
+            }
+            for method in tried(part, tuned)
+        ]
+    )
+
+
+def tried(part: Part, tuned: Tuned) -> list[Method]:
+    """All candidates that were measured: those that the choice was made from, then those with most calls."""
+    counts = part.calls["method"].value_counts()
+    others = [method for method in part.methods if method.kind != "plain" and method.name not in tuned.ratios]
+    others.sort(key=lambda method: -counts[method.name])
+    return [*(part.result.method(name) for name in tuned.ratios), *others]
 
 
 def servers(result: Result) -> list[str]:
     """Commands with the chosen draft of the first batch size that has one; none without a draft model."""
-    if result.synthetic or "draft" not in result.models:
+    if result.synthetic or result.encoder_decoder or "draft" not in result.models:
         return []
     for tuned in result.tuned:
         draft = None if tuned.choice is None else result.method(tuned.choice).draft
-        if draft is not None and not result.encoder_decoder:
-            tokens = fixed_lookahead(result, tuned, draft)
+        if draft is not None:
+            listed = tried(whole(result).where(batch=tuned.batch), tuned)
+            # The lookahead of the fastest with this draft that drafts equally many tokens in every round.
+            fixed = [one.keywords["num_assistant_tokens"] for one in listed if is_fixed(one) and one.draft == draft]
+            tokens = next(iter(fixed), 4)
             found = server_commands(result.models["target"].name, draft, tokens, sampling=result.settings.sampling)
             return [*(f"{name}:\n\n    {words}" for name, words in found), SERVERS]
     return []
-
-
-def fixed_lookahead(result: Result, tuned: Tuned, draft: str) -> int:
-    """The lookahead of the fastest candidate with this draft that drafts equally many tokens in every round."""
-    for method in (result.method(name) for name, *_ in tried(tuned)):
-        steady = method.kind == "speculative" and not {"entropy_threshold", "drafter"} & set(method.keywords)
-        if steady and method.draft == draft and isinstance(method.lookahead, int):
-            return method.lookahead
-    return 4
 
 
 def server_commands(target: str, draft: str, lookahead: int, *, sampling: bool) -> list[tuple[str, str]]:

@@ -1,182 +1,247 @@
-"""The races at one batch size: which candidates are measured, and what is chosen."""
+"""The candidates of the task tune, the races between them at one batch size, and what is chosen."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.bootstrap import ENOUGH
 from hf_specdec.bench.figures.frames import Part, frame
-from hf_specdec.bench.figures.quality import Difference, questions_needed, worst_difference
+from hf_specdec.bench.figures.quality import Difference, worst_difference
 from hf_specdec.bench.inputs.prompts import Prompt
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.records import Call, ColdStart, Interval, Result, Stage, Tuned
+from hf_specdec.bench.records import Call, ColdStart, Interval, Method, Result, Tuned
 from hf_specdec.bench.running.bare_passes import keeping_engines
-from hf_specdec.bench.running.methods import Contender, plain
+from hf_specdec.bench.running.methods import (
+    ENGINES,
+    STOP_ENTROPY,
+    STOP_LOOKAHEAD,
+    Contender,
+    named,
+    plain,
+    plain_on_engine,
+)
 from hf_specdec.bench.running.warming import warm_call, warm_up
-from hf_specdec.bench.settings import BenchError
-from hf_specdec.bench.tuning.candidates import candidates, on_engine, unprepared_engine
-from hf_specdec.bench.tuning.halving import overall_ranking, successive_halving
+from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.tuning.halving import successive_halving
 from hf_specdec.prepared.engine import prepared_capacity
 from hf_specdec.prepared.engine_store import kept_engines
 
 Batch = tuple[Prompt, ...]
-Clock = Callable[[], float]  # in seconds
+Keywords = Mapping[str, Any]
+
+LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12)
+# The most promising first: where the time is short, the last ones are not tried.
+_STOP: Keywords = {"entropy_threshold": STOP_ENTROPY}
+_FIRST: Keywords = {"num_assistant_tokens": 4}
+_LOOKUP: Sequence[Keywords] = [{"num_assistant_tokens": n, "drafter": "lookup"} for n in (10, 4)]
+_SPECULATIVE: Sequence[Keywords] = [
+    {"num_assistant_tokens": "auto", **_STOP},
+    {"num_assistant_tokens": "auto"},
+    {"num_assistant_tokens": STOP_LOOKAHEAD, **_STOP},
+    *({"num_assistant_tokens": tokens} for tokens in (2, 6, 3, 8)),
+    {"num_assistant_tokens": 4, "drafter": "hybrid"},
+    {"num_assistant_tokens": "auto", "drafter": "hybrid"},
+    *({"num_assistant_tokens": tokens} for tokens in (1, 12)),
+]
+_BILD: Sequence[Keywords] = [
+    {"num_assistant_tokens": tokens, "fallback_threshold": fallback, "rollback_threshold": rollback}
+    for fallback, rollback in ((0.6, 3.0), (0.3, 3.0), (0.6, 1.0), (0.3, 1.0))
+    for tokens in (8, 4)
+]
 
 _FIRST_SHARE = 0.4  # of the time, for the engine that needs no preparation, where others follow
 _PREPARING_SHARE = 0.5  # of what is left then, for preparing the other engines
 _ASSUMED_SECONDS = {"static": 5.0, "compiled": 30.0}  # to prepare a candidate, before one has been
 _WARM_UPS = 2  # calls; what is prepared later is not measured either
 _FINALISTS = 3  # of the first engine that meet those of the others
-_LOSSY = ("bild",)
 
 
-def deciding_race(races: Sequence[Sequence[Stage]]) -> int | None:
-    """The number of the last race that measured enough examples for an interval, else of the last that ranks any.
+def unprepared_engine(settings: Settings, pair: LoadedPair) -> str:
+    """The engine on which settings are compared first: eager, on a GPU static caches where they are asked for."""
+    return "static" if pair.target.device.type == "cuda" and "static" in settings.engines else "eager"
 
-    A later race has what is prepared, too, but its time may be too short. None where no race ranks any.
+
+def candidates(settings: Settings, pairs: Sequence[LoadedPair]) -> list[Contender]:
+    """Every draft and setting on the engine that needs no preparation, the most promising first.
+
+    BiLD is among them where `max_quality_loss` allows for it.
     """
-    ranked = [number for number, stages in enumerate(races) if stages and stages[-1].kept]
-    sure = [n for n in ranked if any(races[n][-1].ratios[name].low is not None for name in races[n][-1].kept)]
-    return max(sure or ranked, default=None)
+    engine = unprepared_engine(settings, pairs[0])
+    drafting = [pair for pair in pairs if pair.draft is not None]
+
+    def crossed(strategy: str, listed: Sequence[Keywords], some: Sequence[LoadedPair] = drafting) -> list[Contender]:
+        return [named(strategy, {**one, **ENGINES[engine]}, pair) for one in listed for pair in some]
+
+    found = [plain_on_engine(ENGINES[engine], pairs[0]), *crossed("speculative", [_FIRST])]
+    found += crossed("speculative", _LOOKUP, pairs[:1]) + crossed("speculative", _SPECULATIVE)
+    if settings.max_quality_loss is not None:
+        # In the middle, so that a short time leaves out some of both.
+        found[len(found) // 2 : len(found) // 2] = crossed("bild", _BILD)
+    return found
 
 
-class Race:
-    """Calls of contenders on batches of prompts, as `successive_halving` asks for them.
+def on_engine(engine: str, ranking: Sequence[Contender]) -> list[Contender]:
+    """What of another engine's ranking is worth preparing on this one, the most promising first.
 
-    Args:
-        result: its prompts are those of the batches.
-        warm: the names of the contenders that have been called before.
+    The fastest of each way of drafting; two other lookaheads beside the fastest fixed one, since another engine may
+    favour another length; and no draft, first where drafts don't pay.
     """
+    found: list[Contender] = []
+    ways: set[tuple[Any, ...]] = set()
+    neighbours = True
+    for one in ranking:
+        method = one.method
+        by_model = method.draft is not None and "drafter" not in method.keywords
+        way = (method.kind, method.draft, method.keywords.get("drafter"), "entropy_threshold" in method.keywords)
+        # Compiled rounds draft with a model alone.
+        if method.kind == "none" or way in ways or (engine == "compiled" and not by_model):
+            continue
+        ways.add(way)
+        found.append(_again(one, engine))
+        if neighbours and by_model and is_fixed(method):
+            neighbours = False
+            place = LOOKAHEADS.index(method.keywords["num_assistant_tokens"])
+            beside = (*LOOKAHEADS[place + 1 : place + 2], *LOOKAHEADS[max(0, place - 1) : place])
+            found += [_again(one, engine, tokens) for tokens in beside]
+    if ranking:
+        place = 0 if ranking[0].method.kind == "none" else 1
+        found.insert(place, plain_on_engine(ENGINES[engine], ranking[0].pair))
+    return found
 
-    def __init__(
-        self, result: Result, contenders: dict[str, Contender], batches: Sequence[Batch], clock: Clock, warm: set[str]
-    ) -> None:
-        self.result, self.contenders, self.batches, self.clock = result, contenders, batches, clock
-        self.warm = warm
-        self.calls: list[Call] = []
-        self.refused: dict[str, str] = {}
 
-    def measure(self, name: str, example: int) -> None:
-        """One call on the batch with this number, counted on into the repeats; what refuses has no measurement.
+def _again(one: Contender, engine: str, tokens: int | None = None) -> Contender:
+    """A candidate on another engine, with another lookahead if one is given."""
+    engines = {name for given in ENGINES.values() for name in given}
+    kept = {name: value for name, value in one.method.keywords.items() if name not in engines}
+    more = {} if tokens is None else {"num_assistant_tokens": tokens}
+    return named(kept.pop("generation_strategy"), {**kept, **more, **ENGINES[engine]}, one.pair)
 
-        A contender's very first call is not measured: passes are recorded in it, and "auto" learns.
-        """
-        repeat, place = divmod(example, len(self.batches))
-        one, where = self.contenders[name], {"repeat": repeat, "position": len(self.calls)}
-        try:
-            if name not in self.warm:
-                warm_call(one, self.batches[place], self.result.settings, **where)
-                self.warm.add(name)
-            call = warm_call(one, self.batches[place], self.result.settings, **where)
-        except ValueError as error:
-            self.refused[name] = " ".join(str(error).split())
-            return
-        decode = one.pair.tokenizer.decode
-        texts = tuple(decode(row, skip_special_tokens=True).strip() for row in call.tokens or ())
-        self.calls.append(replace(call, texts=texts))
 
-    @property
-    def part(self) -> Part:
-        """The calls so far."""
-        return Part(self.result, frame(self.calls, self.result.prompts))
-
-    def ratio(self, ours: str, base: str) -> Interval | None:
-        """Of their rates end to end."""
-        return speed.speedup(self.part, ours, base, "end to end")
-
-    def run(self, names: Sequence[str], seconds: float) -> list[Stage]:
-        """The stages of the race; the fastest lossless and the fastest lossy candidate stay to the end."""
-        return successive_halving(
-            names, "plain", self.measure, self.ratio, seconds=seconds, clock=self.clock,
-            group=lambda name: "lossy" if self.contenders[name].method.kind in _LOSSY else "lossless",
-        )  # fmt: skip
+def is_fixed(method: Method) -> bool:
+    """Whether it drafts equally many tokens with the draft model in every round, losslessly."""
+    by_model = method.draft is not None and not {"entropy_threshold", "drafter"} & set(method.keywords)
+    return by_model and method.kind == "speculative" and isinstance(method.lookahead, int)
 
 
 class Contest:
-    """All races at one batch size, and their outcome."""
+    """The races at one batch size, and their outcome.
+
+    Args:
+        result: its prompts are those of the batches.
+        clock: in seconds.
+    """
 
     def __init__(
-        self,
-        result: Result,
-        pairs: Sequence[LoadedPair],
-        batches: Sequence[Batch],
-        clock: Clock = time.perf_counter,
+        self, result: Result, pairs: Sequence[LoadedPair], batches: Sequence[Batch], clock: Any = time.perf_counter
     ) -> None:
-        self.result, self.settings, self.pairs, self.clock = result, result.settings, pairs, clock
-        self.batches = batches
-        self.engine = unprepared_engine(self.settings, pairs[0])
+        self.result, self.settings, self.pairs, self.batches = result, result.settings, pairs, batches
+        self.clock = clock
         listed = [plain(pairs[0]), *candidates(self.settings, pairs)]
         self.contenders = {one.name: one for one in listed if one.takes(len(batches[0]))}
-        self.races: list[tuple[Race, list[Stage]]] = []
+        self.calls: list[Call] = []
         self.cold: list[ColdStart] = []
         self.notes: list[str] = []
         self.warm = {"plain"}
         self.seconds = 0.0
+        self._results: list[tuple[int, list[str]]] = []  # the first repeat and the final ranking of each race
+        self._part: Part | None = None
 
     def run(self, seconds: float) -> None:
         """Compares on the engine that needs no preparation, then the best of it with what they become on others."""
-        start = self.clock()
-        engines = [engine for engine in self.settings.engines if engine != self.engine]
+        start, first = self.clock(), unprepared_engine(self.settings, self.pairs[0])
+        engines = [engine for engine in self.settings.engines if engine != first]
         # Warms up what all share; here the target refuses what it can't do.
         self._warm_up(self.contenders["plain"], self.batches[0])
         share = _FIRST_SHARE if engines else 1.0
-        self._race(list(self.contenders)[1:], self.batches, start + share * seconds - self.clock())
-        ranking = overall_ranking(self.races[0][1])
+        ranking = self._race(list(self.contenders)[1:], self.batches, start + share * seconds - self.clock())
         if engines and ranking:
             same = _of_one_capacity(self.batches, self.settings.max_new_tokens)
             left = start + seconds - self.clock()
             with keeping_engines(len(engines) * len(ranking), self.pairs[0].target.device):
                 ready = self._prepare(engines, ranking, same[0], _PREPARING_SHARE * left)
                 lossy = [name for name in ranking if self._lossy(name)]
-                finalists = [*ranking[:_FINALISTS], *lossy[:1]] if self.engine in self.settings.engines else []
-                names = dict.fromkeys([*ready, *finalists])
-                self._race(list(names), same, start + seconds - self.clock())
+                finalists = [*ranking[:_FINALISTS], *lossy[:1]] if first in self.settings.engines else []
+                self._race(list(dict.fromkeys([*ready, *finalists])), same, start + seconds - self.clock())
         self.seconds = self.clock() - start
 
-    def _warm_up(self, one: Contender, batch: Batch) -> None:
-        self.cold.append(warm_up(one, batch, self.settings, most=_WARM_UPS, number=len(self.cold)))
+    def part(self, first: int = 0) -> Part:
+        """The calls from a repeat on, which then is the first."""
+        if self._part is None or len(self._part.calls) != len(self.calls):
+            self._part = Part(self.result, frame(self.calls, self.result.prompts))
+        calls = self._part.calls[self._part.calls["repeat"] >= first]
+        return Part(self.result, calls.assign(repeat=calls["repeat"] - first))
 
-    def _race(self, names: list[str], batches: Sequence[Batch], seconds: float) -> None:
-        race = Race(self.result, self.contenders, batches, self.clock, self.warm)
-        stages = race.run(names, seconds)
-        self.races.append((race, stages))
-        untried = [name for name in names if not any(name in stage.ratios for stage in stages)]
-        self.notes += [f"{self._title(name)}: refused. {why}" for name, why in race.refused.items()]
-        if late := [self._title(name) for name in untried if name not in race.refused]:
+    def _race(self, names: list[str], batches: Sequence[Batch], seconds: float) -> list[str]:
+        """Measures and halves candidates; returns all that were measured, those that got furthest first."""
+        first = 1 + max((call.repeat for call in self.calls), default=-1)
+        refused: dict[str, str] = {}
+
+        def measure(name: str, example: int) -> None:
+            repeat, place = divmod(example, len(batches))
+            try:
+                if name not in refused:
+                    self._measure(self.contenders[name], batches[place], first + repeat)
+            except ValueError as error:
+                refused[name] = " ".join(str(error).split())
+
+        def ratio(name: str, base: str) -> Interval | None:
+            return speed.speedup(self.part(first), name, base, "end to end")
+
+        rankings = successive_halving(
+            names, "plain", measure, ratio, seconds=seconds, group=self._lossy, clock=self.clock
+        )
+        self._results.append((first, rankings[-1] if rankings else []))
+        measured = list(dict.fromkeys(name for ranking in reversed(rankings) for name in ranking))
+        self.notes += [f"{self._title(name)}: refused. {why}" for name, why in refused.items()]
+        if late := [self._title(name) for name in names if name not in measured and name not in refused]:
             self.notes.append(
                 f"Not tried, or on fewer than {ENOUGH} examples, since the time was too short (raise --minutes): "
                 f"{_some(late)}"
             )
+        return measured
+
+    def _measure(self, one: Contender, batch: Batch, repeat: int) -> None:
+        """One call. A contender's very first call is not kept: passes are recorded in it, and "auto" learns."""
+        where = {"repeat": repeat, "position": len(self.calls)}
+        if one.name not in self.warm:
+            warm_call(one, batch, self.settings, **where)
+            self.warm.add(one.name)
+        call = warm_call(one, batch, self.settings, **where)
+        decode = one.pair.tokenizer.decode
+        texts = tuple(decode(row, skip_special_tokens=True).strip() for row in call.tokens or ())
+        self.calls.append(replace(call, texts=texts))
+
+    def _warm_up(self, one: Contender, batch: Batch) -> None:
+        self.cold.append(warm_up(one, batch, self.settings, most=_WARM_UPS, number=len(self.cold)))
 
     def _prepare(self, engines: Sequence[str], ranking: Sequence[str], batch: Batch, seconds: float) -> list[str]:
         """Records, captures or compiles candidates on other engines while the time allows; returns the ready ones."""
         end = self.clock() + seconds
-        predicted, ready, left_out = dict(_ASSUMED_SECONDS), list[str](), list[str]()
+        took: dict[str, float] = {}  # of the costliest so far: a longer lookahead takes longer than the first one
+        ready, left_out, without = list[str](), list[str](), set[str]()
         best = [self.contenders[name] for name in ranking]
         # In turn, so that each engine has its most promising ones prepared.
         in_turn = zip_longest(*(on_engine(engine, best) for engine in engines))
-        for one in (one for row in in_turn for one in row if one is not None):
+        for one in (one for row in in_turn for one in row if one is not None and one.method.engine not in without):
             self.contenders[one.name] = one
             start, engine = self.clock(), one.method.engine
-            if start + predicted[engine] > end:
-                if predicted[engine] < math.inf:
-                    left_out.append(f"{one.method.title} (about {predicted[engine]:.0f} s)")
+            expected = took.get(engine, _ASSUMED_SECONDS[engine])
+            if start + expected > end:
+                left_out.append(f"{one.method.title} (about {expected:.0f} s)")
                 continue
             try:
                 self._warm_up(one, batch)
             except BenchError as error:
                 self.notes.append(f"{one.method.title}: refused. {error}")
                 continue
-            # The costliest so far: a longer lookahead takes longer than the first one.
-            first = not any(self.contenders[name].method.engine == engine for name in ready)
-            predicted[engine] = max(self.clock() - start, 0.0 if first else predicted[engine])
+            took[engine] = max(self.clock() - start, took.get(engine, 0.0))
             if engine == "compiled" and not kept_engines(one.pair.target, compile=True):
-                predicted[engine] = math.inf
+                without.add(engine)
                 self.notes.append("compile=True is left out: these models' rounds can't be compiled.")
                 continue
             ready.append(one.name)
@@ -187,55 +252,41 @@ class Contest:
             )
         return ready
 
+    def choose(self) -> Tuned:
+        """The outcome of the last race on enough examples for an interval, else of the last that ranks any."""
+        found = [(self.part(first), ranking) for first, ranking in self._results if ranking]
+        sure = [one for one in found if _ratio(one[0], one[1][0]).low is not None]
+        if sure and sure[-1] is not found[-1]:
+            self.notes.append(
+                f"The engines that need preparation were compared on fewer than {ENOUGH} different examples, too few "
+                "to count. Raise --minutes or give more prompts."
+            )
+        part, ranking = (sure or found or [(self.part(), list[str]())])[-1]
+        ratios = {name: _ratio(part, name) for name in ranking}
+        losses = {name: worst_difference(part, name, "plain") for name in ranking if self._lossy(name)}
+        fit = [name for name in ranking if not self._lossy(name) or self._allowed(losses[name])]
+        chosen = fit[0] if fit and ratios[fit[0]].faster else None
+        near = [name for name in fit[1:] if chosen and not _ratio(part, name, chosen).slower]
+        told = {name: None if one is None else Interval(one.value, one.low, one.high) for name, one in losses.items()}
+        return Tuned(len(self.batches[0]), self.seconds, chosen, tuple(near), told, tuple(self.notes), ratios)
+
     def _title(self, name: str) -> str:
         return self.contenders[name].method.title
 
-    def choose(self) -> Tuned:
-        """The outcome."""
-        races = [stages for _, stages in self.races]
-        number = deciding_race(races)
-        race, stages = self.races[-1 if number is None else number]
-        ranking = list(stages[-1].kept) if stages else []
-        losses = {name: worst_difference(race.part, name, "plain") for name in ranking if self._lossy(name)}
-        fit = [name for name in ranking if not self._lossy(name) or self._allowed(losses[name])]
-        chosen = fit[0] if fit and stages[-1].ratios[fit[0]].faster else None
-        near = [name for name in fit[1:] if chosen and (found := race.ratio(name, chosen)) and not found.slower]
-        return Tuned(
-            len(self.batches[0]),
-            self.seconds,
-            chosen,
-            tuple(near),
-            {name: None if one is None else Interval(one.value, one.low, one.high) for name, one in losses.items()},
-            (*self.notes, *self._too_few(race, losses)),
-            tuple(map(tuple, races)),
-        )
-
-    def calls(self) -> list[Call]:
-        """Of all races, their repeats counted on."""
-        found: list[Call] = []
-        for race, _ in self.races:
-            repeats = 1 + max((call.repeat for call in found), default=-1)
-            found += [replace(call, repeat=call.repeat + repeats) for call in race.calls]
-        return found
-
     def _lossy(self, name: str) -> bool:
-        return self.contenders[name].method.kind in _LOSSY
+        return self.contenders[name].method.kind == "bild"
 
     def _allowed(self, found: Difference | None) -> bool:
         """Whether a greater loss than is allowed is excluded."""
         most = self.settings.max_quality_loss
         return most is not None and found is not None and found.excludes(most)
 
-    def _too_few(self, race: Race, losses: Mapping[str, Difference | None]) -> list[str]:
-        """A note if lossy candidates were refused on questions too few for a loss to be excluded."""
-        most = self.settings.max_quality_loss
-        refused = {name for name, found in losses.items() if found is not None and not self._allowed(found)}
-        judged = len({index for call in race.calls if call.method in refused for index in call.prompts})
-        if most is None or not refused or judged >= (needed := questions_needed(most)):
-            return []
-        takes = f"that takes {needed} questions where no answer changes" if most else "no number of questions can"
-        words = f"A loss of more than {most:g} points could not be excluded for lossy candidates: {takes}"
-        return [f"{words}; {judged} were answered (raise --limit and --minutes, or --max_quality_loss)."]
+
+def _ratio(part: Part, name: str, base: str = "plain") -> Interval:
+    """Of two ranked candidates, which have examples in common."""
+    found = speed.speedup(part, name, base, "end to end")
+    assert found is not None
+    return found
 
 
 def _of_one_capacity(batches: Sequence[Batch], new_tokens: int) -> list[Batch]:

@@ -8,23 +8,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from typing import Any
 
 from hf_specdec.bench.figures.bootstrap import ENOUGH
-from hf_specdec.bench.records import Interval, Stage
+from hf_specdec.bench.records import Interval
 from hf_specdec.bench.running.turns import turn
+
+# `measure(name, example)` measures once.
+Measure = Callable[[str, int], None]
+# `ratio(a, b)`: the speed of a over that of b, on the examples that both were measured on.
+Ratio = Callable[[str, str], Interval | None]
 
 
 def successive_halving(
     candidates: Sequence[str],
     baseline: str,
-    measure: Callable[[str, int], None],
-    ratio: Callable[[str, str], Interval | None],
+    measure: Measure,
+    ratio: Ratio,
     *,
     seconds: float,
-    group: Callable[[str], str] = lambda name: "",
+    group: Callable[[str], Any] = lambda name: None,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Stage]:
+) -> list[list[str]]:
     """Finds the fastest candidate by measuring all on the same examples, fewer and fewer candidates on more examples.
 
     No candidate drops out for its speed before `ENOUGH` examples. Where the time is too short for so many of all, fewer
@@ -36,42 +41,34 @@ def successive_halving(
     Args:
         candidates: names, the most promising first: those at the end are not tried if the time is too short for all.
         baseline: the name of what every ratio is over; it is measured on every example, but is no candidate.
-        measure: `measure(name, example)` measures once; examples are counted from 0.
-        ratio: `ratio(a, b)` is the speed of a over that of b, over the examples that both were measured on. Its
-            interval has to hold for few examples.
+        measure: is called with examples counted from 0.
+        ratio: its interval has to hold for few examples.
         seconds: for everything; one measurement that has begun is always finished.
         group: the fastest of every group goes on, however slow.
         clock: in seconds.
 
     Returns:
-        The stages in order; the last one's `kept` is its ranking. Empty without candidates.
+        The ranking of the measured candidates at the end of each stage, the fastest first, those without an interval
+        last. The last one is the result.
     """
     began = clock()
     end = began + seconds
-    alive, example = _begin(candidates, baseline, measure, clock, end) if candidates else ([], 0)
-    entered, stages = tuple(candidates), list[Stage]()
+    alive, example = _begin([baseline, *candidates], measure, clock, end) if candidates else ([], 0)
+    rankings: list[list[str]] = []
     groups = len({group(name) for name in alive})
     while alive:
         left = max(1, math.ceil(math.log2(len(alive) / groups)))
-        enough = example >= ENOUGH
-        if enough:
-            stop = began + (end - began) / left
-            example = _measure_all([baseline, *alive], measure, example, clock, stop)
-        ratios = {name: found for name in alive if (found := ratio(name, baseline)) is not None}
-        # After the others, what time has left with fewer examples.
-        ranking = sorted(ratios, key=lambda name: (ratios[name].low is None, -ratios[name].value))
-        last = not enough or left == 1 or clock() >= end
-        kept = ranking if last else _kept(ranking, ratio, group)
-        stages.append(Stage(entered, tuple(kept), example, ratios))
-        if last or len(kept) <= 1:
+        example = _measure_all([baseline, *alive], measure, example, clock, began + (end - began) / left)
+        found = {name: one for name in alive if (one := ratio(name, baseline)) is not None}
+        rankings.append(sorted(found, key=lambda name: (found[name].low is None, -found[name].value)))
+        kept = _kept(rankings[-1], ratio, group)
+        if left == 1 or clock() >= end or len(kept) <= 1:
             break
-        began, alive, entered = clock(), kept, tuple(kept)
-    return stages
+        began, alive = clock(), kept
+    return rankings
 
 
-def _kept(
-    ranking: Sequence[str], ratio: Callable[[str, str], Interval | None], group: Callable[[str], str]
-) -> list[str]:
+def _kept(ranking: Sequence[str], ratio: Ratio, group: Callable[[str], Any]) -> list[str]:
     """The faster half without those that are surely slower than the fastest, and the fastest of every group."""
     firsts = {group(name): name for name in reversed(ranking)}.values()
     half = ranking[: math.ceil(len(ranking) / 2)]
@@ -79,44 +76,32 @@ def _kept(
     return [name for name in ranking if name in firsts or (name in half and name not in slower)]
 
 
-def _begin(
-    candidates: Sequence[str],
-    baseline: str,
-    measure: Callable[[str, int], None],
-    clock: Callable[[], float],
-    end: float,
-) -> tuple[list[str], int]:
-    """Measures the baseline and candidates on the first `ENOUGH` examples, as many candidates as the time allows.
+def _begin(names: list[str], measure: Measure, clock: Callable[[], float], end: float) -> tuple[list[str], int]:
+    """Measures on the first `ENOUGH` examples, the baseline and as many candidates as the time allows.
 
     Returns:
         The candidates that were measured on all of them, and the number of the next example. Those for which there was
         no time are the last ones, not the slowest.
     """
-    names, took = [baseline, *candidates], dict[str, float]()
-    for number in range(ENOUGH):
+    for example in range(ENOUGH):
         # One share more than there are examples: with the first ones come calls that warm up.
-        shares = ENOUGH - number if number > 0 else ENOUGH + 1
-        room = (end - clock()) / shares
-        fit = sum(seconds <= room for seconds in accumulate(took[name] for name in names)) if took else len(names)
-        names = names[: max(2, fit)]
-        # Two examples in the given order, since the second may take longer than the first has shown.
-        limited, limit, measured = number < 2, clock() + room, list[str]()
-        for name in names if limited else turn(names, number):
-            start = clock()
-            if start >= end or (limited and len(measured) > 1 and start >= limit):
+        limit = clock() + (end - clock()) / (ENOUGH - example + (example == 0))
+        done: list[str] = []
+        for name in names:
+            # The baseline and one candidate are always measured while there is time.
+            if clock() >= (limit if len(done) > 1 else end):
                 break
-            measure(name, number)
-            took[name] = clock() - start
-            measured.append(name)
-        if clock() >= end:
-            return [name for name in names if name in took][1:], number + 1
-        names = measured if limited else names
+            measure(name, example)
+            done.append(name)
+        over = clock() >= end
+        # What the end cuts short has figures of the examples before, but for the first; the last one is for choices.
+        names = done if not over or example in (0, ENOUGH - 1) else names
+        if over:
+            return names[1:], example + 1
     return names[1:], ENOUGH
 
 
-def _measure_all(
-    names: Sequence[str], measure: Callable[[str, int], None], example: int, clock: Callable[[], float], stop: float
-) -> int:
+def _measure_all(names: Sequence[str], measure: Measure, example: int, clock: Callable[[], float], stop: float) -> int:
     """Example after example until the time would be exceeded; returns the number of the next example."""
     took = 0.0
     while (start := clock()) + took < stop:
@@ -126,12 +111,3 @@ def _measure_all(
                 return example + 1
         example, took = example + 1, clock() - start
     return example
-
-
-def overall_ranking(stages: Sequence[Stage]) -> list[str]:
-    """All measured candidates: those of the last stage first, then those that dropped out, the latest first."""
-    found: dict[str, None] = {}
-    for stage in reversed(stages):
-        found |= dict.fromkeys(stage.kept)
-        found |= dict.fromkeys(sorted(stage.ratios, key=lambda name: -stage.ratios[name].value))
-    return list(found)
