@@ -23,7 +23,8 @@ class Method:
         title: for readers.
         kind: plain (generate() without a draft), none (our loop without a draft), assisted, ensemble, lookup
             (transformers' own), a strategy of ours (its ensemble has a `same_engine`), llama.cpp.
-        engine: generate; how our rounds run: eager, static, kernels or compiled; or how llama.cpp stores the weights.
+        engine: generate; how our rounds run: eager, recorded, static, kernels or compiled; or how llama.cpp stores the
+            weights.
         lookahead: tokens drafted in a round where that is fixed, or "auto".
         same_engine: the name of plain decoding with the same compile mode and cache; None for transformers' own loops.
         draft, draft_parameters: of the draft model.
@@ -51,9 +52,40 @@ class Method:
         return self.kind in STRATEGIES and self.same_engine is not None
 
 
-@dataclass(frozen=True)
-class Call:
-    """One timed call of generate(). Lists have one entry a row, those of rounds one a number of tokens.
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """The rounds of a call, summed up. Lists have one entry for each number of tokens; of plain generate() all is 0.
+
+    Args:
+        first_tokens: of all rows, in the first delivery.
+        rounds: how many.
+        row_rounds: rounds of each row, without those after its end, summed.
+        drafted, accepted: tokens, over all rows and rounds.
+        reached, kept: how many rounds reached each position of a draft, and in how many its token was accepted.
+        overlap: sum over the positions reached of the overlap of both distributions; None where it isn't told.
+        steps: after the first round, how many rounds had 0, 1, 2, … forward passes of the draft.
+        widths: after the first round, how many passes of the target had 0, 1, 2, … tokens a row.
+        draft_seconds, verify_seconds, round_seconds: of the rounds after the first; None where the method doesn't tell.
+    """
+
+    first_tokens: int
+    rounds: int = 0
+    row_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reached: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    overlap: float | None = None
+    steps: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+    round_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(Rounds):
+    """One timed call of generate(). Lists have one entry a row.
 
     Args:
         method: its name.
@@ -63,18 +95,9 @@ class Call:
         seconds: of the whole call.
         first_seconds: from the call to the first delivery.
         new_tokens: of all rows, EOS included, padding not.
-        first_tokens: of all rows, in the first delivery.
         outputs: a digest of each row's new tokens.
         texts: the rows' tokens as text, where a task reads them.
         tokens: the rows' new tokens; not kept in results.
-        rounds: how many; 0 for plain generate().
-        row_rounds: rounds of each row, without those after its end, summed.
-        drafted, accepted: tokens, over all rows and rounds.
-        reached, kept: how many rounds reached each position of a draft, and in how many its token was accepted.
-        overlap: sum over the positions reached of the overlap of both distributions; None where it isn't told.
-        steps: after the first round, how many rounds had 0, 1, 2, … forward passes of the draft.
-        widths: after the first round, how many passes of the target had 0, 1, 2, … tokens a row.
-        draft_seconds, verify_seconds, round_seconds: of the rounds after the first; None where the method doesn't tell.
         again: calls before this one that were thrown away, since passes were recorded or compiled in them.
         preparing: seconds that those calls took beyond as many like this one.
         peak_bytes: the most memory in use during the call, of the process or of the GPU.
@@ -88,22 +111,9 @@ class Call:
     seconds: float
     first_seconds: float
     new_tokens: int
-    first_tokens: int
     outputs: tuple[str, ...]
     texts: tuple[str, ...] | None = None
     tokens: tuple[tuple[int, ...], ...] | None = None
-    rounds: int = 0
-    row_rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    reached: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
-    overlap: float | None = None
-    steps: tuple[int, ...] = ()
-    widths: tuple[int, ...] = ()
-    draft_seconds: float | None = None
-    verify_seconds: float | None = None
-    round_seconds: float | None = None
     again: int = 0
     preparing: float = 0.0
     peak_bytes: int | None = None

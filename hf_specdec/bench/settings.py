@@ -72,7 +72,7 @@ class Settings:
     embedded_limit: int = 50  # without a limit, of each embedded subtask
     better_transformer: bool = False
     batch_sizes: tuple[int, ...] = (1,)
-    engines: tuple[str, ...] = ("eager", "compiled")
+    engines: tuple[str, ...] = ("recorded", "compiled")
     minutes: float = 10.0
     max_quality_loss: float | None = None  # in points; without it only lossless methods
     precision: str | None = None

@@ -99,7 +99,7 @@ def test_answers_are_those_of_plain_generate(
         others = answer_logits(pair.draft, batch).argmax(-1).tolist()
         hook.remove()
         inputs = {name: batch[name] for name in batch if name != "labels"}
-        torch.testing.assert_close(chosen, pair.target(**inputs).logits[batch["labels"] != IGNORED].float())
+        torch.testing.assert_close(chosen, pair.target(**inputs).logits[batch["labels"] != IGNORED])
     expected = [token for row in rows for token in row["answer"]]
     assert chosen.argmax(-1).tolist() == expected and others != expected
     assert [len(states) for states in read] == [len(expected)], "the head reads no prompt"

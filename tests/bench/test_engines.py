@@ -29,6 +29,7 @@ from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks import benchmark, engines, run_task
 from hf_specdec.bench.tasks.engines import allowed_table, compared
 from hf_specdec.lengths.auto_length import AutoLength
+from hf_specdec.models.recorded_passes import recordings_of
 from hf_specdec.prepared import compiled_step, cuda_graphs, few_token_products
 
 FILE = "engines-target-draft-greedy.json.gz"
@@ -40,7 +41,7 @@ def settings(saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
     target, draft = map(str, saved_pair)
     return Settings(
         task="engines", model_name=target, assistant_model=draft, assisted_generation=True, max_new_tokens=12,
-        prompt_lengths=(30,), batch_sizes=(1, 2), limit=2, repeats=2, engines=("eager", "static"),
+        prompt_lengths=(30,), batch_sizes=(1, 2), limit=2, repeats=2, engines=("recorded", "static"),
         grid={"num_assistant_tokens": (2, 3)}, output_dir=tmp_path_factory.mktemp("engines"),
     )  # fmt: skip
 
@@ -96,9 +97,9 @@ def test_every_warm_up_is_kept(result: Result) -> None:
 
 def test_bare_passes_are_timed_on_the_engines_of_the_methods(result: Result) -> None:
     assert {(item.engine, len(item.prompts)) for item in result.passes} == {
-        (engine, batch) for engine in ("generate", "eager", "static") for batch in (1, 2)
+        (engine, batch) for engine in ("generate", "recorded", "static") for batch in (1, 2)
     }
-    for engine in ("generate", "eager", "static"):
+    for engine in ("generate", "recorded", "static"):
         (costs,) = passes.costs(result, engine, 1).values()
         assert costs.draft and set(costs.target) >= {1, 3, 4}
         mine = [one for one in result.passes if (one.engine, len(one.prompts)) == (engine, 1)]
@@ -115,7 +116,7 @@ def test_what_passes_allow_is_told_by_passes_of_the_calls_own_length(result: Res
         for about in timed
     ]
     more, only = replace(result, passes=[*slow, *result.passes]), replace(result, passes=slow)
-    assert set(passes.costs(more, "eager", 1)) == {1, *passes.costs(result, "eager", 1)}
+    assert set(passes.costs(more, "recorded", 1)) == {1, *passes.costs(result, "recorded", 1)}
     tables = [allowed_table(whole(one)) for one in (result, more, only)]
     assert tables[0] == tables[1] != tables[2], "the last is the control"
 
@@ -177,15 +178,29 @@ def test_sampling_draws_as_many_tokens(settings: Settings, pair: LoadedPair) -> 
     assert not any("verification" in method.options for method in compared(settings, pair))
 
 
+def test_nothing_is_recorded_on_the_engine_eager(settings: Settings) -> None:
+    pair = load_pair(settings)
+    prompts = benchmark_prompts(pair, (30,), 2, 12)
+    tokens = []
+    for engine in ("eager", "recorded"):
+        asked = replace(settings, engines=(engine,), max_new_tokens=40)
+        for method in (one for one in compared(asked, pair) if one.method.role == "fixed"):
+            assert method.method.engine == engine and method.method.same_engine == f"none {engine}"
+            tokens += [timed_call(method, prompts, asked).tokens for _ in range(2)]
+        assert BarePasses(pair, 12, [1, 3]).sample(engine, prompts)
+        assert any(map(recordings_of, pair.models)) == (engine == "recorded")
+    assert all(one == tokens[0] for one in tokens)
+
+
 def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
     target, draft = save_pair(tmp_path, encoder_decoder=True)
     asked = replace(settings, model_name=str(target), assistant_model=str(draft))
     pair = load_pair(asked)
     prompts = benchmark_prompts(pair, (30,), 2, 12)
     methods = {method.name: method for method in compared(asked, pair)}
-    calls = [timed_call(methods[name], prompts, asked) for name in ("plain", "speculative, γ = 2, eager")]
+    calls = [timed_call(methods[name], prompts, asked) for name in ("plain", "speculative, γ = 2, recorded")]
     assert calls[0].tokens == calls[1].tokens
-    for engine in ("generate", "eager", "static"):
+    for engine in ("generate", "recorded", "static"):
         times = BarePasses(pair, 12, [1, 3]).sample(engine, prompts)
         assert {tokens for role, tokens, _ in times if role == "target"} == {1, 3}
     assert not BarePasses(pair, 12, [1, 3]).sample("compiled", prompts), "nothing was compiled for them"
@@ -225,7 +240,7 @@ def test_calls_whose_rounds_are_not_compiled_have_bare_passes_of_their_own(
 def test_bare_passes_leave_the_cache_as_it_was(pair: LoadedPair) -> None:
     """So that every sample meets the same context: a hundred passes of the widest would not fit into it."""
     prompts = benchmark_prompts(pair, (CONTEXT - 20,), 1, 12)
-    for engine in ("generate", "eager"):
+    for engine in ("generate", "recorded"):
         bare = BarePasses(pair, 12, [1, 5])
         for _ in range(5):
             assert bare.sample(engine, prompts)

@@ -80,7 +80,7 @@ def test_macro_is_spec_bench_s(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_speedups_are_ratios_of_rates_on_the_same_examples(seed: int) -> None:
     result, _ = random_result(seed)
-    for name, base in (("speculative", "plain"), ("speculative", "none eager"), ("none eager", "plain")):
+    for name, base in (("speculative", "plain"), ("speculative", "none recorded"), ("none recorded", "plain")):
         sides = [list(map(after_first, named(result, one))) for one in (name, base)]
         rates = [sum(t for t, _ in side) / sum(s for _, s in side) for side in sides]
         found = speed.speedup(whole(result), name, base)
@@ -113,10 +113,18 @@ def test_a_call_without_decode_steps_has_no_rate() -> None:
 
 def test_a_batch_counts_the_tokens_of_all_its_rows() -> None:
     outputs = (digest([1]), digest([2]))
-    calls = frame_of([Call("plain", (0, 1), 0, 0, 3.0, 1.0, 4, 2, outputs)])
+    about: Any = {
+        "prompts": (0, 1),
+        "repeat": 0,
+        "position": 0,
+        "seconds": 3.0,
+        "first_seconds": 1.0,
+        "outputs": outputs,
+    }
+    calls = frame_of([Call(method="plain", **about, new_tokens=4, first_tokens=2)])
     assert (calls["decode_seconds"].sum(), calls["decode_tokens"].sum()) == (2.0, 2)
     drafted = summary([counted_round([2, 2], [2, 0], [3, 1], 2, 3), counted_round([2, 0], [1, 0], [2, 0], 2, 3)])
-    ours = frame_of([Call("speculative", (0, 1), 0, 0, 3.0, 1.0, 6, outputs=outputs, **vars(drafted))])
+    ours = frame_of([Call(method="speculative", **about, new_tokens=6, **vars(drafted))])
     assert (ours["decode_seconds"].sum(), ours["decode_tokens"].sum()) == (2.0, 2)
     assert frames.waiting(ours) == 1 / 4
     assert frames.tokens_per_round(ours) == 6 / 3, "the row that has ended takes part in one round"
@@ -279,17 +287,17 @@ def test_methods_are_ranked_on_the_examples_that_all_have() -> None:
 def test_baselines_are_found_by_what_they_are() -> None:
     methods = [
         method("plain"),
-        method("none eager", "none", engine="eager"),
+        method("none recorded", "none", engine="recorded"),
         method("slow", "assisted"),
         method("quick", "assisted"),
-        method("speculative", engine="eager", same_engine="none eager"),
+        method("speculative", engine="recorded", same_engine="none recorded"),
     ]
     calls = [plain_call(), plain_call(method="slow", step=0.3), plain_call(method="quick", step=0.2)]
-    calls += [plain_call(method="none eager"), drafted_call([(1, 1), (1, 1)])]
+    calls += [plain_call(method="none recorded"), drafted_call([(1, 1), (1, 1)])]
     part = part_of(calls, methods)
     found = {which: speed.baseline(part, methods[-1], which) for which in speed.BASELINES}
     assert {which: one and one.name for which, one in found.items()} == {
-        "plain": "plain", "engine": "none eager", "assisted": "quick",
+        "plain": "plain", "engine": "none recorded", "assisted": "quick",
     }  # fmt: skip
     assert speed.baseline(part, methods[0], "plain") is None, "not over itself"
     assert speed.baseline(part, methods[0], "engine") is None

@@ -29,7 +29,7 @@ def test_the_same_arguments_may_be_measured_again_and_no_others(tmp_path: Path) 
     path = finished(settings)
     results.check_output(settings)
     others: dict[str, Any] = {
-        "max_new_tokens": 31, "engines": ("eager",), "limit": 3, "batch_sizes": (1,), "repeats": 9,
+        "max_new_tokens": 31, "engines": ("recorded",), "limit": 3, "batch_sizes": (1,), "repeats": 9,
         "grid": {"num_assistant_tokens": (2, 3)}, "offload_folder": Path("x"),
     }  # fmt: skip
     for name, value in others.items():

@@ -144,7 +144,7 @@ def test_rows_of_the_task_engines_decode_and_count_as_ours(batch: int) -> None:
     settings = Settings(task="engines", max_new_tokens=30)
     prompts = benchmark_prompts(pair, (20,), batch, 30)
     plain_row, drafting = llama_cpp_methods(pair, "llama.cpp-f32", [4])
-    ours = next(m for m in compared(Settings(task="engines"), pair) if m.name == "speculative, γ = 4, eager")
+    ours = next(m for m in compared(Settings(task="engines"), pair) if m.name == "speculative, γ = 4, recorded")
     calls = {m.name: timed_call(m, prompts, settings) for m in (plain(pair), plain_row, drafting, ours)}
     tokens = [call.tokens for call in calls.values()]
     assert tokens[1:] == tokens[:-1]
@@ -161,7 +161,7 @@ def test_rows_of_the_task_engines_decode_and_count_as_ours(batch: int) -> None:
 
 def test_synthetic_pairs_are_compared_with_llama_cpp_where_asked() -> None:
     pair = synthetic_pair()
-    settings = Settings(task="engines", engines=("eager", "llama.cpp-q8_0"), grid={"num_assistant_tokens": (3,)})
+    settings = Settings(task="engines", engines=("recorded", "llama.cpp-q8_0"), grid={"num_assistant_tokens": (3,)})
     rows = [one.method for one in compared(settings, pair)]
     found = [(row.name, row.same_engine, row.lookahead) for row in rows if row.kind == "llama.cpp"]
     assert found == [
@@ -181,7 +181,7 @@ def test_where_llama_cpp_can_not_take_part_the_report_says_why(changes: dict, wo
     pair = load_pair(replace(settings, assisted_generation=True))
     assert words in str(llama_cpp_refusal(settings, pair))
     assert all(method.method.kind != "llama.cpp" for method in compared(settings, pair))
-    assert llama_cpp_refusal(replace(settings, engines=("eager",)), pair) is None
+    assert llama_cpp_refusal(replace(settings, engines=("recorded",)), pair) is None
 
 
 @pytest.mark.parametrize(("dtype", "synthetic_pair", "said"), [

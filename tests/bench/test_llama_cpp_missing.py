@@ -17,7 +17,7 @@ def test_a_missing_package_is_named_with_the_extra(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else name)
     settings = Settings(
-        task="engines", model_name="no such model", engines=("eager", "llama.cpp-q8_0"), output_dir=tmp_path
+        task="engines", model_name="no such model", engines=("recorded", "llama.cpp-q8_0"), output_dir=tmp_path
     )
     with pytest.raises(
         BenchError, match=rf"'llama.cpp-q8_0' needs {missing}, .* pip install 'hf_specdec\[llama-cpp\]'"

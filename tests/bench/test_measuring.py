@@ -125,7 +125,7 @@ def test_every_method_counts_the_same_tokens(
     for asked, loaded in ((settings, pair), t5):
         (prompt,) = benchmark_prompts(loaded, (40,), 1, asked.max_new_tokens)
         calls = {method.name: timed_call(method, [prompt], asked) for method in compared(asked, loaded)}
-        assert list(calls) == ["plain", "none eager", "assisted", "assisted confidence 0.4", "speculative"]
+        assert list(calls) == ["plain", "none recorded", "assisted", "assisted confidence 0.4", "speculative"]
         for call in calls.values():
             assert call.tokens == calls["plain"].tokens
             assert 0 < call.first_seconds <= call.seconds
@@ -185,7 +185,7 @@ def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:
     greedy = compared(asked, pair)
     assert [method.name for method in greedy] == [
         "plain",
-        "none eager",
+        "none recorded",
         "assisted",
         "assisted confidence 0.4",
         "speculative",
@@ -194,7 +194,7 @@ def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:
     assert all(call.tokens == calls[0].tokens for call in calls) and not can_ensemble(pair)
     # In sampling transformers would replace the head of the draft, which ours needs next.
     drawn = Settings(**vars(asked) | {"do_sample": True})
-    assert [method.name for method in compared(drawn, pair)] == ["plain", "none eager", "speculative"]
+    assert [method.name for method in compared(drawn, pair)] == ["plain", "none recorded", "speculative"]
     assert "left out" in (assisted_refusal(drawn, pair) or "")
     timed_call(compared(drawn, pair)[-1], [prompt], drawn)
     assert pair.draft.get_output_embeddings() is head
@@ -226,7 +226,7 @@ def test_methods_take_turns(settings: Settings, pair: LoadedPair) -> None:
     for *_, turn in turns:
         assert {method.name for method in turn} == {
             "plain",
-            "none eager",
+            "none recorded",
             "assisted",
             "assisted confidence 0.4",
             "speculative",
@@ -240,7 +240,7 @@ def test_batches_hold_about_as_many_rows_at_every_size(settings: Settings, pair:
     sizes = [[len(batch) for batch in group] for group in batches_of(prompts, asked, 6)]
     assert sizes == 2 * [[1] * 6, [4], [6]]
     turns = in_turn(compared(settings, pair), batches_of(prompts, asked, 6)[1:2], repeats=1)
-    assert [{method.name for method in turn} for *_, turn in turns] == [{"plain", "none eager", "speculative"}]
+    assert [{method.name for method in turn} for *_, turn in turns] == [{"plain", "none recorded", "speculative"}]
 
 
 def test_a_batch_of_uneven_prompts_decodes_what_each_prompt_does_alone(

@@ -21,28 +21,28 @@ def passes_of(engine: str, length: int, draft: float | None, target: dict[int, f
 
 def test_efficiency_takes_bare_passes_on_the_engine_of_the_rounds() -> None:
     ours = [drafted_call([(2, 2), (2, 0), (1, 1)], seconds=1.0 + 4.0), plain_call(step=2.0, tokens=3)]
-    plain, drafting = methods = [method("plain"), method("speculative", engine="eager", lookahead=2)]
-    eager = passes_of("eager", 100, 0.2, {1: 1.0, 2: 1.1, 3: 1.5})
-    longer = passes_of("eager", 400, 20.0, {1: 100.0, 2: 110.0, 3: 150.0})
+    plain, drafting = methods = [method("plain"), method("speculative", engine="recorded", lookahead=2)]
+    eager = passes_of("recorded", 100, 0.2, {1: 1.0, 2: 1.1, 3: 1.5})
+    longer = passes_of("recorded", 400, 20.0, {1: 100.0, 2: 110.0, 3: 150.0})
     generate = passes_of("generate", 100, 0.4, {1: 1.5})
     part = part_of(ours, methods, passes=[*eager, *longer, *generate])
     # After the first round: 2 + 1 draft steps of 0.2 s, passes of 3 and of 2 tokens.
     assert passes.efficiency(part, drafting) == pytest.approx((3 * 0.2 + 1.5 + 1.1) / 4.0)
     assert passes.efficiency(part, plain) == pytest.approx(2 * 1.5 / 4.0), "plain generate() by its own passes"
     assert passes.efficiency(part_of(ours, methods, passes=generate), drafting) is None, "not by another engine's"
-    without = passes_of("eager", 100, None, {1: 1.0, 2: 1.1, 3: 1.5})
+    without = passes_of("recorded", 100, None, {1: 1.0, 2: 1.1, 3: 1.5})
     assert passes.efficiency(part_of(ours, methods, passes=without), drafting) is None
     assert passes.efficiency(part_of([plain_call(tokens=1)], methods, passes=generate), plain) is None
 
 
 def test_cost_ratios_and_what_they_predict() -> None:
-    calls = [drafted_call([(4, 4), (4, 1)], seconds=2.0), plain_call(method="none eager", step=0.5, tokens=11)]
+    calls = [drafted_call([(4, 4), (4, 1)], seconds=2.0), plain_call(method="none recorded", step=0.5, tokens=11)]
     methods = [
-        method("none eager", "none", engine="eager"),
-        method("speculative", engine="eager", lookahead=4, same_engine="none eager"),
+        method("none recorded", "none", engine="recorded"),
+        method("speculative", engine="recorded", lookahead=4, same_engine="none recorded"),
     ]
-    part = part_of(calls, methods, passes=passes_of("eager", 100, 0.2, {1: 1.0, 5: 1.6}))
-    costs = passes.costs(part.result, "eager", 1, "small")[100]
+    part = part_of(calls, methods, passes=passes_of("recorded", 100, 0.2, {1: 1.0, 5: 1.6}))
+    costs = passes.costs(part.result, "recorded", 1, "small")[100]
     assert costs.ratios(4) == pytest.approx((0.2, 1.6))
     alpha, c, v = 5 / 6, 0.2, 1.6
     by_formula = (1 - alpha**5) / ((1 - alpha) * (4 * c + v))
@@ -53,13 +53,13 @@ def test_cost_ratios_and_what_they_predict() -> None:
     unsteady: list[dict[str, Any]] = [{"lookahead": "auto"}, {"kind": "bild"}, {"kind": "lookup"}]
     unsteady += [{"keywords": {"entropy_threshold": 0.5}}, {"keywords": {"drafter": "lookup"}}]
     assert all(passes.predicted(part, replace(methods[1], **change)) is None for change in unsteady)
-    assert passes.costs(part.result, "eager", 1, "another") == {} and passes.costs(part.result, "compiled") == {}
+    assert passes.costs(part.result, "recorded", 1, "another") == {} and passes.costs(part.result, "compiled") == {}
 
 
 def test_predictions_take_the_costs_that_belong_to_their_calls() -> None:
     calls = [drafted_call([(4, 4), (4, 1)], prompt=index) for index in range(4)]
-    about = method("speculative", engine="eager", lookahead=4)
-    timed = [*passes_of("eager", 100, 0.2, {1: 1.0, 5: 1.6}), *passes_of("eager", 400, 0.2, {1: 2.0, 5: 2.4})]
+    about = method("speculative", engine="recorded", lookahead=4)
+    timed = [*passes_of("recorded", 100, 0.2, {1: 1.0, 5: 1.6}), *passes_of("recorded", 400, 0.2, {1: 2.0, 5: 2.4})]
     prompts = [Asked(index, index, "long" if index == 3 else "short", 350 if index == 3 else 100) for index in range(4)]
     part = part_of(calls, [about], passes=timed, prompts=prompts)
     # Of all: three calls of the one length and one of the other.
@@ -69,22 +69,22 @@ def test_predictions_take_the_costs_that_belong_to_their_calls() -> None:
         found = passes.costs_of(here, about)
         assert found is not None and found.ratios(4) == pytest.approx((c, v))
         assert passes.predicted(here, about) == pytest.approx(passes.predicted_speedup(5 / 6, c, v, 4))
-    over_lengths = passes.pooled(list(passes.costs(part.result, "eager").values()))
+    over_lengths = passes.pooled(list(passes.costs(part.result, "recorded").values()))
     assert over_lengths is not None and over_lengths.ratios(4) != pytest.approx((0.16, 1.44)), "the control"
     assert passes.costs_of(part.where(label="none"), about) is None
 
 
 def test_a_share_of_the_allowed_speedup_is_lost_between_passes_and_by_waiting() -> None:
     methods = [
-        method("none eager", "none", engine="eager"),
-        method("speculative", engine="eager", lookahead=4, same_engine="none eager"),
+        method("none recorded", "none", engine="recorded"),
+        method("speculative", engine="recorded", lookahead=4, same_engine="none recorded"),
     ]
     # After the first round 2 tokens in a round of 3 s, whose bare passes take 2.4 s. Plain: 1.5 s a token.
     drafted = drafted_call([(4, 4), (4, 1)], seconds=1.0 + 3.0)
-    timed = passes_of("eager", 100, 0.2, {1: 1.0, 5: 1.6})
+    timed = passes_of("recorded", 100, 0.2, {1: 1.0, 5: 1.6})
     # A slow baseline makes drafting pay more; the share stays.
     for step in (1.5, 3.0):
-        part = part_of([drafted, plain_call(method="none eager", step=step, tokens=11)], methods, passes=timed)
+        part = part_of([drafted, plain_call(method="none recorded", step=step, tokens=11)], methods, passes=timed)
         assert passes.share_of_allowed(part, methods[1]) == pytest.approx(2.4 / 3.0)
         assert passes.allowed(part, methods[1]) == pytest.approx(step / (2.4 / 2))
     assert passes.share_of_allowed(part_of([drafted], methods), methods[1]) is None
@@ -98,8 +98,8 @@ def test_widths_between_measured_ones_are_interpolated() -> None:
 
 
 def test_bare_passes_are_medians_over_all_samples() -> None:
-    listed = [one for seconds in (0.1, 0.2, 0.7) for one in passes_of("eager", 100, seconds, {1: seconds})]
-    costs = passes.costs(part_of([], [], passes=listed).result, "eager")[100]
+    listed = [one for seconds in (0.1, 0.2, 0.7) for one in passes_of("recorded", 100, seconds, {1: seconds})]
+    costs = passes.costs(part_of([], [], passes=listed).result, "recorded")[100]
     samples = [s for seconds in (0.1, 0.2, 0.7) for s in (seconds, seconds, 9 * seconds)]
     assert costs.target[1] == pytest.approx(median(samples)) and costs.draft[1] == pytest.approx(median(samples))
 

@@ -157,7 +157,7 @@ def test_the_ablation_names_both_baselines_of_a_row(results: dict[str, Result]) 
 def test_engines_say_where_drafting_is_faster_by_the_interval(factor: float, words: str) -> None:
     calls = []
     for prompt in range(8):
-        calls += [plain_call(prompt, method="none eager"), drafted_call([(1, 1)] * 6, prompt=prompt)]
+        calls += [plain_call(prompt, method="none recorded"), drafted_call([(1, 1)] * 6, prompt=prompt)]
     calls = [replace(c, seconds=2.0 / (factor if c.method == "speculative" else 1)) for c in calls]
     calls = [replace(c, first_seconds=0.1 * c.seconds, first_tokens=1, new_tokens=11) for c in calls]
     said = "\n".join(engines.conclusions(part_of(calls, METHODS)))
@@ -226,21 +226,23 @@ def swept() -> Part:
     """Speculative decoding at three lookaheads, and BiLD, which is faster and never worse."""
     keywords = [{"num_assistant_tokens": n} for n in (2, 4, 8)]
     rows = [
-        Method(f"s{n['num_assistant_tokens']}", "speculative decoding", "speculative", "eager",
-               n["num_assistant_tokens"], "none eager", "small", 10, n)
+        Method(f"s{n['num_assistant_tokens']}", "speculative decoding", "speculative", "recorded",
+               n["num_assistant_tokens"], "none recorded", "small", 10, n)
         for n in keywords
     ]  # fmt: skip
     bild = {"generation_strategy": "bild", "fallback_threshold": 0.6, "rollback_threshold": 3.0}
-    rows.append(Method("b", "BiLD (fallback 0.6, rollback 3)", "bild", "eager", 4, "none eager", "small", 10, bild))
+    rows.append(
+        Method("b", "BiLD (fallback 0.6, rollback 3)", "bild", "recorded", 4, "none recorded", "small", 10, bild)
+    )
     calls = []
     for prompt in range(8):
-        calls += [plain_call(prompt), plain_call(prompt, method="none eager", step=0.08)]
+        calls += [plain_call(prompt), plain_call(prompt, method="none recorded", step=0.08)]
         for one, seconds in zip(rows, (2.2, 2.1, 2.0, 1.5), strict=True):
             calls.append(drafted_call([(2, 2)] * 4, prompt=prompt, seconds=seconds, method=one.name))
     calls = [replace(call, texts=("a b c",)) for call in calls]
     prompts = [Asked(index, index, "qa", 100, references=("a b c",)) for index in range(8)]
     score = Score("b", None, 8, 1, 1, 1, 1, 1, 1)
-    plain = [method("plain"), method("none eager", "none", engine="eager")]
+    plain = [method("plain"), method("none recorded", "none", engine="recorded")]
     settings = Settings(task="sweep", dtype="float32", precision="int8", do_sample=True)
     return part_of(calls, [*plain, *rows], prompts=prompts, quality=[score], settings=settings, split="train")
 

@@ -20,7 +20,7 @@ from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import TASKS, run_task, sweep
 from hf_specdec.bench.tasks.subtasks import render
 
-NAMES = ["plain", "none eager", "assisted", "assisted confidence 0.4", "prompt_lookup", "speculative", "bild"]
+NAMES = ["plain", "none recorded", "assisted", "assisted confidence 0.4", "prompt_lookup", "speculative", "bild"]
 
 
 def settings_for(folder: Path, encoder_decoder: bool = False, **more: Any) -> Settings:
@@ -102,8 +102,8 @@ def test_batches_hold_dialogues_of_one_subtask_and_answer_as_single_questions_do
     run_task(one)
     run_task(three)
     alone, batched = result_of(one), result_of(three)
-    assert [method.name for method in batched.methods] == ["plain", "none eager", "speculative", "bild"]
-    for name in ("plain", "none eager", "speculative"):
+    assert [method.name for method in batched.methods] == ["plain", "none recorded", "speculative", "bild"]
+    for name in ("plain", "none recorded", "speculative"):
         assert texts_of(batched, name) == texts_of(alone, name)
     assert any("one row at a time" in note for note in batched.notes)
     check_second_turns(three, batched)
@@ -145,7 +145,7 @@ def test_bare_passes_are_timed_at_each_subtask_in_each_repeat(result: Result) ->
     prompts = {place[1] for place in places}
     labels = {prompt.index: prompt.label for prompt in result.prompts}
     assert sorted(labels[index] for (index,) in prompts) == sorted(embedded.SUBTASKS)
-    assert places == {(e, p, r) for e in ("generate", "eager") for p in prompts for r in range(3)}
+    assert places == {(e, p, r) for e in ("generate", "recorded") for p in prompts for r in range(3)}
 
 
 def test_the_file_renders_again_from_its_record(settings: Settings, result: Result) -> None:

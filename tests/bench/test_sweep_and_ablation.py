@@ -78,7 +78,7 @@ def test_a_sweep_crosses_what_it_is_given(
     for name, values in grid.items():
         assert {method.keywords.get(name, False) for method in found} == set(values)
     baselines = [m.name for m in contest(saved_pair, dataset, pairs[:1], grid=grid) if m.kind == "none"]
-    assert baselines == ["none eager", "none compiled"]
+    assert baselines == ["none recorded", "none compiled"]
     assert {method.same_engine for method in found} == set(baselines)
 
 
@@ -126,7 +126,7 @@ def test_a_sweep_from_end_to_end(saved_pair: tuple[Path, Path], dataset: Path) -
     assert all(draft not in text.partition("## Drafts")[2].partition("## Best")[0] for draft in drafts), "short names"
     assert set(pictures) <= {"sweep-speed-and-quality.png"}, "where quality differs"
     assert {(item.engine, item.draft) for item in result.passes} == {
-        (engine, draft) for engine in ("generate", "eager") for draft in drafts
+        (engine, draft) for engine in ("generate", "recorded") for draft in drafts
     }
 
 

@@ -42,7 +42,7 @@ def settings(saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
     return Settings(
         task="tune", model_name=str(saved_pair[0]), assistant_model=str(saved_pair[1]), assisted_generation=True,
         max_new_tokens=6, dataset=str(folder / "sums.jsonl"), prompt_column="q", reference_column="a",
-        engines=("eager", "static", "compiled"), output_dir=folder,
+        engines=("recorded", "static", "compiled"), output_dir=folder,
     )  # fmt: skip
 
 
@@ -70,10 +70,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Install:
                 raise ValueError("not\nwith this model")
             indexes = tuple(prompt.index for prompt in batch)
             Clock.now += seconds(method.name)
-            outputs, tokens = ("x",) * len(batch), ((3,) * 6,) * len(batch)
-            new = 6 * len(batch)
-            return Call(method.name, indexes, place["repeat"], 0, seconds(method.name), 0.001, new, len(batch), outputs,
-                        tokens=tokens)  # fmt: skip
+            rows = len(batch)
+            return Call(
+                method=method.name, prompts=indexes, repeat=place["repeat"], position=0, seconds=seconds(method.name),
+                first_seconds=0.001, new_tokens=6 * rows, first_tokens=rows, outputs=("x",) * rows,
+                tokens=((3,) * 6,) * rows,
+            )  # fmt: skip
 
         def warm(method: Any, batch: Any, settings: Settings, most: int, number: int) -> ColdStart:
             Clock.now += 3.0
@@ -139,7 +141,7 @@ def test_a_choice_at_the_end_of_what_was_tried_is_said(
 ) -> None:
     for tokens, said in ((12, True), (6, False)):
         machine(lambda name, tokens=tokens: 0.5 if name.endswith(f"num_assistant_tokens={tokens}") else 1.0)
-        _, result = contest(replace(settings, engines=("eager",)), pairs)
+        _, result = contest(replace(settings, engines=("recorded",)), pairs)
         assert ("12 is the highest value tried" in text_of(result)) == said
 
 
@@ -158,7 +160,7 @@ def test_bild_is_chosen_only_at_a_loss_that_is_allowed(
 ) -> None:
     machine(lambda name: {"bild": 0.4, "spec": 0.6}.get(name[:4], 1.0), lambda name: 0.97)
     for most, kind in ((None, "speculative"), (2.0, "speculative"), (4.0, "bild")):
-        chosen, result = contest(replace(settings, max_quality_loss=most, engines=("eager",)), pairs)
+        chosen, result = contest(replace(settings, max_quality_loss=most, engines=("recorded",)), pairs)
         assert chosen.choice.startswith(kind), most
         tried = {call.method for call in result.calls}
         assert any(name.startswith("bild") for name in tried) == (most is not None)
@@ -183,7 +185,7 @@ def test_what_the_time_does_not_pay_for_is_left_out_and_said(
 
 def test_a_time_too_short_for_a_choice_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
     machine(lambda name: 1.0 if name == "plain" else 0.5)
-    eager = replace(settings, engines=("eager",))
+    eager = replace(settings, engines=("recorded",))
     for seconds, too_short in ((6.0, True), (60.0, False)):
         chosen, result = contest(eager, pairs, seconds)
         examples = {call.prompts for call in result.calls if call.method == next(iter(chosen.ratios))}
@@ -200,12 +202,12 @@ def test_too_few_prompts_for_a_choice_are_said(settings: Settings, pairs: list[L
         (5, 1, "6 different prompts, and there are 5"),
         (8, 2, "6 different batches of 2 prompts, and there are 4"),
     ):
-        few = replace(settings, engines=("eager",), limit=limit, batch_sizes=(size,))
+        few = replace(settings, engines=("recorded",), limit=limit, batch_sizes=(size,))
         chosen, result = contest(few, pairs)
         assert chosen.choice is None
         assert len(result.calls) > 50 * ENOUGH, "repeats are no further prompts"
         assert f"There are too few prompts for a choice: it takes {words}" in text_of(result)
-    chosen, _ = contest(replace(settings, engines=("eager",), limit=6), pairs)
+    chosen, _ = contest(replace(settings, engines=("recorded",), limit=6), pairs)
     assert chosen.choice is not None, "the control"
 
 
@@ -214,7 +216,7 @@ def test_a_race_on_too_few_examples_does_not_count(
 ) -> None:
     for slow, decides in ((70.0, 0), (0.25, 1)):
         machine(lambda name, slow=slow: slow if "static" in name else 1.0 if name == "plain" else 0.5)
-        chosen, result = contest(replace(settings, engines=("eager", "static")), pairs)
+        chosen, result = contest(replace(settings, engines=("recorded", "static")), pairs)
         text = text_of(result)
         assert any("static" in call.method for call in result.calls)
         assert ("static" in chosen.choice) == (decides == 1)
@@ -233,7 +235,7 @@ def test_the_picture_shows_the_race_that_decides(settings: Settings, pairs: list
 
 def test_what_a_model_refuses_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
     machine(lambda name: -1.0 if "lookup" in name else 1.0)
-    chosen, _ = contest(replace(settings, engines=("eager",)), pairs)
+    chosen, _ = contest(replace(settings, engines=("recorded",)), pairs)
     refused = [note for note in chosen.notes if "refused" in note]
     assert len(refused) == 2 and all(note.endswith("refused. not with this model") for note in refused)
 
@@ -250,7 +252,7 @@ def test_other_engines_get_the_best_and_its_neighbours(settings: Settings, pairs
         assert [one.method.kind for one in listed[:2]] == ["speculative", "none"]
         assert sum("entropy_threshold" in one.method.keywords for one in listed) == 1
         assert any("lookup" in one.method.name for one in listed) == kept, "compiled rounds draft with a model"
-    unpaying = races.on_engine("compiled", [found["none eager"], *ranking])
+    unpaying = races.on_engine("compiled", [found["none recorded"], *ranking])
     assert unpaying[0].method.kind == "none", "first where drafts don't pay"
     assert races.on_engine("static", []) == []
 
@@ -290,7 +292,7 @@ def test_a_saved_configuration_makes_the_loaded_model_speculate(saved_pair: tupl
 def folder(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the script leaves of a short run on two batch sizes."""
     folder = tmp_path_factory.mktemp("out")
-    line = f"--task tune --minutes 0.1 --engines eager static --batch_size 1 2 --model_name {settings.model_name} "
+    line = f"--task tune --minutes 0.1 --engines recorded static --batch_size 1 2 --model_name {settings.model_name} "
     line += f"--assistant_model {settings.assistant_model} --max_new_tokens 6 --max_quality_loss 100 --prompt_column q "
     line += f"--dataset {settings.dataset} --output_dir {folder}"
     assert load_script().main(line.split()) == 0
@@ -302,8 +304,8 @@ def test_a_run_leaves_its_files(folder: Path) -> None:
     result = results.load(data)
     assert [tuned.batch for tuned in result.tuned] == [1, 2]
     assert {len(call.prompts) for call in result.calls} == {1, 2} and result.prompts[0].references == ()
-    called = {call.method for call in result.calls}
-    assert called <= {method.name for method in result.methods} and any(name.startswith("bild") for name in called)
+    names = {method.name for method in result.methods}
+    assert {call.method for call in result.calls} < names and any(name.startswith("bild") for name in names)
     text = data.with_name(data.name.replace(results.SUFFIX, ".md")).read_text()
     assert "## Batch size 2" in text and "within 0.1 minutes" in text
     assert len(list(folder.glob("*-candidates-batch-*.png"))) == 2

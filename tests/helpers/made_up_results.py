@@ -25,7 +25,10 @@ def plain_call(
 ) -> Call:
     """A prompt's pass of `prefill` seconds brings the first token, each further one takes `step`."""
     seconds = prefill + step * (tokens - 1)
-    return Call(method, (prompt,), repeat, 0, seconds, prefill, tokens, 1, (digest(range(tokens)),))
+    return Call(
+        method=method, prompts=(prompt,), repeat=repeat, position=0, seconds=seconds, first_seconds=prefill,
+        new_tokens=tokens, first_tokens=1, outputs=(digest(range(tokens)),),
+    )  # fmt: skip
 
 
 def drafted_call(
@@ -40,8 +43,10 @@ def drafted_call(
     new = [accepted + 1 for _, accepted in rounds]
     told = summary([counted_round([d], [a], [a + 1], d, d + 1) for d, a in rounds])
     times = {"draft_seconds": 0.1, "verify_seconds": 0.2, "round_seconds": 0.4}
-    about = vars(told) | times
-    return Call(method, (prompt,), repeat, 0, seconds, 1.0, sum(new), outputs=(digest(range(sum(new))),), **about)
+    return Call(
+        method=method, prompts=(prompt,), repeat=repeat, position=0, seconds=seconds, first_seconds=1.0,
+        new_tokens=sum(new), outputs=(digest(range(sum(new))),), **vars(told) | times,
+    )  # fmt: skip
 
 
 def method(name: str, kind: str | None = None, **facts: Any) -> Method:
@@ -87,7 +92,7 @@ def random_calls(seed: int, *, prompts: int = 12, repeats: int = 3) -> tuple[lis
             drift, tokens = rng.uniform(1, 3), rng.randint(8, 30)
             calls.append(plain_call(prompt, repeat, step=0.1 * drift, tokens=tokens, prefill=drift))
             calls.append(
-                plain_call(prompt, repeat, step=0.07 * drift, tokens=tokens, prefill=drift, method="none eager")
+                plain_call(prompt, repeat, step=0.07 * drift, tokens=tokens, prefill=drift, method="none recorded")
             )
             drafted = [
                 (count, rng.randint(0, count)) for count in (rng.randint(1, 4) for _ in range(rng.randint(3, 8)))
@@ -99,8 +104,8 @@ def random_calls(seed: int, *, prompts: int = 12, repeats: int = 3) -> tuple[lis
 
 METHODS = [
     method("plain"),
-    method("none eager", "none", engine="eager", same_engine="none eager"),
-    method("speculative", engine="eager", lookahead=4, same_engine="none eager"),
+    method("none recorded", "none", engine="recorded", same_engine="none recorded"),
+    method("speculative", engine="recorded", lookahead=4, same_engine="none recorded"),
 ]
 
 

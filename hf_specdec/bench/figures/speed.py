@@ -19,7 +19,7 @@ BASELINES = {
     "assisted": "transformers' assisted generation",
 }
 # Methods on these engines share what is prepared; compiled rounds bring the kernels along.
-_SHARED_BY = {"eager": "eager", "static": "static", "compiled": "compiled", "kernels": "compiled"}
+_SHARED_BY = {"recorded": "recorded", "static": "static", "compiled": "compiled", "kernels": "compiled"}
 
 
 def decode_rate(calls: pd.DataFrame) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.bench.inputs.prompts import Prompt, context_length
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.running.methods import GENERATE, Contender
+from hf_specdec.bench.running.methods import GENERATE, Contender, without_recordings
 from hf_specdec.bench.running.timed_call import synchronize
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import has_recurrent_layers, new_cache
@@ -39,7 +39,7 @@ _WARM_UP, _WARM_UP_RECORDING = 3, 12
 # Of the target's passes, those that are timed as far as drafts reach; what lies between is interpolated.
 _WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 # Those of llama.cpp are not timed apart from its decoding.
-_ENGINES = (GENERATE, "eager", "static", "kernels", "compiled")
+_ENGINES = (GENERATE, "eager", "recorded", "static", "kernels", "compiled")
 _STEPS = 4  # draft steps before each verification at most; more of them tell nothing new
 _PREPARED_SAMPLES = 3
 
@@ -73,7 +73,8 @@ class BarePasses:
                 return prepared
         length = min(len(prompt.token_ids) for prompt in prompts)
         rows = [prompt.token_ids[-length:] for prompt in prompts]
-        with pass_mode(*self.pair.models)():  # as our passes run
+        eagerly = without_recordings() if engine == "eager" else nullcontext()
+        with eagerly, pass_mode(*self.pair.models)():  # as our passes run
             place = engine, len(rows), length
             if place not in self._steps:
                 kernels = pass_kernels if engine == "kernels" else onednn_linears

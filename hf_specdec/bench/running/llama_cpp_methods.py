@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.records import Method
+from hf_specdec.bench.records import Method, Rounds
 from hf_specdec.bench.running.methods import Contender
-from hf_specdec.bench.running.rounds import Summary, counted_round, summary
+from hf_specdec.bench.running.rounds import counted_round, summary
 from hf_specdec.bench.settings import BenchError, Settings
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _Pair:
             )
         return torch.cat([input_ids, torch.tensor(self.last.tokens)], dim=1)
 
-    def read_rounds(self, pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Any) -> Summary | None:
+    def read_rounds(self, pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Any) -> Rounds | None:
         """Those of the last call."""
         done = self.last
         if done is None or not done.drafted:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+from unittest.mock import patch
 
 from torch import Tensor
 
 import hf_specdec
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.models.names import short_name
-from hf_specdec.bench.records import Method
-from hf_specdec.bench.running.rounds import Summary, summary
+from hf_specdec.bench.records import Method, Rounds
+from hf_specdec.bench.running.rounds import summary
 from hf_specdec.bench.settings import KEYWORDS, Settings
 from hf_specdec.config import MAX_ASSISTANT_TOKENS, STRATEGY_SETTINGS
+from hf_specdec.models import recorded_passes
 
 GENERATE = "generate"  # the engine of transformers' own loops
 
-ReadRounds = Callable[[LoadedPair, list[list[int]], Sequence[int], Any], "Summary | None"]
+ReadRounds = Callable[[LoadedPair, list[list[int]], Sequence[int], Any], Rounds | None]
 
-# How our loop can run, as keywords of generate().
+# How our loop can run, as keywords of generate(), and `recordings`, which stays here: see `without_recordings`.
 ENGINES: Mapping[str, dict[str, Any]] = {
-    "eager": {},
+    "eager": {"recordings": False},
+    "recorded": {},
     "static": {"cache_implementation": "static"},
     "compiled": {"compile": True},
 }
@@ -85,17 +88,27 @@ def plain(pair: LoadedPair) -> Contender:
     return Contender(Method("plain", "plain generate()", "plain"), pair)
 
 
-def engine_of(keywords: Mapping[str, Any]) -> str:
-    """The engine that these keywords of generate() choose; "kernels" where `compile=True` compiles no rounds."""
+def engine_of(keywords: Mapping[str, Any], pair: LoadedPair) -> str:
+    """The engine that these keywords choose; "kernels" where `compile=True` compiles no rounds."""
     if keywords.get("compile"):
         return "compiled" if keywords.get("drafter", "model") in ("model", "none") else "kernels"
-    return "static" if keywords.get("cache_implementation") == "static" else "eager"
+    if keywords.get("cache_implementation") == "static":
+        return "static"
+    # Passes are recorded on a CPU only.
+    return "recorded" if keywords.get("recordings", True) and pair.target.device.type == "cpu" else "eager"
+
+
+@contextmanager
+def without_recordings() -> Iterator[None]:
+    """Passes run eagerly, as with a torch that can't record them."""
+    with patch.object(recorded_passes, "can_trace", lambda: False):
+        yield
 
 
 def plain_on_engine(keywords: Mapping[str, Any], pair: LoadedPair) -> Contender:
     """Our loop without a draft, on the engine that these keywords ask for."""
     kept = {name: keywords[name] for name in ("compile", "cache_implementation") if keywords.get(name)}
-    engine = engine_of(kept)
+    engine = engine_of(kept | {"recordings": keywords.get("recordings", True)}, pair)
     method = Method(
         f"none {engine}",
         f"plain on our loop, {engine}",
@@ -120,13 +133,14 @@ def ours(
     kept = {key: keywords[key] for key in KEYWORDS if keywords.get(key) is not None and keywords[key] is not False}
     kept = {key: value for key, value in kept.items() if key not in others_settings(strategy)}
     draft = pair.draft if kept.get("drafter", "model") in ("model", "hybrid") else None
+    engine = engine_of(keywords, pair)
     method = Method(
         strategy if name is None else name,
-        _title(strategy, kept) if title is None else title,
+        _title(strategy, kept, engine) if title is None else title,
         strategy,
-        engine_of(kept),
+        engine,
         kept.get("num_assistant_tokens"),
-        plain_on_engine(kept, pair).name,
+        plain_on_engine(keywords, pair).name,
         None if draft is None else pair.draft_name,
         None if draft is None else draft.num_parameters(),
         {"generation_strategy": strategy, **kept},
@@ -177,10 +191,16 @@ def fixed_lookahead(settings: Settings, pair: LoadedPair) -> int:
 
 
 def _of_our_loop(method: Method, pair: LoadedPair, models: Mapping[str, Any] | None = None) -> Contender:
-    def read(loaded: LoadedPair, new: Any, puts: Any, log: Any) -> Summary:
+    def read(loaded: LoadedPair, new: Any, puts: Any, log: Any) -> Rounds:
         stats = hf_specdec.last_speculation(loaded.target)
         assert stats is not None, "a call of ours leaves statistics"
         return summary(stats.rounds, times=True)
+
+    @contextmanager
+    def surroundings(loaded: LoadedPair) -> Iterator[None]:
+        eagerly = without_recordings() if method.engine == "eager" else nullcontext()
+        with eagerly, hf_specdec.enable(loaded.target):
+            yield
 
     tokens = method.lookahead
     return Contender(
@@ -188,12 +208,12 @@ def _of_our_loop(method: Method, pair: LoadedPair, models: Mapping[str, Any] | N
         pair,
         tokens if isinstance(tokens, int) else MAX_ASSISTANT_TOKENS if tokens == "auto" else 0,
         models or {},
-        surroundings=lambda loaded: hf_specdec.enable(loaded.target),
+        surroundings=surroundings,
         read_rounds=read,
     )
 
 
-def _title(strategy: str, keywords: Mapping[str, Any]) -> str:
+def _title(strategy: str, keywords: Mapping[str, Any], engine: str) -> str:
     """The strategy, and its settings that differ from the defaults."""
     values = " ".join(f"{keywords[name]:g}" for name in STRATEGY_SETTINGS[strategy] if name in keywords)
     parts = [f"{STRATEGY_TITLES[strategy]} {values}".rstrip()]
@@ -208,6 +228,6 @@ def _title(strategy: str, keywords: Mapping[str, Any]) -> str:
         parts.append(str(keywords["verification"]))
     if "entropy_threshold" in keywords:
         parts.append(f"entropy stop {keywords['entropy_threshold']:g}")
-    if (engine := engine_of(keywords)) != "eager":
+    if engine != "recorded":
         parts.append(engine)
     return ", ".join(parts)

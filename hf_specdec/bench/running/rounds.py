@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import hf_specdec
+from hf_specdec.bench.records import Rounds
 from hf_specdec.rules.round_statistics import Round
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What a `Call` tells of its rounds; see there."""
-
-    first_tokens: int
-    rounds: int
-    row_rounds: int
-    drafted: int
-    accepted: int
-    reached: tuple[int, ...]
-    kept: tuple[int, ...]
-    overlap: float | None
-    steps: tuple[int, ...]
-    widths: tuple[int, ...]
-    draft_seconds: float | None = None
-    verify_seconds: float | None = None
-    round_seconds: float | None = None
-
-
-def summary(rounds: Sequence[Round], *, overlap: bool = True, times: bool = False) -> Summary:
+def summary(rounds: Sequence[Round], *, overlap: bool = True, times: bool = False) -> Rounds:
     """The rounds of a call; those of a row after its end count nowhere.
 
     Args:
@@ -42,19 +23,20 @@ def summary(rounds: Sequence[Round], *, overlap: bool = True, times: bool = Fals
         if row[2] > 0
     ]
     later = rounds[1:]
-    spent = ("draft_seconds", "verify_seconds", "seconds") if times else ()
-    return Summary(
-        sum(rounds[0].new_tokens),
-        len(rounds),
-        len(rows),
-        sum(drafted for drafted, *_ in rows),
-        sum(accepted for _, accepted, *_ in rows),
-        _at_least([min(accepted + 1, drafted) for drafted, accepted, *_ in rows]),
-        _at_least([accepted for _, accepted, *_ in rows]),
-        round(sum(row[3] for row in rows), 4) if overlap else None,
-        _counts([one.draft_steps for one in later]),
-        _counts([one.width for one in later]),
-        *(sum(getattr(one, part) for one in later) for part in spent),
+    return Rounds(
+        first_tokens=sum(rounds[0].new_tokens),
+        rounds=len(rounds),
+        row_rounds=len(rows),
+        drafted=sum(drafted for drafted, *_ in rows),
+        accepted=sum(accepted for _, accepted, *_ in rows),
+        reached=_at_least([min(accepted + 1, drafted) for drafted, accepted, *_ in rows]),
+        kept=_at_least([accepted for _, accepted, *_ in rows]),
+        overlap=round(sum(row[3] for row in rows), 4) if overlap else None,
+        steps=_counts([one.draft_steps for one in later]),
+        widths=_counts([one.width for one in later]),
+        draft_seconds=sum(one.draft_seconds for one in later) if times else None,
+        verify_seconds=sum(one.verify_seconds for one in later) if times else None,
+        round_seconds=sum(one.seconds for one in later) if times else None,
     )
 
 
@@ -70,7 +52,7 @@ def _at_least(values: Sequence[int]) -> tuple[int, ...]:
 
 def streamed_rounds(
     tokens: Sequence[int], puts: Sequence[int], drafts: Sequence[Sequence[int]], *, greedy: bool, draft_passes: bool
-) -> Summary:
+) -> Rounds:
     """From what transformers' loop streamed and its generator drafted, at batch size 1.
 
     It streams one round a put; the last token of each is the target's own, the others accepted. A last token that

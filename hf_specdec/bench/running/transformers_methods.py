@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.records import Method
+from hf_specdec.bench.records import Method, Rounds
 from hf_specdec.bench.running.methods import Contender, ReadRounds, fixed_lookahead
-from hf_specdec.bench.running.rounds import Summary, streamed_rounds
+from hf_specdec.bench.running.rounds import streamed_rounds
 from hf_specdec.bench.settings import Settings
 
 # As Spec-Bench runs it; a look-up costs nothing, so that it pays to draft more than a model would.
@@ -145,7 +145,7 @@ def _same_vocabulary(pair: LoadedPair) -> bool:
 def _reader(settings: Settings, *, tells_overlap: bool, draft_passes: bool) -> ReadRounds:
     greedy = tells_overlap and not settings.sampling
 
-    def read(pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Sequence[Tensor]) -> Summary:
+    def read(pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Sequence[Tensor]) -> Rounds:
         drafts = [drafted.tolist() for drafted in log]
         return streamed_rounds(tokens[0], puts, drafts, greedy=greedy, draft_passes=draft_passes)
 

@@ -93,7 +93,7 @@ TASKS: Mapping[str, Task] = {
     "tune": Task(
         "Finds the draft, strategy, settings and engine that are fastest on your prompts, within a given time.",
         Settings(
-            task="tune", max_new_tokens=128, assisted_generation=True, engines=ENGINES, embedded_limit=10
+            task="tune", max_new_tokens=128, assisted_generation=True, engines=ENGINES[1:], embedded_limit=10
         ),
         (
             *MODELS, "draft_models", *_DRAFTING, *SAMPLING, *DATA, "reference_column", "engines", "minutes",

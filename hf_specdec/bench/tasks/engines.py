@@ -110,7 +110,8 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     lengths = [
         n for n in settings.grid.get("num_assistant_tokens") or LOOKAHEADS if n != "auto"
     ]  # has a row of its own
-    for engine in settings.engines:
+    on_gpu = pair.target.device.type != "cpu"  # where nothing is recorded, so that "recorded" is "eager"
+    for engine in dict.fromkeys("eager" if on_gpu and one == "recorded" else one for one in settings.engines):
         if engine not in LLAMA_CPP_ENGINES:
             found += _on_engine(settings, pair, engine, lengths)
         elif llama_cpp_refusal(settings, pair) is None:
@@ -120,7 +121,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     # No draft can cost more: what is left to lose where drafting never pays.
     own = replace(pair, draft=pair.target, draft_name=pair.target_name)
     floor = ours("speculative", {"num_assistant_tokens": "auto"}, own, name="floor")
-    title = "speculative, auto, the target as its own draft, eager"
+    title = f"speculative, auto, the target as its own draft, {floor.method.engine}"
     return [*found, replace(floor.told(title=title, role="floor"), pair=pair, most_rows=1)]
 
 
@@ -142,7 +143,7 @@ def _on_engine(settings: Settings, pair: LoadedPair, engine: str, lengths: list[
         rows.append(("block", f"speculative, {words}, block", judged | {"verification": "block"}))
     found = [plain_on_engine(ENGINES[engine], pair)]
     for role, title, keywords in rows:
-        name = f"{title}, {engine}"
+        name = f"{title}, {found[0].method.engine}"
         found.append(ours("speculative", keywords | ENGINES[engine], pair, name=name, title=name).told(role=role))
     return found
 

@@ -177,7 +177,7 @@ def choice(part: Part, tuned: Tuned) -> list[str]:
     lines.append(f"As a command: `{command(result, method)}{batch}`")
     lines.append(f"To save with the model: `{_saved(result, tuned)}`")
     cold = speed.cold_seconds(part, method, tuned.batch)
-    if cold is not None and method.engine != "eager":
+    if cold is not None and method.engine not in ("eager", "recorded"):
         lines.append(f"Preparing it takes at most {cold:.1f} s in each process, and again for longer texts.")
     lines += at_the_edge(result.methods, method)
     if tuned.near:

@@ -62,8 +62,8 @@ _FINALISTS = 3  # of the first engine that meet those of the others
 
 
 def unprepared_engine(settings: Settings, pair: LoadedPair) -> str:
-    """The engine on which settings are compared first: eager, on a GPU static caches where they are asked for."""
-    return "static" if pair.target.device.type == "cuda" and "static" in settings.engines else "eager"
+    """The engine on which settings are compared first: recorded, on a GPU static caches where they are asked for."""
+    return "static" if pair.target.device.type == "cuda" and "static" in settings.engines else "recorded"
 
 
 def candidates(settings: Settings, pairs: Sequence[LoadedPair]) -> list[Contender]:
@@ -154,7 +154,7 @@ class Contest:
     def run(self, seconds: float) -> None:
         """Compares on the engine that needs no preparation, then the best of it with what they become on others."""
         start, first = self.clock(), unprepared_engine(self.settings, self.pairs[0])
-        engines = [engine for engine in self.settings.engines if engine != first]
+        engines = [engine for engine in self.settings.engines if engine not in (first, "eager")]
         # Warms up what all share; here the target refuses what it can't do.
         self._warm_up(self.contenders["plain"], self.batches[0])
         share = _FIRST_SHARE if engines else 1.0

@@ -35,7 +35,9 @@ KINDS = {
     "typical": (OLIVE, "Typical acceptance"),
     "llama.cpp": (SKY, "llama.cpp"),
 }
-ENGINES = {"generate": GREY, "eager": SKY, "static": ORANGE, "compiled": BLUE, "kernels": PURPLE}
+ENGINES = {
+    "generate": GREY, "eager": GREEN, "recorded": SKY, "static": ORANGE, "compiled": BLUE, "kernels": PURPLE,
+}  # fmt: skip
 LINES = (BLUE, VERMILION, ORANGE, SKY, PURPLE, GREEN, GREY, BLACK)
 
 # Names come from data sets, where a dollar sign begins no formula.
