@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -201,7 +201,7 @@ class SpeculativeDecoding:
         processors = HostProcessors(logits_processor, pad_token(generation_config) or 0)
         cached = _cached_tokens(input_ids, model_kwargs, generation_config)
         check_dropped_cache(model, cache_of(model_kwargs), input_ids.shape[1], cached, transcript.max_length)
-        static_size = _static_size(config, transcript, model, model_kwargs)
+        static_size = _static_size(config, transcript, (model, *([draft] if draft else [])), model_kwargs)
         call = DraftCall(
             model=model,
             draft=draft,
@@ -319,19 +319,19 @@ def _run(
 
 
 def _static_size(
-    config: SpeculationConfig, transcript: Transcript, model: PreTrainedModel, model_kwargs: dict[str, Any]
+    config: SpeculationConfig, transcript: Transcript, models: Sequence[PreTrainedModel], model_kwargs: dict[str, Any]
 ) -> CacheSize | None:
-    """The size of a call's static caches; None to use dynamic ones or the caller's own.
+    """The size of a call's static caches, for the target and its draft; None to use dynamic ones or the caller's own.
 
     Static caches are used on request, for compiled rounds, for batches, and for single rows whose passes can be
     recorded. In a batch, rows accept different numbers of tokens. A dynamic cache would have to move their entries in
     every round, which took longer than the passes.
     """
-    cache, tokens = cache_of(model_kwargs), transcript.capacity
+    model, cache, tokens = models[0], cache_of(model_kwargs), transcript.capacity
     within_context = transcript.max_length <= (context_length(model) or sys.maxsize)  # as prepared rounds need it
     if is_static_by_request(cache) or (config.compile and within_context and is_unused_default(cache)):
         prepared = config.compile or cuda_graphs.captures(transcript.device)
-        return CacheSize(prepared_capacity(tokens) if prepared else tokens)
+        return CacheSize(prepared_capacity(tokens, *(models if config.compile else ())) if prepared else tokens)
     serves = supports_rows_cache if transcript.batch_size > 1 else supports_recorded_row
     if is_unused_default(cache) and serves(model, model_kwargs) and not outgrows_windows(model, tokens):
         return CacheSize(tokens, grows=True)

@@ -7,7 +7,10 @@ rows than the cache has uses its first rows.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,8 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 GROWTH = 256  # slots that a growing cache adds at a time
+LEAST_MAPPED = 2**20  # bytes; smaller tensors share pages with others
+_POSIX = hasattr(mmap, "MAP_ANONYMOUS")
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,19 @@ class CacheSize:
 
     capacity: int
     grows: bool = False
+
+
+def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Zeros of the type and on the device of another tensor. On a CPU, slots take memory once they are written."""
+    count = math.prod(shape)
+    if like.device.type != "cpu" or count * like.itemsize < LEAST_MAPPED:
+        return like.new_zeros(shape)
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)} if _POSIX else {}
+    memory = mmap.mmap(-1, count * like.itemsize, **flags)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # the first slots of all heads would take the memory of all slots
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 class Slots:
@@ -63,7 +81,7 @@ class RowsLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for states `[B, H, k, D]`; keys and values may differ in D."""
         self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], self._needed(self.slots.span), states.shape[-1])
+            zeros((*states.shape[:2], self._needed(self.slots.span), states.shape[-1]), states)
             for states in (key_states, value_states)
         )
         self.is_initialized = True
@@ -83,7 +101,7 @@ class RowsLayer(CacheLayerMixin):
         """Undo `drop`; all numbers are zero then."""
         if self.is_initialized and not self.keys.numel():
             keys, values = self._dropped
-            self.keys, self.values = self.keys.new_zeros(keys), self.values.new_zeros(values)
+            self.keys, self.values = zeros(keys, self.keys), zeros(values, self.values)
 
     def _needed(self, span: int) -> int:
         return min(self.capacity, -(-span // GROWTH) * GROWTH) if self.grows else self.capacity
@@ -134,6 +152,11 @@ class RowsCache(Cache):
         """Allocate memory for `span` slots if the cache grows."""
         for layer in self.layers if self.grows else ():
             layer.reserve(span)
+
+    def clear(self, slots: int) -> None:
+        """Make the first slots of all rows zero again."""
+        for stored in self.tensors():
+            stored[:, :, :slots].zero_()
 
     def drop(self) -> None:
         """Give the memory back until `allocate`, which makes everything zero."""

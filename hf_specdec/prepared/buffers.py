@@ -31,6 +31,7 @@ class Buffers:
         state: `[B, 4]`, see `verify_step`.
         pool: see `cuda_graphs.new_pool`.
         lent: lends weights and caches to compiled steps, which hold neither between calls.
+        reached: the slots of each row that calls have written to.
     """
 
     def __init__(self, target: StaticRunner, draft: StaticRunner | None) -> None:
@@ -44,16 +45,18 @@ class Buffers:
             *(partial(_weights, side) for side in self._sides), *(side.cache.tensors for side in self._sides)
         )
         self._pages: HugePages | None = None
+        self.reached = 0
 
     @property
     def _sides(self) -> list[Side]:
         return [side for side in (self.target, self.draft) if side is not None]
 
     @contextmanager
-    def used_by(self, target: StaticRunner, draft: StaticRunner | None) -> Iterator[None]:
+    def used_by(self, target: StaticRunner, draft: StaticRunner | None, tokens: int) -> Iterator[None]:
         """Hand the buffers to a call's runners, so that they read the prompt into them.
 
-        The caches start from zeros: a NaN of an earlier call would pass through masks, as 0 · NaN is NaN.
+        The call writes to the first `tokens` slots of each row, drafts included. The caches start from zeros: a NaN of
+        an earlier call would pass through masks, as 0 · NaN is NaN.
         """
         with self.in_use():
             with ordinary_tensors():
@@ -61,9 +64,9 @@ class Buffers:
                     if side is not None and runner is not None:
                         side.positions.copy_(_bounded_positions(runner))
                         side.visible.copy_(runner.visible)
-                        for stored in side.cache.tensors():
-                            stored.zero_()
+                        side.cache.clear(self.reached)
                         runner.cache, runner.positions, runner.visible = side.cache, side.positions, side.visible
+            self.reached = max(self.reached, tokens)
             if self._pages is not None:
                 self.gather_pages()
             yield
@@ -83,11 +86,14 @@ class Buffers:
         """Give the memory of the caches back until the next use. Steps that were captured would read it still."""
         for side in self._sides:
             side.cache.drop()
+        self.reached = 0
 
     @property
     def nbytes(self) -> int:
-        """The memory of the caches and the state, in bytes."""
-        return self.state.nbytes + sum(stored.nbytes for side in self._sides for stored in side.cache.tensors())
+        """The memory of the state and of what calls have used of the caches, in bytes."""
+        caches = sum(stored.nbytes for side in self._sides for stored in side.cache.tensors())
+        used = self.reached / self.target.cache.capacity if self.state.device.type == "cpu" else 1
+        return self.state.nbytes + int(caches * min(used, 1))
 
     @property
     def alive(self) -> bool:
@@ -101,8 +107,8 @@ class Buffers:
         return [model for side in self._sides if (model := side.held()) is not None]
 
     def gather_pages(self) -> None:
-        """Go on moving what compiled steps read into huge pages; caches exist once there are steps."""
-        read = [tensor for side in self._sides for tensor in (*_weights(side), *side.cache.tensors())]
+        """Go on moving weights into huge pages; those of caches would take memory for slots that no text reaches."""
+        read = [tensor for side in self._sides for tensor in _weights(side)]
         if self._pages is None or not self._pages.are_for(read):
             self._pages = HugePages(read)
         self._pages.gather()

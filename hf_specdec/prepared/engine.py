@@ -8,13 +8,16 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from hf_specdec.models.traits import context_length
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
 from hf_specdec.prepared.compiled_step import CompiledStep, Step, kernels_as_compiled
+from hf_specdec.prepared.few_token_products import reads_slots_in_use
 from hf_specdec.prepared.round_steps import Drafts, Plan, draft_lengths, draft_token, first_slots, verify_step
 
-LEAST_CAPACITY_STEP = 128  # see `prepared_capacity`
+SHARED_CAPACITY, SPARE, LEAST_CAPACITY_STEP = 8192, 128, 128  # slots, see `prepared_capacity`; for drafts beyond a text
 DraftToken = Callable[..., tuple[tuple[Tensor, ...], ...]]
 BURST = 4  # drafts between two checks of the host, see `burst_of`
 
@@ -209,11 +212,19 @@ def burst_of(lookahead: int) -> int:
     return BURST if lookahead and lookahead % BURST == 0 else lookahead
 
 
-def prepared_capacity(tokens: int) -> int:
-    """The cache slots of a call that reaches `tokens` tokens, rounded up so that calls of similar length share steps.
+def prepared_capacity(tokens: int, *models: PreTrainedModel) -> int:
+    """The cache slots of a call that reaches `tokens` tokens, rounded up so that calls of other lengths share steps.
 
-    Attention reads all slots, so calls of more than 512 tokens are rounded up by at most a quarter.
+    Where attention reads the slots in use only, these are `SHARED_CAPACITY`, or as many as the models' positions, and
+    eight times as many for a longer text. Elsewhere it reads all slots, so that calls of more than 512 tokens are
+    rounded up by at most a quarter.
     """
+    if models and all(map(reads_slots_in_use, models)):
+        positions = max(context_length(model) or SHARED_CAPACITY for model in models)
+        capacity = min(SHARED_CAPACITY, positions + SPARE)
+        while capacity < tokens:
+            capacity *= 8
+        return capacity
     step = max(LEAST_CAPACITY_STEP, (1 << (tokens.bit_length() - 1)) // 4)
     return -(-tokens // step) * step
 

@@ -20,8 +20,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from hf_specdec.compat.torch_private import schema_of
+from hf_specdec.compat.transformers_private import attention_name
 from hf_specdec.host.torch_state import FunctionMode
 from hf_specdec.prepared.own_code import joined, library_of
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
@@ -34,7 +36,7 @@ LIBRARIES = {
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 MOST_DIMS = 8  # of an input, as tensors.h has it
-MOST_TOKENS = 64  # of a pass, all rows together; wider passes are what libraries are made for
+MOST_TOKENS = 64  # of a product, all rows together, or of a row's attention; for more there are libraries
 
 # Of each kernel that is loaded, its C function as inductor is to declare it.
 called_directly: dict[Any, list[str]] = {}
@@ -43,6 +45,13 @@ called_directly: dict[Any, list[str]] = {}
 def supported() -> bool:
     """Whether the kernels are written for this processor; elsewhere products are left to torch."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def reads_slots_in_use(model: PreTrainedModel) -> bool:
+    """Whether attention over few tokens of a row takes as long as the row's text, however many slots its cache has."""
+    text = model.config.get_text_config(decoder=True)
+    ours = supported() and model.device.type == "cpu" and model.dtype in NUMBERS
+    return ours and attention_name(text) == "sdpa" and not getattr(text, "attn_logit_softcapping", None)
 
 
 def operation(name: str, dtype: torch.dtype) -> str:
@@ -235,7 +244,7 @@ def _takes_attention(
         and attn_mask.shape[-1] == key.shape[2]
         and not is_causal
         and dropout_p == 0.0
-        and len(query) * query.shape[2] <= MOST_TOKENS
+        and query.shape[2] <= MOST_TOKENS
         and key.shape == value.shape
         and _is_ours(query)
         and all(t.stride()[-2:] == (t.shape[-1], 1) for t in (key, value))

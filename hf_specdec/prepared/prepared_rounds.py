@@ -192,7 +192,8 @@ def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) 
     key = (compile, len(target.read), target.cache.capacity, states)
     group = STORE.take(key, plan)
     if group is None:
-        STORE.make_room(sum(_cache_bytes(runner) for runner in (target, draft) if runner), transcript.ids)
+        slots = transcript.capacity if transcript.device.type == "cpu" else target.cache.capacity
+        STORE.make_room(sum(_cache_bytes(runner, slots) for runner in (target, draft) if runner), transcript.ids)
         with ordinary_tensors():
             group = EngineGroup(Buffers(target, draft), compile)
     try:
@@ -200,7 +201,7 @@ def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) 
         if engine.failed:
             yield decoder
             return
-        with group.buffers.used_by(target, draft):
+        with group.buffers.used_by(target, draft, transcript.capacity):
             drafting.rule.use_prepared(engine.is_ready)
             yield PreparedRounds(decoder, drafting, target, engine)
     finally:
@@ -265,9 +266,9 @@ def _within(bound: int | None, transcript: Transcript) -> bool:
     return bound is None or transcript.max_length <= bound
 
 
-def _cache_bytes(runner: StaticRunner) -> int:
-    """The memory that a runner's cache will take, in bytes: keys and values of all layers, rows, heads and slots."""
-    config, capacity = runner.model.config.get_text_config(decoder=True), runner.cache.capacity
+def _cache_bytes(runner: StaticRunner, capacity: int) -> int:
+    """The memory that slots of a runner's cache take, in bytes: keys and values of all layers, rows and heads."""
+    config = runner.model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     slots = config.num_hidden_layers * len(runner.read) * capacity

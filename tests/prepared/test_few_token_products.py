@@ -71,13 +71,14 @@ def test_many_tokens_are_multiplied_here_where_no_library_does_it(
 @pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("heads", [4, 2, 1])
-@pytest.mark.parametrize("slots", [1, 11, 128])
+@pytest.mark.parametrize("slots", [1, 11, 128, 700])
 def test_attention(heads: int, slots: int, dtype: torch.dtype) -> None:
     query = _draw(2, 3, 4, 20, dtype=dtype).transpose(1, 2)
     key, value = (_draw(2, heads, slots, 20, dtype=dtype) for _ in range(2))
     mask = _draw(2, 1, 3, slots, dtype=dtype)
     mask = mask.masked_fill(mask > 0.5, torch.finfo(dtype).min)
     mask[..., 0] = 0
+    mask[..., 300:] = torch.finfo(dtype).min  # no query sees the last slots
     options = {"scale": 0.3, "enable_gqa": heads < 4}
     exact = scaled_dot_product_attention(
         query.double(), key.double(), value.double(), attn_mask=mask.double(), **options
@@ -90,8 +91,8 @@ def test_attention(heads: int, slots: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("each_form")
 def test_what_a_mask_hides_may_hold_anything() -> None:
-    query, key, value = _draw(1, 2, 3, 8), _draw(1, 2, 9, 8), _draw(1, 2, 9, 8)
-    mask = torch.zeros(1, 1, 3, 9, dtype=torch.float64)
+    query, key, value = _draw(1, 2, 3, 8), _draw(1, 2, 300, 8), _draw(1, 2, 300, 8)
+    mask = torch.zeros(1, 1, 3, 300, dtype=torch.float64)
     mask[..., 5:] = torch.finfo(torch.float64).min
     with FewTokenProducts():
         asked = scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -110,7 +111,10 @@ def test_what_a_mask_hides_may_hold_anything() -> None:
         lambda: scaled_dot_product_attention(_draw(1, 2, 3, 8), _draw(1, 2, 3, 8), _draw(1, 2, 3, 8), is_causal=True),
         lambda: scaled_dot_product_attention(_draw(1, 2, 3, 8), _draw(1, 2, 5, 8), _draw(1, 2, 5, 8)),
         lambda: scaled_dot_product_attention(
-            _draw(2, 2, MOST_TOKENS, 8), _draw(2, 2, 16, 8), _draw(2, 2, 16, 8), attn_mask=_draw(2, 1, MOST_TOKENS, 16)
+            _draw(1, 2, MOST_TOKENS + 1, 8),
+            _draw(1, 2, 16, 8),
+            _draw(1, 2, 16, 8),
+            attn_mask=_draw(1, 1, MOST_TOKENS + 1, 16),
         ),
     ],
     ids=["many tokens", "transposed weights", "a tensor class of its own", "causal", "no mask", "many queries"],

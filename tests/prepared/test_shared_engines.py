@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +17,17 @@ from torch._inductor.codecache import CppWrapperCodeCache
 
 import hf_specdec
 from hf_specdec.models.cache_names import cache_of
+from hf_specdec.models.static_cache import zeros
 from hf_specdec.prepared import (
     code_on_disk,
     compiled_step,
     cuda_graphs,
     engine_store,
+    few_token_products,
     lap_timer,
     prepared_rounds,
 )
-from hf_specdec.prepared.engine import Engine, prepared_capacity
+from hf_specdec.prepared.engine import SPARE, Engine, prepared_capacity
 from hf_specdec.prepared.engine_store import kept_engines
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -294,13 +299,14 @@ def test_a_draft_whose_compiling_was_interrupted_is_compiled_by_the_next_call(er
 @pytest.mark.compiles
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: torch.dtype, monkeypatch) -> None:
-    """The one test that compiles: drafting of the first token and of later ones, and verification."""
+    """The one test that compiles: drafting of the first token and of later ones, and verification, for all lengths."""
     compiled = []
     code = compiled_step._compile
     monkeypatch.setattr(compiled_step, "_compile", lambda *args: (compiled.append(1), code(*args))[1])
     target, draft = pair("llama", dtype=dtype)
+    target.config.max_position_embeddings = draft.config.max_position_embeddings = 700
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        for length, seed in ((11, 1), (6, 2), (40, 3), (11, 4)):
+        for length, seed in ((11, 1), (6, 2), (600, 3), (11, 4)):
             inputs = prompts(2, length, seed)
             out = target.generate(**inputs, **GREEDY, num_assistant_tokens=2, compile=True)
             assert torch.equal(out, target.generate(**inputs, **GREEDY, generation_strategy=None))
@@ -321,12 +327,34 @@ def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: t
         assert bool(compiled) != ours
 
 
-def test_calls_of_similar_length_share_a_capacity_that_wastes_little() -> None:
+def test_calls_share_a_capacity_and_where_attention_reads_all_of_it_little_is_wasted(monkeypatch) -> None:
     sizes = [prepared_capacity(tokens) for tokens in range(1, 4097)]
     assert sizes == sorted(sizes) and sizes[0] == 128 and sizes[-1] == 4096
     assert all(tokens <= size for tokens, size in enumerate(sizes, 1))
     assert all(size <= 1.25 * tokens for tokens, size in enumerate(sizes, 1) if tokens > 512)
     assert len(set(sizes)) == 16
+    models = pair("llama")
+    monkeypatch.setattr(few_token_products, "supported", lambda: True)
+    models[0].config.max_position_embeddings = 5000
+    assert {prepared_capacity(tokens, *models) for tokens in range(1, 5001)} == {5000 + SPARE}
+    models[1].config.max_position_embeddings = 100_000
+    assert {prepared_capacity(tokens, *models) for tokens in (1, 8192, 8193, 65536)} == {8192, 65536}
+    models[1].config._attn_implementation = "eager"
+    assert prepared_capacity(200, *models) == prepared_capacity(200)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of a process's memory")
+def test_a_cache_takes_the_memory_of_the_slots_that_are_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    cache = zeros((1, 4, 100_000, 64), torch.zeros(1))
+    cache[:, :, :1000] = 1
+    assert resident() - before < cache.nbytes / 20
+    assert cache[:, :, 1000:1100].count_nonzero() == 0
+    cache[:] = 1
+    assert resident() - before > cache.nbytes * 0.9, "the negative control: all slots are written"
 
 
 @pytest.mark.parametrize("model", ["target", "draft"])

@@ -93,7 +93,8 @@ class BarePasses:
     def _engines(self, compile: bool, prompts: Sequence[Prompt]) -> list[Engine]:
         """Those that served these prompts: others, of longer or shorter texts, read caches of other sizes."""
         longest = max(len(prompt.token_ids) for prompt in prompts) + self.new_tokens
-        sizes = {prepared_capacity(longest + spare) for spare in (1, self.widths[-1] + 1)}
+        models = self.pair.models if compile else []
+        sizes = {prepared_capacity(longest + spare, *models) for spare in (1, self.widths[-1] + 1)}
         return [
             engine
             for engine in kept_engines(self.pair.target, compile=compile)

@@ -44,11 +44,16 @@ template <class A> struct Room {
   Sight sight[kSlots];
 };
 
+// What a mask adds to hide a slot, or more.
+template <class T> constexpr SumOf<T> hidden_from() {
+  return std::is_same_v<T, Half> ? -65504.0 : std::is_same_v<T, double>
+      ? double(std::numeric_limits<double>::lowest()) : -3.3895314e38;
+}
+
 // Reads the mask of some slots. Masks of several rows may be one.
 template <class T, class A>
 void look(const T* mask, const Shape& shape, int64_t masks, int64_t slots, Room<A>& room) {
-  const A hidden = A(std::is_same_v<T, Half> ? -65504.0 : std::is_same_v<T, double>
-      ? double(std::numeric_limits<double>::lowest()) : -3.3895314e38);
+  const A hidden = hidden_from<T>();
   const Vector<A> never(kNever<A>), none(A(0)), one(A(1));
   A seen[kSlots] = {};
   for (int64_t at = 0; at < masks; ++at) {
@@ -202,6 +207,26 @@ template <class T> struct Heads {
   int64_t strides[3];
 };
 
+// How many slots there are up to the last that any query sees, in whole parts: a cache may have many more.
+template <class T> int64_t slots_in_use(const Heads<T>& masks, Given mask, int64_t slots) {
+  using A = SumOf<T>;
+  const auto seen = [&](const T* from, int64_t count) {
+    Vector<A> most(hidden_from<T>());
+    int64_t slot = 0;
+    for (; slot + kLanes<A> <= count; slot += kLanes<A>) most = at::vec::maximum(most, load<A>(from + slot));
+    A highest = at::vec::vec_reduce_all<A>([](auto a, auto b) { return at::vec::maximum(a, b); }, most);
+    for (; slot < count; ++slot) highest = std::max(highest, A(from[slot]));
+    return !(highest <= hidden_from<T>());
+  };
+  for (int64_t begin = (slots - 1) / kSlots * kSlots; begin > 0; begin -= kSlots)
+    for (int64_t row = 0; row < mask.size(0); ++row)
+      for (int64_t head = 0; head < mask.size(1); ++head)
+        for (int64_t query = 0; query < mask.size(2); ++query)
+          if (seen(masks.at(row, head, query) + begin, std::min(kSlots, slots - begin)))
+            return std::min(begin + kSlots, slots);
+  return std::min(kSlots, slots);
+}
+
 // `[B, H, Q, D]` over `[B, H_kv, S, D]`, with a mask `[B or 1, H or 1, Q or 1, S]` to be added: `[B, Q, H, D]`. The last
 // dimension of all is contiguous, and the last two of keys and values are.
 template <class T>
@@ -209,7 +234,7 @@ void attention(Given query, Given key, Given value, Given mask, double scale, Ha
   using A = SumOf<T>;
   const Heads<T> q(query), k(key), v(value), m(mask);
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), width = query.size(3);
-  const int64_t shared = key.size(1), slots = key.size(2), parts = (slots + kSlots - 1) / kSlots;
+  const int64_t shared = key.size(1), slots = slots_in_use(m, mask, key.size(2)), parts = (slots + kSlots - 1) / kSlots;
   const Shape shape{heads / shared, queries, width, m.strides[1], m.strides[2]};
   const int64_t rows = shape.rows(), masks = m.strides[1] ? rows : m.strides[2] ? queries : 1;
   const int64_t units = batch * shared * parts;
