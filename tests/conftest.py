@@ -7,9 +7,11 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -73,6 +75,19 @@ def t5_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
 def enabled() -> Iterator[None]:
     """All models' `generate` takes the package's settings."""
     with hf_specdec.enable():
+        yield
+
+
+@pytest.fixture
+def no_name_is_outdated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A warning of an outdated name is an error, whether it is raised by Python or logged by transformers."""
+
+    def refuse(self: logging.Logger, message: str, *args: Any, **kwargs: Any) -> None:
+        assert "deprecated" not in message, message
+
+    monkeypatch.setattr(logging.Logger, "warning_once", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
         yield
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import pair, prompts
+from helpers.pairwise import pairwise
 from torch.overrides import TorchFunctionMode
 
 import hf_specdec
@@ -30,10 +31,9 @@ class Copies(TorchFunctionMode):
 @pytest.mark.parametrize(
     "stops", [{}, {"entropy_threshold": 0.5}, {"generation_strategy": "bild", "rollback_threshold": 0.0}]
 )
-@pytest.mark.parametrize("rows", [1, 3])
-def test_drafts_are_the_same_with_fewer_copies(stops: dict[str, Any], rows: int, monkeypatch) -> None:
+def test_drafts_are_the_same_with_fewer_copies(stops: dict[str, Any], monkeypatch) -> None:
     target, draft = pair("llama")
-    call = {**prompts(rows), **SETTINGS, "return_dict_in_generate": True, **stops}
+    call = {**prompts(3), **SETTINGS, "return_dict_in_generate": True, **stops}
     found = {}
     for steps in (1, 4):
 
@@ -108,9 +108,10 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9}])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize(
+    ("sampled", "rows", "family"),
+    pairwise(({}, {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9}), (1, 3), ("llama", "t5")),
+)
 def test_a_draft_of_fixed_length_waits_once(
     family: str, rows: int, sampled: dict[str, Any], monkeypatch: pytest.MonkeyPatch, as_on_an_accelerator: None
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.distant import Log, drafting_ahead
 from helpers.families import pair, prompts
+from helpers.identity import same_as_plain
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +26,8 @@ from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.drafting.other_device import OtherDeviceDrafter, can_draft_ahead, is_on_other_device
 from hf_specdec.host.processors import HostProcessors
 
-GREEDY = {"max_new_tokens": 40, "do_sample": False}
-LOSSLESS_BILD = {"strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.1}
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+LOSSLESS_BILD = {"generation_strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.1}
 
 
 @pytest.fixture
@@ -35,15 +36,11 @@ def log(monkeypatch) -> Log:
 
 
 @pytest.mark.parametrize("drafter", ["model", "hybrid"])
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "t5", "bart"])
+@pytest.mark.parametrize("family", ["llama", "t5"])
 def test_rows_of_a_batch_are_drafted_apart_but_not_ahead(family: str, drafter: str, log) -> None:
     target, draft = pair(family)
-    inputs = prompts(4)
     for variant in ({}, LOSSLESS_BILD):
-        decoding = SpeculativeDecoding(draft, drafter=drafter, **variant)
-        assert torch.equal(
-            target.generate(**inputs, **GREEDY, custom_generate=decoding), target.generate(**inputs, **GREEDY)
-        )
+        same_as_plain(target, draft, prompts(4), GREEDY, drafter=drafter, **variant)
     assert log.proposals and not log.kept and not any(log.passes_ahead)
 
 

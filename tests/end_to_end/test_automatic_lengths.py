@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from itertools import cycle
 
 import pytest
 import torch
 from helpers.families import pair, prompts
 
 import hf_specdec
-from hf_specdec import SpeculativeDecoding
 from hf_specdec.lengths import auto_length
-from hf_specdec.lengths.auto_length import AutoLength
 from hf_specdec.prepared import cuda_graphs
 
 
@@ -64,33 +61,6 @@ def test_prepared_rounds_have_an_experience_of_their_own(monkeypatch) -> None:
         (known,) = auto_length._histories.all_of(target).values()
     assert known.elapsed == elapsed
     assert known.prepared is not None and known.prepared.elapsed > 0.0 and known.prepared.prepared is None
-
-
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "t5", "bart"])
-def test_greedy_tokens_are_those_of_plain_generate_whatever_the_lengths(
-    family: str, batch_size: int, monkeypatch
-) -> None:
-    """Rounds without drafts among rounds with many: the draft's cache catches up."""
-    target, draft = pair(family)
-    inputs = prompts(batch_size)
-    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
-    plain = target.generate(**inputs, **settings)
-    lengths = cycle([3, 0, 0, 5, 1, 0, 0, 0, 16])
-    monkeypatch.setattr(AutoLength, "_choose", lambda self: setattr(self, "limit", next(lengths)))
-    variants = [
-        {},
-        {"entropy_threshold": 0.3},
-        {"strategy": "bild", "rollback_threshold": 0.0},
-        {"drafter": "lookup"},
-        {"drafter": "hybrid"},
-    ]
-    for variant in variants:
-        decoding = SpeculativeDecoding(draft, num_assistant_tokens="auto", **variant)
-        assert torch.equal(target.generate(**inputs, **settings, custom_generate=decoding), plain)
-        assert decoding.stats is not None
-        if not variant:
-            assert {0, 1, 3, 5} <= {n for r in decoding.stats.rounds for n in r.drafted}
 
 
 def test_auto_and_entropy_are_arguments_of_generate() -> None:

@@ -135,8 +135,7 @@ def test_a_trainer_predicts_between_its_steps(tmp_path: Path) -> None:
     assert answers[0] != answers[1]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("quantized", ["target", "draft", "both"])
+@pytest.mark.parametrize(("quantized", "rows"), [("target", 1), ("draft", 3), ("both", 3)])
 def test_weights_of_a_tensor_class(pair, quantized: str, rows: int) -> None:
     for name, model in zip(("target", "draft"), pair, strict=True):
         if quantized in (name, "both"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.distributions import FALSE_FAILURE, chi_square_odds, replayed
 from helpers.models import llama, noisy
+from helpers.pairwise import pairwise
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -66,9 +67,10 @@ def inputs(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Tensor]:
     return dict(tokenizer(questions[:rows], padding=True, padding_side="left", return_tensors="pt"))
 
 
-@pytest.mark.parametrize("drafter", ["none", "lookup", "model", "hybrid"])
-@pytest.mark.parametrize("kind", [hf.LogitsProcessor, Grammar], ids=["plain", "forked"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("drafter", "kind", "rows"),
+    pairwise(("none", "lookup", "model", "hybrid"), (hf.LogitsProcessor, Grammar), (1, 4)),
+)
 def test_greedy_tokens_are_plain_s(pair, tokenizer, compiled, rows: int, kind: type, drafter: str) -> None:
     call = {**inputs(tokenizer, rows), "do_sample": False, "max_new_tokens": 32}
     decoding = SpeculativeDecoding(pair[1], drafter=drafter)
@@ -84,8 +86,7 @@ def test_greedy_tokens_are_plain_s(pair, tokenizer, compiled, rows: int, kind: t
         assert decoding.stats.acceptance_rate > 0.2 and decoding.stats.tokens_per_round > 1.3
 
 
-@pytest.mark.parametrize("kind", [hf.LogitsProcessor, Grammar], ids=["plain", "forked"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("kind", "rows"), [(hf.LogitsProcessor, 4), (Grammar, 1), (Grammar, 4)])
 def test_sampled_texts_are_distributed_as_plain_s(pair, tokenizer, compiled, rows: int, kind: type) -> None:
     """Over all ways to write the words in tokens."""
     ids, calls, tokens = tokenizer("Is it?", return_tensors="pt")["input_ids"], 40, 5

@@ -28,6 +28,7 @@ from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.sampled_outputs import (
     AXES,
     COMBINATIONS,
+    CONFIDENCE,
     ENDS,
     EXCLUDED,
     FALSE_FAILURE,
@@ -35,6 +36,7 @@ from helpers.sampled_outputs import (
     PROCESSORS,
     PROMPTS,
     SAME_SEED,
+    STOPS,
     STRATEGIES,
     Combination,
     Draws,
@@ -49,6 +51,7 @@ from torch import Tensor
 import hf_specdec
 from hf_specdec import decoding
 from hf_specdec.drafting import drafter_choice
+from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.models import recorded_passes, static_runner
 from hf_specdec.prepared import cuda_graphs, lap_timer, prepared_rounds, round_steps
@@ -112,6 +115,11 @@ def test_outputs_are_distributed_as_the_target_s_own(c: Combination, engines) ->
         assert Draws(c, seed=2, calls=same).outputs != draws.outputs[:same]
 
 
+def test_so_they_are_where_drafts_end_by_confidence(engines, monkeypatch) -> None:
+    monkeypatch.setitem(STOPS, "entropy", CONFIDENCE)
+    assert odds_of(Combination(stop="entropy", processor="top_k"), engines) > FALSE_FAILURE
+
+
 def odds_of(c: Combination, engines: Callable[[Combination], list[int]]) -> float:
     """The odds of a combination's outputs, after a look that its engine has run."""
     ran = engines(c)
@@ -137,7 +145,6 @@ def accepts_everything(
         Combination(engine="recorded", end="no end"),
         Combination(engine="captured", cache="static"),
         Combination(engine="compiled"),
-        Combination(strategy="bild", stop="entropy", cache="the caller's"),
         Combination(strategy="typical", drafter="hybrid", processor="repetition", cache="off"),
         Combination(drafter="lookup", batch="one", stop="auto"),
         Combination(drafter="other pieces", processor="min_p"),
@@ -183,7 +190,7 @@ def stop_at_the_token(monkeypatch: pytest.MonkeyPatch, *, before: bool) -> None:
     monkeypatch.setattr(round_steps, "draft_lengths", prepared)
 
 
-STOPPED = [Combination(stop=stop) for stop in ("fixed", "entropy", "auto")] + [
+STOPPED = [Combination(stop="auto")] + [
     Combination(stop="entropy", engine=engine, cache="static") for engine in PREPARED
 ]
 
@@ -202,16 +209,38 @@ def test_a_stop_behind_a_token_may_have_seen_it(c: Combination, engines, monkeyp
     assert odds_of(c, engines) > FALSE_FAILURE
 
 
+def test_control_a_draft_judged_by_unprocessed_scores_fails(engines, monkeypatch) -> None:
+    """Drawn from the processed distribution, handed out with the raw one: silently not lossless."""
+    choose = ModelDrafter._choose
+
+    def raw(self: ModelDrafter, ids: Tensor, lengths: Any, logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return sampling.probabilities(logits.float()), choose(self, ids, lengths, logits, *rest)[1]
+
+    monkeypatch.setattr(ModelDrafter, "_choose", raw)
+    assert odds_of(Combination(processor="top_p"), engines) < FALSE_FAILURE
+
+
+def test_control_drafts_that_only_claim_to_be_drawn_fail(engines, monkeypatch) -> None:
+    """The most probable tokens, handed out with the distributions that they were not drawn from."""
+    propose = ModelDrafter.propose
+
+    def claim(self: ModelDrafter, *args: Any) -> DraftProposal:
+        self.do_sample = False
+        return propose(self, *args)
+
+    monkeypatch.setattr(ModelDrafter, "propose", claim)
+    assert odds_of(Combination(), engines) < FALSE_FAILURE
+
+
 @pytest.mark.parametrize(
-    ("strategy", "setting", "value"),
+    ("strategy", "rule", "setting", "value"),
     [
-        ("bild", "rollback_threshold", 6.0),
-        ("lenient", "lenience", 0.4),
-        ("typical", "posterior_threshold", 0.09),
-        ("ensemble", "assistant_ensemble_weight", 0.4),
+        ("bild", "token", "rollback_threshold", 6.0),
+        ("lenient", "block", "lenience", 0.4),
+        ("typical", "token", "posterior_threshold", 0.09),
+        ("ensemble", "block", "assistant_ensemble_weight", 0.4),
     ],
 )
-@pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_control_strategies_beyond_their_limits_fail(
     strategy: str, setting: str, value: float, rule: str, engines, monkeypatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models import PAD, encoder_prompts, noisy, prompts, resized, t5
+from helpers.pairwise import pairwise
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -33,9 +34,10 @@ def both(pair: tuple[PreTrainedModel, PreTrainedModel], **call: Any) -> tuple[Te
     return pair[0].generate(**call), pair[0].generate(**call, assistant_model=pair[1], **SPECULATIVE)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("sizes", [(72, 64), (64, 72), (72, 60)])
-@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.4}], ids=["bare", "processors"])
+@pytest.mark.parametrize(
+    ("sizes", "rows", "settings"),
+    pairwise(((72, 64), (64, 72), (72, 60)), (1, 4), ({}, {"repetition_penalty": 1.4})),
+)
 def test_padded_vocabularies_of_other_sizes(pair, rows: int, sizes: tuple[int, int], settings: dict) -> None:
     """Also where the target really uses tokens that the draft does not have."""
     models = resized(pair[0], sizes[0]), resized(pair[1], sizes[1])
@@ -65,9 +67,9 @@ def test_sampling_over_padded_vocabularies_stays_in_the_target_s(pair, sizes: tu
     assert int(output.max()) < sizes[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("encoder_decoder", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "encoder_decoder"), pairwise((torch.float32, torch.bfloat16), (1, 4), (False, True))
+)
 def test_a_draft_in_another_dtype(pair, rows: int, dtype: torch.dtype, encoder_decoder: bool) -> None:
     target, draft = (pair[0], deepcopy(pair[1])) if not encoder_decoder else (t5(), noisy(t5()))
     expected, output = both((target, draft.to(dtype)), **prompts(rows))
@@ -86,9 +88,7 @@ class StopAt(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-@pytest.mark.parametrize("stop", [None, 12, 13, 14])
-@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(("stop", "window", "as_dict"), pairwise((None, 12, 13, 14), (None, 8), (False, True)))
 def test_a_conversation_over_a_cache_of_the_user_s(pair, stop: int | None, as_dict: bool, window: int | None) -> None:
     """The second turn reads the cache that the first one left, which holds all but the last token shown."""
     target, draft = pair

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -169,13 +169,6 @@ def test_the_strategy_of_the_hook_by_its_other_name(pair) -> None:
         SpeculativeDecoding(pair[1], generation_strategy="bild")
 
 
-def test_a_draft_of_the_other_kind(pair) -> None:
-    seq2seq = t5()
-    way_out = "draft of the target's kind"
-    refused(pair[0], seq2seq, "assistant_model=T5ForConditionalGeneration is an encoder-decoder model", way_out)
-    refused(seq2seq, pair[1], "assistant_model=LlamaForCausalLM is a decoder-only model", way_out)
-
-
 OTHER_MODES = {
     "dola_layers": "high",
     "force_words_ids": [[5]],
@@ -222,15 +215,6 @@ def test_a_penalty_that_means_nothing_in_sampling(pair) -> None:
     assert pair[0].generate(**call, assistant_model=pair[1], generation_strategy="speculative").shape[1] <= 13
 
 
-def test_a_missing_draft(pair) -> None:
-    refused(pair[0], None, "assistant_model=None", "generation_strategy='speculative'", "enable(", "drafter='lookup'")
-    refused(pair[0], None, "assistant_model=None", "drafter='hybrid'", drafter="hybrid")
-
-
-def test_a_strategy_beside_another_custom_loop(pair) -> None:
-    refused(*pair, "custom_generate", "SpeculativeDecoding", custom_generate=SpeculativeDecoding(pair[1]))
-
-
 class Halves(QuantizedLayer):
     """A quantized layer without a backend: it "quantizes" by rounding to half precision."""
 
@@ -241,62 +225,76 @@ class Halves(QuantizedLayer):
         return tensor.double()
 
 
-@pytest.mark.parametrize("layers", [(Halves, Halves), (DynamicLayer, Halves)], ids=["all layers", "one"])
-def test_a_quantized_cache(pair, layers: tuple[type, ...]) -> None:
+Refused = tuple[PreTrainedModel, PreTrainedModel | None, dict[str, Any], tuple[str, ...]]
+
+
+def quantized_cache(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Refused]:
     """Its layers inherit `is_croppable=True`, and a `crop` that leaves the quantized part behind."""
-    cache = DynamicCache(config=pair[0].config)
-    cache.layers = [layer() for layer in layers]
-    words = f"{CACHE_NAME}=DynamicCache", "Halves", "cache_implementation='dynamic'"
-    refused(*pair, *words, **{CACHE_NAME: cache})
+    for layers in ((Halves, Halves), (DynamicLayer, Halves)):
+        cache = DynamicCache(config=target.config)
+        cache.layers = [layer() for layer in layers]
+        words = f"{CACHE_NAME}=DynamicCache", "Halves", "cache_implementation='dynamic'"
+        yield target, draft, {CACHE_NAME: cache}, words
 
 
-OUT_OF_REACH: dict[str, dict[str, Any]] = {
-    "RecurrentGemma": {"lru_width": 16},
-    "Rwkv": {},
-    "xLSTM": {"num_heads": 2},
-}
-
-
-@pytest.mark.parametrize("family", OUT_OF_REACH)
-def test_recurrent_states_out_of_reach_on_either_side(pair, family: str) -> None:
+def states_out_of_reach(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Refused]:
     """These keep their states in their modules or in a cache of their own."""
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": PAD}
-    config = getattr(transformers, f"{family}Config")(**sizes, **OUT_OF_REACH[family])
-    recurrent = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    name = f"{family}ForCausalLM"
-    refused(recurrent, pair[1], f"model={name}", "recurrent", "without speculation")
-    refused(pair[0], recurrent, f"assistant_model={name}", "recurrent", "families.md")
+    own: dict[str, dict[str, Any]] = {"RecurrentGemma": {"lru_width": 16}, "Rwkv": {}, "xLSTM": {"num_heads": 2}}
+    for family, settings in own.items():
+        config = getattr(transformers, f"{family}Config")(**sizes, **settings)
+        recurrent = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        yield recurrent, draft, {}, (f"model={family}ForCausalLM", "recurrent", "without speculation")
+        yield target, recurrent, {}, (f"assistant_model={family}ForCausalLM", "recurrent", "families.md")
 
 
-@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "FalconMamba"])
-def test_a_cache_of_states_only_with_a_text_in_it(pair, family: str) -> None:
-    target = recurrent_families.model(family)
-    cache = DynamicCache(config=target.config)
-    name = cache_argument(target)
-    target(torch.tensor([[5, 6]]), **{name: cache}, use_cache=True)
-    refused(target, pair[1], f"{name}=DynamicCache", "how long", f"leave {name} out", **{name: cache})
+def states_only_with_a_text(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Refused]:
+    for family in ("Mamba", "Mamba2", "FalconMamba"):
+        recurrent = recurrent_families.model(family)
+        cache, name = DynamicCache(config=recurrent.config), cache_argument(recurrent)
+        recurrent(torch.tensor([[5, 6]]), **{name: cache}, use_cache=True)
+        yield recurrent, draft, {name: cache}, (f"{name}=DynamicCache", "how long", f"leave {name} out")
 
 
-def test_models_without_weights(pair) -> None:
+def without_weights(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Refused]:
     with torch.device("meta"):
         empty = llama()
-    refused(pair[0], empty, "assistant_model=LlamaForCausalLM", "meta", "device_map")
-    refused(empty, pair[1], "model=LlamaForCausalLM", "meta", "device_map")
+    yield target, empty, {}, ("assistant_model=LlamaForCausalLM", "meta", "device_map")
+    yield empty, draft, {}, ("model=LlamaForCausalLM", "meta", "device_map")
+    parts = [copy.deepcopy(model) for model in (target, draft)]
+    for part in parts:
+        part.model.layers[1].mlp.up_proj.to("meta")
+    words = "'meta' device in its part model.layers.1.mlp.up_proj"
+    yield parts[0], draft, {}, ("model=LlamaForCausalLM", words)
+    yield target, parts[1], {}, ("assistant_model=LlamaForCausalLM", words)
 
 
-def test_one_part_without_weights(pair) -> None:
-    for role, argument in enumerate(("model", "assistant_model")):
-        models = list(pair)
-        models[role] = copy.deepcopy(pair[role])
-        models[role].model.layers[1].mlp.up_proj.to("meta")
-        refused(*models, f"{argument}=LlamaForCausalLM", "'meta' device in its part model.layers.1.mlp.up_proj")
+def other_models(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Refused]:
+    """None, of another kind, and with vocabularies that differ by more than padding."""
+    seq2seq, other, way_out = t5(), llama(vocab_size=64 + 1025), "draft of the target's kind"
+    yield target, None, {}, ("assistant_model=None", "generation_strategy='speculative'", "enable(", "drafter='lookup'")
+    yield target, None, {"drafter": "hybrid"}, ("assistant_model=None", "drafter='hybrid'")
+    words = "assistant_model=T5ForConditionalGeneration is an encoder-decoder model", way_out
+    yield target, seq2seq, {}, words
+    yield seq2seq, draft, {}, ("assistant_model=LlamaForCausalLM is a decoder-only model", way_out)
+    for one, another in ((target, other), (other, draft)):
+        yield one, another, {}, ("assistant_model=LlamaForCausalLM", "1089", "64", "assistant_tokenizer=")
+    yield target, other, {"tokenizer": word_tokenizer()}, ("assistant_tokenizer=",)
+    encoding = seq2seq.encoder(input_ids=prompts(1)["input_ids"])
+    words = "encoder_outputs", "pass input_ids"
+    yield seq2seq, noisy(seq2seq), {"input_ids": None, "encoder_outputs": encoding}, words
+    hook = SpeculativeDecoding(draft)
+    yield target, draft, {"custom_generate": hook}, ("custom_generate", "SpeculativeDecoding")
+    tokenizers = {"tokenizer": word_tokenizer(), "assistant_tokenizer": word_tokenizer(order=-1)}
+    yield target, draft, {"generation_strategy": "ensemble", **tokenizers}, ("'ensemble'", "assistant_tokenizer")
 
 
-def test_vocabularies_that_differ_by_more_than_padding(pair) -> None:
-    other = llama(vocab_size=64 + 1025)
-    refused(pair[0], other, "assistant_model=LlamaForCausalLM", "1089", "64", "assistant_tokenizer=")
-    refused(other, pair[1], "assistant_model=LlamaForCausalLM", "1089", "64", "assistant_tokenizer=")
-    refused(pair[0], other, "assistant_tokenizer=", tokenizer=word_tokenizer())
+@pytest.mark.parametrize(
+    "cases", [quantized_cache, states_out_of_reach, states_only_with_a_text, without_weights, other_models]
+)
+def test_models_and_caches_that_can_not_speculate(pair, cases: Callable[..., Iterator[Refused]]) -> None:
+    for target, draft, call, words in cases(*pair):
+        refused(target, draft, *words, **call)
 
 
 def test_padding_up_to_the_limit_is_no_difference(pair) -> None:
@@ -304,12 +302,6 @@ def test_padding_up_to_the_limit_is_no_difference(pair) -> None:
     other = llama(vocab_size=64 + 1024)
     output = pair[0].generate(**prompts(1), max_new_tokens=4, assistant_model=other, generation_strategy="speculative")
     assert output.shape[1] <= 13
-
-
-def test_no_draft_encoder_inputs() -> None:
-    target = t5()
-    encoding = target.encoder(input_ids=prompts(1)["input_ids"])
-    refused(target, noisy(target), "encoder_outputs", "pass input_ids", input_ids=None, encoder_outputs=encoding)
 
 
 def test_refusals_leave_the_models_usable(pair) -> None:

@@ -1,6 +1,6 @@
 """Lenience, typical acceptance and the ensemble: what they keep, their limits, and transformers' own ensemble.
 
-That their limits keep the distribution in sampling is shown in `test_distribution.py`.
+That their limits keep the distribution in sampling is shown in `test_output_distributions.py`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.pairwise import pairwise
 from helpers.recurrent_families import noisy
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
@@ -92,9 +93,7 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "call", "rows"), pairwise(tuple(DRAFTS), tuple(CALLS), (1, 3)))
 def test_recordings(target: PreTrainedModel, draft: str, call: str, rows: int) -> None:
     frames, settings = CALLS[call]
     torch.manual_seed(1)
@@ -139,14 +138,13 @@ def test_a_draft_that_can_not_read_the_target_s_input_is_refused(target: PreTrai
 
 
 @pytest.mark.parametrize(
-    ("frames", "settings"),
+    ("draft", "frames", "settings"),
     [
-        (FRAMES, {}),
-        (FRAMES, {"return_dict_in_generate": True}),
-        (3 * FRAMES, {"return_timestamps": True, "return_segments": True}),
+        ("smaller Whisper", FRAMES, {}),
+        ("distilled", FRAMES, {"return_dict_in_generate": True}),
+        ("distilled", 3 * FRAMES, {"return_timestamps": True, "return_segments": True}),
     ],
 )
-@pytest.mark.parametrize("draft", DRAFTS)
 def test_the_times_of_words(draft: str, frames: int, settings: dict[str, Any]) -> None:
     """They come from the attention that each token, and the padding after a row's end, pays to the recording."""
     target = whisper()

@@ -23,7 +23,7 @@ from hf_specdec import SpeculativeDecoding
 from hf_specdec.in_order_decoding import InOrderDecoder
 
 PROMPT = torch.tensor([[2, 3, 4, 2, 4, 3]])
-ROWS, CALLS = 4, 120  # few, so that the rows of a call often agree, and enough for the controls
+ROWS, CALLS = 4, 60  # few, so that the rows of a call often agree, and enough for the controls
 Make = Callable[[PreTrainedModel], LogitsProcessor]
 
 MADE: dict[str, Make] = {

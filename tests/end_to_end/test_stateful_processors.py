@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import families, recurrent_families
 from helpers.models import VOCABULARY, Passes, prompts
+from helpers.pairwise import pairwise
 from helpers.stateful import (
     PROCESSORS,
     Automaton,
@@ -19,6 +20,7 @@ from helpers.stateful import (
     SharedAutomaton,
     StopsByCount,
 )
+from helpers.streamer import Streamer
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -28,7 +30,6 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
     TopKLogitsWarper,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.host.processors import HostProcessors
@@ -67,20 +68,8 @@ def compare(
     return decoding
 
 
-@pytest.mark.parametrize("drafter", ["none", "lookup", "model", "hybrid"])
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_tokens_and_questions_are_plain_s(pair, name: str, rows: int, drafter: str) -> None:
-    decoding = compare(
-        pair, lambda journal: {"logits_processor": [PROCESSORS[name](journal)]}, repetitive(rows), drafter=drafter
-    )
-    assert decoding.stats is not None
-    assert (decoding.stats.drafted > 0) == (drafter != "none")
-    if drafter in ("model", "hybrid"):
-        assert decoding.stats.accepted > 0
-
-
-LOSSLESS: dict[str, dict[str, Any]] = {
+HOW: dict[str, dict[str, Any]] = {
+    **{drafter: {"drafter": drafter} for drafter in ("none", "lookup", "model", "hybrid")},
     "bild": {"strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.05},
     "lenient": {"strategy": "lenient", "lenience": 1.0},
     "typical": {"strategy": "typical", "posterior_threshold": math.inf},
@@ -91,38 +80,35 @@ LOSSLESS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("settings", LOSSLESS)
-def test_so_they_are_with_every_strategy_and_stop_rule(pair, settings: str, rows: int) -> None:
-    for kind in (Automaton, ForkableAutomaton):
-        compare(pair, lambda journal: {"logits_processor": [kind(journal)]}, prompts(rows), **LOSSLESS[settings])  # noqa: B023
+@pytest.mark.parametrize(("name", "how", "rows"), pairwise(tuple(PROCESSORS), tuple(HOW), (1, 4)))
+def test_tokens_and_questions_are_plain_s(pair, name: str, how: str, rows: int) -> None:
+    """With every drafter, strategy and stop rule."""
+    decoding = compare(
+        pair, lambda journal: {"logits_processor": [PROCESSORS[name](journal)]}, repetitive(rows), **HOW[how]
+    )
+    assert decoding.stats is not None
+    assert (decoding.stats.drafted > 0) == (how != "none")
+    if how in ("model", "hybrid"):
+        assert decoding.stats.accepted > 0
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "mistral-sliding", "t5", "Mamba2"])
-def test_so_they_are_with_every_kind_of_cache(family: str, rows: int) -> None:
+def test_so_they_are_with_every_kind_of_cache(family: str) -> None:
     if family == "Mamba2":
         target = recurrent_families.model(family)
         made = target, recurrent_families.noisy(target)
     else:
         made = families.pair(family)
-    ids = torch.randint(3, 40, (rows, 9), generator=torch.Generator().manual_seed(rows))
+    ids = torch.randint(3, 40, (3, 9), generator=torch.Generator().manual_seed(3))
     compare(
         made, lambda journal: {"logits_processor": [Counter(journal), ForkableAutomaton(journal)]}, {"input_ids": ids}
     )
 
 
 def test_so_they_are_where_other_rounds_are_prepared(pair, fast_rounds) -> None:
+    static = {"cache_implementation": "static", "generation_strategy": None}
     for rows in (1, 4):
-        compare(
-            pair,
-            lambda journal: {
-                "logits_processor": [ForkableAutomaton(journal)],
-                "cache_implementation": "static",
-                "generation_strategy": None,
-            },
-            prompts(rows),
-        )
+        compare(pair, lambda journal: {"logits_processor": [ForkableAutomaton(journal)], **static}, prompts(rows))
     assert not fast_rounds, "none of these"
 
 
@@ -132,21 +118,6 @@ def test_a_known_processor_may_say_that_it_keeps_state() -> None:
     warper.stateless = False
     made = HostProcessors(LogitsProcessorList([warper]))
     assert made.in_order and not made.serve_prepared_rounds and not made.portable and not made.for_drafts()
-
-
-class Journal(BaseStreamer):
-    """Writes what it is fed into a journal."""
-
-    def __init__(self, journal: list[Any]) -> None:
-        self.journal = journal
-
-    def put(self, value: Tensor) -> None:
-        """A column, or the prompt."""
-        self.journal.append(("streamer", value.tolist()))
-
-    def end(self) -> None:
-        """The end."""
-        self.journal.append("end")
 
 
 @pytest.mark.parametrize("kind", [None, Automaton, ForkableAutomaton])
@@ -161,28 +132,12 @@ def test_processors_criteria_and_streamers_take_turns_as_in_plain(
         return {
             "logits_processor": [] if kind is None else [kind(journal)],
             "stopping_criteria": StoppingCriteriaList([StopsByCount(journal)]),
-            "streamer": Journal(journal),
+            "streamer": Streamer(calls=journal),
             "eos_token_id": eos,
         }
 
     decoding = compare(pair, make, prompts(rows))
     assert decoding.stats is not None and decoding.stats.accepted > 0
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_recorded_scores_and_logits_are_plain_s(pair, rows: int) -> None:
-    flags = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    plain, ours = (
-        pair[0].generate(**prompts(rows), **CALL, **flags, logits_processor=[Counter()], custom_generate=custom)
-        for custom in (None, SpeculativeDecoding(pair[1]))
-    )
-    assert torch.equal(plain.sequences, ours.sequences)
-    assert len(plain.scores) == len(ours.scores) == len(ours.logits)
-    live = torch.ones(rows, dtype=torch.bool)
-    for column, token in enumerate(plain.sequences[:, 9:].unbind(1)):
-        for kind in ("scores", "logits"):
-            assert torch.allclose(getattr(plain, kind)[column][live], getattr(ours, kind)[column][live], atol=1e-5)
-        live = live & (token != 1)
 
 
 def test_drafts_pass_through_known_processors_and_forks(pair) -> None:
@@ -253,6 +208,10 @@ def test_control_forks_that_share_state(pair) -> None:
         compare(pair, lambda journal: {"logits_processor": [SharedAutomaton(journal)]}, prompts(1))
 
 
+def may_follow(questions: int) -> list[int]:
+    return [token for token in range(1, VOCABULARY) if token % 3 != questions % 3]
+
+
 class CountedWalk:
     """A `prefix_allowed_tokens_fn` that follows its own count of questions instead of the text."""
 
@@ -263,19 +222,14 @@ class CountedWalk:
     def __call__(self, row: int, text: Tensor) -> list[int]:
         self.questions += 1
         self.journal.append((row, text.tolist()))
-        return [token for token in range(1, VOCABULARY) if token % 3 != self.questions % 3]
+        return may_follow(self.questions)
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "model"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("drafter", "rows"), [("lookup", 1), ("model", 4)])
 def test_a_constraint_that_says_it_keeps_state_is_asked_as_in_plain(pair, rows: int, drafter: str, monkeypatch) -> None:
     monkeypatch.setattr(CountedWalk, "stateless", False, raising=False)
-    compare(
-        pair,
-        lambda journal: {"prefix_allowed_tokens_fn": CountedWalk(journal)},
-        repetitive(rows),
-        drafter=drafter,
-    )
+    inputs = repetitive(rows)
+    compare(pair, lambda journal: {"prefix_allowed_tokens_fn": CountedWalk(journal)}, inputs, drafter=drafter)
 
 
 def counted() -> Callable[[int, Tensor], list[int]]:
@@ -284,7 +238,7 @@ def counted() -> Callable[[int, Tensor], list[int]]:
     def allowed(row: int, text: Tensor) -> list[int]:
         nonlocal questions
         questions += 1
-        return [token for token in range(1, VOCABULARY) if token % 3 != questions % 3]
+        return may_follow(questions)
 
     return allowed
 
@@ -292,7 +246,7 @@ def counted() -> Callable[[int, Tensor], list[int]]:
 def counted_in_a_default_value() -> Callable[[int, Tensor], list[int]]:
     def allowed(row: int, text: Tensor, questions: dict[str, int] = {"asked": 0}) -> list[int]:  # noqa: B006
         questions["asked"] += 1
-        return [token for token in range(1, VOCABULARY) if token % 3 != questions["asked"] % 3]
+        return may_follow(questions["asked"])
 
     return allowed
 
@@ -302,7 +256,7 @@ def counted_in_a_list() -> Callable[[int, Tensor], list[int]]:
 
     def allowed(row: int, text: Tensor) -> list[int]:
         questions[0] += 1
-        return [token for token in range(1, VOCABULARY) if token % 3 != questions[0] % 3]
+        return may_follow(questions[0])
 
     return allowed
 
@@ -313,27 +267,25 @@ ASKED = 0
 def counted_in_its_module(row: int, text: Tensor) -> list[int]:
     global ASKED
     ASKED += 1
-    return [token for token in range(1, VOCABULARY) if token % 3 != ASKED % 3]
+    return may_follow(ASKED)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        CountedWalk,
-        counted,
-        lambda: CountedWalk().__call__,
-        counted_in_a_list,
-        counted_in_a_default_value,
-        lambda: counted_in_its_module,
-    ],
-    ids=["object", "closure", "method", "list", "default value", "module"],
-)
-def test_a_constraint_that_keeps_state_and_does_not_say_so_is_refused(pair, make: Callable[[], Any]) -> None:
+COUNTING: dict[str, Callable[[], Any]] = {
+    "object": CountedWalk,
+    "closure": counted,
+    "method": lambda: CountedWalk().__call__,
+    "list": counted_in_a_list,
+    "default value": counted_in_a_default_value,
+    "module": lambda: counted_in_its_module,
+}
+
+
+@pytest.mark.parametrize("place", COUNTING)
+def test_a_constraint_that_keeps_state_and_does_not_say_so_is_refused(pair, place: str) -> None:
     """By its contract it is a function of its arguments, and is asked about drafts."""
+    call = {**prompts(1), **CALL, "prefix_allowed_tokens_fn": COUNTING[place]()}
     with pytest.raises(ValueError, match=r"prefix_allowed_tokens_fn=.*keeps state.*stateless=False.*stateless=True"):
-        pair[0].generate(
-            **prompts(1), **CALL, prefix_allowed_tokens_fn=make(), custom_generate=SpeculativeDecoding(pair[1])
-        )
+        pair[0].generate(**call, custom_generate=SpeculativeDecoding(pair[1]))
 
 
 def test_a_constraint_may_prepare_itself_and_remember_its_answers(pair) -> None:

@@ -21,7 +21,6 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
-from transformers.generation.streamers import BaseStreamer
 
 CASES = int(os.environ.get("HF_SPECDEC_FUZZ_CASES", "0"))
 ENCODER_DECODER = ("t5", "mt5", "bart")
@@ -63,19 +62,6 @@ class StopsAt(StoppingCriteria):
 
     def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return ids.sum(dim=1) % self.number == 0
-
-
-class Collects(BaseStreamer):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def put(self, value: Tensor) -> None:
-        self.seen.append(value.tolist())
-
-    def end(self) -> None:
-        self.seen.append("end")
 
 
 PROCESSORS: dict[str, dict[str, Any]] = {

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz.cases import CASES, ENGINES, PROCESSORS, Case, Collects, StopsAt, cases, models
+from fuzz.cases import CASES, ENGINES, PROCESSORS, Case, StopsAt, cases, models
 from helpers.families import VOCABULARY
 from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.streamer import Streamer
 from helpers.word_tokenizer import word_tokenizer
 from hypothesis import HealthCheck, event, given, settings
 from transformers import PreTrainedModel
@@ -111,7 +112,7 @@ def arguments(case: Case, target: PreTrainedModel) -> dict[str, Any]:
 
 def attempt(target: Any, case: Case, call: dict[str, Any]) -> dict[str, Any] | Exception:
     """What a call returns, with its stream; or its exception."""
-    streamer = Collects() if case.streams else None
+    streamer = Streamer() if case.streams else None
     call = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
     torch.set_default_dtype(getattr(torch, case.default_dtype))
     torch.set_default_device(case.default_device)
@@ -122,7 +123,7 @@ def attempt(target: Any, case: Case, call: dict[str, Any]) -> dict[str, Any] | E
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-    stream = streamer.seen if streamer else []
+    stream = streamer.calls if streamer else []
     if isinstance(output, torch.Tensor):
         return {"sequences": output.tolist(), "stream": stream}
     finished = [column.isfinite().all().item() for column in output.scores or ()]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz.cases import Collects
 from helpers.families import pair, prompts
+from helpers.pairwise import pairwise
+from helpers.streamer import Streamer
 from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 import hf_specdec
@@ -30,34 +31,19 @@ class Countdown:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.calls -= 1
         if self.calls == 0:
-            raise self.error("of the test")
+            raise self.error("enough")
 
 
-class Processor(LogitsProcessor):
-    def __init__(self, fault: Countdown) -> None:
-        self.fault = fault
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.fault()
+class Processor(Countdown, LogitsProcessor):
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        super().__call__()
         return scores
 
 
-class Criterion(StoppingCriteria):
-    def __init__(self, fault: Countdown) -> None:
-        self.fault = fault
-
-    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.fault()
+class Criterion(Countdown, StoppingCriteria):
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        super().__call__()
         return torch.zeros(len(ids), dtype=torch.bool)
-
-
-class Streamer(Collects):
-    def __init__(self, fault: Countdown) -> None:
-        super().__init__()
-        self.fault = fault
-
-    def put(self, value: torch.Tensor) -> None:
-        self.fault()
 
 
 def hooks(*models: PreTrainedModel) -> int:
@@ -68,17 +54,16 @@ def hooks(*models: PreTrainedModel) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "error"),
-    [
-        ("llama", KeyboardInterrupt),
-        ("llama", torch.OutOfMemoryError),
-        *((family, InjectedError) for family in ("llama", "t5")),
-    ],
+    ("place", "family", "error"),
+    pairwise(
+        ("draft", "target", "processor", "criterion", "streamer"),
+        ("llama", "t5"),
+        (KeyboardInterrupt, torch.OutOfMemoryError, InjectedError),
+    ),
 )
-@pytest.mark.parametrize("place", ["draft", "target", "processor", "criterion", "streamer"])
 def test_an_exception_surfaces_and_the_next_call_is_right(family: str, place: str, error: type[BaseException]) -> None:
     target, draft = pair(family)
-    untouched = GenerationMixin.generate
+    untouched, attributes = GenerationMixin.generate, [set(vars(model)) for model in (target, draft)]
     inputs = prompts(1)
     expected = target.generate(**inputs, **SETTINGS)
     for calls in (1, 2, 5):
@@ -89,18 +74,19 @@ def test_an_exception_surfaces_and_the_next_call_is_right(family: str, place: st
             module = {"draft": draft, "target": target}[place].get_output_embeddings()
             handle = module.register_forward_pre_hook(fault)
         elif place == "processor":
-            call["logits_processor"] = [Processor(fault)]
+            call["logits_processor"] = [Processor(calls, error)]
         elif place == "criterion":
-            call["stopping_criteria"] = [Criterion(fault)]
+            call["stopping_criteria"] = [Criterion(calls, error)]
         else:
-            call["streamer"] = Streamer(fault)
+            call["streamer"] = Streamer(error, calls)
         with hf_specdec.enable(target, assistant_model=draft):
-            with pytest.raises(error, match="of the test"):
+            with pytest.raises(error, match="enough"):
                 target.generate(**inputs, **call)
             if handle is not None:
                 handle.remove()
             assert torch.equal(target.generate(**inputs, **SETTINGS, **SPECULATION), expected)
         assert GenerationMixin.generate is untouched and hooks(target, draft) == 0
+        assert [set(vars(model)) for model in (target, draft)] == attributes
         assert torch.equal(target.generate(**inputs, **SETTINGS), expected)
 
 

@@ -89,9 +89,16 @@ def exact_dtype(family: str, rows: int) -> torch.dtype:
 def pair(
     family: str, *, noise: float = 0.15, dtype: torch.dtype = torch.float64
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target of a family and a draft near it."""
+    return pair_of(FAMILIES[family], noise=noise, dtype=dtype, seed=sorted(FAMILIES).index(family))
+
+
+def pair_of(
+    make: Callable[[], PreTrainedModel], *, noise: float = 0.15, dtype: torch.dtype = torch.float64, seed: int = 7
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A seeded target, its weights spread so that its text varies, and a perturbed copy as its draft."""
-    torch.manual_seed(sorted(FAMILIES).index(family))
-    target = FAMILIES[family]().eval()
+    torch.manual_seed(seed)
+    target = make().eval()
     head = target.get_output_embeddings()
     # Untied, since a random tied head answers every token with itself.
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -128,6 +135,13 @@ def prompts(batch_size: int, length: int = 11, seed: int = 10) -> dict[str, torc
     for row in range(1, batch_size):
         mask[row, : 2 * row] = 0
     return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+
+
+def repetitive(batch_size: int, length: int = 11, seed: int = 10) -> dict[str, torch.Tensor]:
+    """Prompts that say everything twice, so that look-ups match."""
+    once = prompts(batch_size, length, seed)
+    twice = once["input_ids"].repeat(1, 2), torch.cat([once["attention_mask"], torch.ones_like(once["input_ids"])], 1)
+    return dict(zip(once, twice, strict=True))
 
 
 # Those that can be fed from a per-row static cache.

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, models
@@ -16,11 +17,16 @@ from helpers.small_configs import BOS, PAD, small_config
 LARGEST = 20_000_000  # parameters
 
 
-def generating_classes() -> Iterator[type[PreTrainedModel]]:
-    """The public classes of transformers with a `generate` of theirs or of `GenerationMixin`, by name of the family."""
+def generating_classes(word: str = "") -> Iterator[type[PreTrainedModel]]:
+    """The public classes of transformers with a `generate` of theirs or of `GenerationMixin`, by name of the family.
+
+    Args:
+        word: those of modules whose source holds it.
+    """
     for family in pkgutil.iter_modules(models.__path__):
         for module in pkgutil.iter_modules([f"{models.__path__[0]}/{family.name}"]):
-            if module.name.startswith("modeling_"):
+            source = Path(models.__path__[0], family.name, f"{module.name}.py")
+            if module.name.startswith("modeling_") and word in source.read_text(encoding="utf-8"):
                 yield from _classes_in(f"{models.__name__}.{family.name}.{module.name}")
 
 

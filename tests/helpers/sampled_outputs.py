@@ -23,7 +23,7 @@ from hf_specdec.rules.verification import SAMPLING_RULES
 
 VOCABULARY, NEW_TOKENS = 4, 3
 PROMPTS = ([2, 3, 3, 2, 3, 2], [3, 2, 3], [2, 2, 3, 3, 2])
-CALLS, ROWS = 6, 360  # of a batch: outputs in all
+CALLS, ROWS = 5, 360  # of a batch: outputs in all
 SINGLE_CALLS = 100
 SAME_SEED = {"rows": 1, "one": 4}  # calls that are made again
 Output = tuple[int, ...]
@@ -46,6 +46,7 @@ STOPS: dict[str, dict[str, Any]] = {
     "auto": {"num_assistant_tokens": "auto"},
     "auto, entropy": {"num_assistant_tokens": "auto", "entropy_threshold": 0.55},
 }
+CONFIDENCE = {"assistant_confidence_threshold": 0.5}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "none": {},
     "temperature": {"temperature": 1.6},

@@ -1,12 +1,13 @@
 """Run by torchrun: decodes with a sharded target, each process with its own seed, and writes what each has got.
 
-Arguments: the folders of target and draft, "sharded" or "replicated" for the draft, and the folder of the results.
+Arguments: the folders of target and draft, which is sharded as well and whole, and the folder of the results.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,18 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(target_folder: str, draft_folder: str, kind: str, results: str) -> None:
+def main(target_folder: str, draft_folder: str, results: str) -> None:
     target = AutoModelForCausalLM.from_pretrained(target_folder, tp_plan="auto")
-    plan = {"tp_plan": "auto"} if kind == "sharded" else {}
-    draft = AutoModelForCausalLM.from_pretrained(draft_folder, **plan)
+    plans = {"sharded": {"tp_plan": "auto"}, "replicated": {}}
+    drafts = {name: AutoModelForCausalLM.from_pretrained(draft_folder, **plan) for name, plan in plans.items()}
     rank = torch.distributed.get_rank()
     ids = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
     texts = {"plain": target.generate(ids, **settings, do_sample=False).tolist()}
-    for name, call in CALLS.items():
+    for (kind, draft), (name, call) in product(drafts.items(), CALLS.items()):
         torch.manual_seed(rank)
         with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-            texts[name] = target.generate(ids, **settings, **call).tolist()
+            texts[f"{kind}, {name}"] = target.generate(ids, **settings, **call).tolist()
     Path(results, f"{rank}.json").write_text(json.dumps(texts))
 
 

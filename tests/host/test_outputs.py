@@ -9,14 +9,13 @@ import pytest
 import torch
 from helpers.families import pair, prompts
 from helpers.models import llama, noisy
+from helpers.streamer import Streamer
 from transformers import (
     DynamicCache,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     MistralConfig,
     MistralForCausalLM,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
     PreTrainedModel,
 )
 
@@ -130,20 +129,6 @@ def mistral() -> PreTrainedModel:
     return MistralForCausalLM(config).to(torch.float64).eval()
 
 
-class Breaks:
-    """A streamer that breaks off the call with a token."""
-
-    def __init__(self, error: type[BaseException], at: int) -> None:
-        self.error, self.left = error, at
-
-    def put(self, value: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-
-    def end(self) -> None: ...
-
-
 @pytest.mark.parametrize("make", [llama, mistral])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_cache_of_ones_own_can_be_gone_on_with(make: Callable[[], PreTrainedModel], error: Any) -> None:
@@ -155,7 +140,7 @@ def test_a_cache_of_ones_own_can_be_gone_on_with(make: Callable[[], PreTrainedMo
     start = inputs["input_ids"].shape[1]
     plain = target.generate(**inputs, **call)
     cache = DynamicCache(config=target.config)
-    decoding = hf_specdec.SpeculativeDecoding(draft, num_assistant_tokens=6, streamer=Breaks(error, 4))
+    decoding = hf_specdec.SpeculativeDecoding(draft, num_assistant_tokens=6, streamer=Streamer(error))
     with pytest.raises(error):
         target.generate(**inputs, **call, **{CACHE_NAME: cache}, custom_generate=decoding)
     assert cache.get_seq_length() == start + 3
@@ -208,7 +193,7 @@ def test_a_window_that_can_not_go_back_is_emptied() -> None:
     emptied = []
     for shown in range(3, 12):
         cache = DynamicCache(config=target.config)
-        decoding = hf_specdec.SpeculativeDecoding(noisy(target, 0.2), streamer=Breaks(RuntimeError, shown))
+        decoding = hf_specdec.SpeculativeDecoding(noisy(target, 0.2), streamer=Streamer(RuntimeError, shown))
         with pytest.raises(RuntimeError):
             target.generate(**inputs, **call, **{CACHE_NAME: cache}, custom_generate=decoding)
         emptied.append(cache.get_seq_length() == 0)
@@ -228,18 +213,6 @@ def test_a_window_forgets_as_many_tokens_as_it_has_recorded() -> None:
         if forgotten is not None:
             cache_rollback.forget_last(cache, forgotten)
     assert [cache_rollback.can_forget(cache, 26, count) for count in range(5)] == [True] * 4 + [False]
-
-
-def test_a_model_that_knows_no_cache_reads_its_text_again() -> None:
-    """`generate` makes a cache for every model; that of this family never learns of it."""
-    settings = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    torch.manual_seed(0)
-    target, draft = (OpenAIGPTLMHeadModel(OpenAIGPTConfig(**settings)).double().eval() for _ in range(2))
-    for rows in (1, 3):
-        ids = torch.randint(3, 60, (rows, 7))
-        call = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-        plain = target.generate(ids, **call)
-        assert torch.equal(target.generate(ids, **call, custom_generate=hf_specdec.SpeculativeDecoding(draft)), plain)
 
 
 @pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}], ids=str)

@@ -54,50 +54,6 @@ def test_the_times_of_what_no_longer_runs_age(prepared: bool) -> None:
     assert times.step() < 0.12 < 0.8 < slow_step
 
 
-def test_draft_times_that_are_confirmed_age_more_slowly() -> None:
-    """Reading the prompt promises steps of half the time; a draft that keeps the promise ends the trust in others."""
-    times = PassTimes()
-    times.first_round(Round((1,), (0,), (1,), (0.0,), 1, 101, 1.0, 2.0, 3.0))
-    plain, steps = Round((0,), (0,), (1,), (0.0,), 0, 1, 0.0, 1.0, 1.0), []
-    for seconds in (1.0, 1.0, 1.0, 0.5, 1.0):
-        times.add(Round((1,), (0,), (1,), (0.0,), 1, 2, seconds, 1.0, 1.0 + seconds), 0.0)
-        for _ in range(64):
-            times.add(plain, 0.0)
-        steps.append(times.step())
-    once, twice, thrice, kept, again = steps
-    assert 0.5 < once < 0.54 < twice < 0.64 < thrice < 0.76
-    assert kept < 0.54 < again < 0.64
-
-
-def test_a_plain_pass_right_after_drafts_is_an_upper_bound_of_those_that_follow() -> None:
-    """It takes longer; if it is all that is known, it counts as it is."""
-
-    def plain(seconds: float) -> Round:
-        return Round((0,), (0,), (1,), (0.0,), 0, 1, 0.0, seconds, seconds)
-
-    times = PassTimes()
-    times.add(plain(1.2), 0.0)
-    assert times.target(1) == pytest.approx(1.2)
-    for unread in range(1, 6):
-        times.add(plain(1.0), float(unread))
-    usual = times.target(1)
-    for _ in range(10):
-        times.add(plain(1.1), 0.0)
-    assert times.target(1) == pytest.approx(usual, rel=0.01)
-    for _ in range(5):
-        times.add(plain(0.8), 0.0)
-    assert times.target(1) < 0.85
-
-
-def test_the_time_of_a_cheap_draft_step_does_not_age() -> None:
-    times = PassTimes()
-    times.first_round(Round((1,), (0,), (1,), (0.0,), 1, 101, 1.0, 2.0, 3.0))
-    times.add(Round((4,), (0,), (1,), (0.0,), 4, 5, 0.4, 1.0, 1.4), 0.0)
-    for _ in range(100):
-        times.add(Round((0,), (0,), (1,), (0.0,), 0, 1, 0.0, 1.0, 1.0), 0.0)
-    assert times.step() == pytest.approx(0.1)
-
-
 def test_a_position_borrows_from_the_one_before_until_it_is_seen() -> None:
     positions = PositionRates(0.5)
     for _ in range(50):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from helpers.families import FAMILIES, pair, prompts
+from helpers.identity import same_as_plain
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BloomForCausalLM, GPTJForCausalLM, GPTJPreTrainedModel, PreTrainedModel
 
-import hf_specdec
 from hf_specdec.models.better_transformer import (
     BloomSdpaAttention,
     attention_of,
@@ -27,6 +27,7 @@ from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 NONE = ("gemma2",) if GPTJForCausalLM._supports_sdpa else ("gpt-j", "gemma2")
 OFFERED = [family for family in FAMILIES if family not in NONE]
 # Logits of these tiny models reach about 10: 1e-5 of float32's figures and as much of their size.
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -35,6 +36,9 @@ def _both(family: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedMo
     eager = to_eager_attention(pair(family, dtype=dtype)[0])
     fast = to_better_transformer(copy.deepcopy(eager))
     assert (attention_of(eager), attention_of(fast)) == ("eager", "sdpa")
+    for model, attention in ((eager, "eager"), (fast, "sdpa")):  # T5's encoder and decoder have a config each
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        assert family == "bloom" or {part.config._attn_implementation for part in parts} == {attention}
     return eager, fast
 
 
@@ -60,14 +64,6 @@ def _steps(model: PreTrainedModel, widths: tuple[int, ...], rows: int = 3) -> Te
     return torch.cat(logits, dim=1) * shown.unsqueeze(-1)
 
 
-@pytest.mark.parametrize("family", [family for family in OFFERED if family != "bloom"])
-def test_every_part_changes_its_attention(family: str) -> None:
-    """T5's encoder and decoder have a config each."""
-    for model, attention in zip(_both(family), ("eager", "sdpa"), strict=True):
-        parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-        assert {part.config._attn_implementation for part in parts} == {attention}
-
-
 def test_gemma_2_is_refused_for_the_cap_that_sdpa_ignores() -> None:
     """Also where transformers has loaded it with SDPA; without a cap there would be nothing to refuse it for."""
     model, _ = pair("gemma2")
@@ -77,12 +73,16 @@ def test_gemma_2_is_refused_for_the_cap_that_sdpa_ignores() -> None:
     assert better_transformer_refusal(model) is None
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("widths", [(13,), (9, 1, 1, 1, 1), (7, 5, 1)], ids=["prefill", "single", "several"])
 @pytest.mark.parametrize("family", OFFERED)
-def test_logits_are_those_of_eager_attention(family: str, widths: tuple[int, ...]) -> None:
+def test_logits_and_tokens_are_those_of_eager_attention(family: str) -> None:
+    """Of a prompt, of single tokens and of several."""
     eager, fast = _both(family)
-    torch.testing.assert_close(_steps(fast, widths), _steps(eager, widths), **CLOSE)
+    with torch.no_grad():
+        for widths in ((13,), (9, 1, 1, 1, 1), (7, 5, 1)):
+            torch.testing.assert_close(_steps(fast, widths), _steps(eager, widths), **CLOSE)
+    for rows in (1, 4):
+        expected, found = (model.generate(**prompts(rows), **GREEDY) for model in (eager, fast))
+        assert torch.equal(found, expected)
 
 
 @torch.no_grad()
@@ -131,29 +131,15 @@ def test_bloom_under_autocast_keeps_padded_rows_finite() -> None:
         assert fast(**inputs).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("family", OFFERED)
-def test_greedy_tokens_are_those_of_eager_attention(family: str) -> None:
-    eager, fast = _both(family)
-    for rows in (1, 4):
-        inputs = prompts(rows)
-        expected = eager.generate(**inputs, max_new_tokens=16, do_sample=False)
-        assert torch.equal(fast.generate(**inputs, max_new_tokens=16, do_sample=False), expected)
-
-
-@pytest.mark.parametrize("roles", ["target", "draft", "both"])
-@pytest.mark.parametrize("family", ["bloom", "opt", "t5"])
+@pytest.mark.parametrize(("family", "roles"), [("bloom", "both"), ("opt", "target"), ("t5", "draft")])
 def test_as_target_and_draft_of_speculation(family: str, roles: str) -> None:
     target, draft = (to_eager_attention(model) for model in pair(family, dtype=torch.float32))
-    inputs = prompts(4)
-    expected = target.generate(**inputs, max_new_tokens=16, do_sample=False)
+    expected = target.generate(**prompts(4), **GREEDY)
     for role, model in (("target", target), ("draft", draft)):
         if roles in (role, "both"):
             to_better_transformer(model)
-    for strategy, settings in (("speculative", {}), ("bild", {"rollback_threshold": 0.0, "fallback_threshold": 0.0})):
-        with hf_specdec.enable(target, assistant_model=draft, generation_strategy=strategy, **settings):
-            out = target.generate(**inputs, max_new_tokens=16, do_sample=False, return_dict_in_generate=True)
-        assert torch.equal(out.sequences, expected)
-        assert 0 < out.speculation.acceptance_rate < 1
+    out = same_as_plain(target, draft, prompts(4), GREEDY)
+    assert torch.equal(out.sequences, expected) and 0 < out.speculation.acceptance_rate < 1
 
 
 def test_bloom_pads_in_float64_too() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from helpers import recurrent_families
-from helpers.families import FAMILIES, pair, prompts
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from helpers.families import pair, prompts
+from helpers.identity import same_as_plain
+from transformers import DynamicCache, EncoderDecoderCache
 
 import hf_specdec
 from hf_specdec.models.cache_names import CACHE_NAME, OUTDATED_NAMES, cache_argument, cache_of
@@ -20,40 +19,12 @@ SPECULATIVE = {"generation_strategy": "speculative"}
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
 
-def pair_of(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    if family in FAMILIES:
-        return pair(family)
+@pytest.mark.parametrize("family", ["Mamba2", "FalconH1"])
+def test_no_call_of_a_recurrent_model_uses_an_outdated_name(no_name_is_outdated, family: str) -> None:
+    """Of other families see `test_identity.py`."""
     target = recurrent_families.model(family)
-    return target, recurrent_families.noisy(target)
-
-
-@pytest.fixture
-def no_name_is_outdated(monkeypatch) -> None:
-    """A warning of an outdated name is an error, whether it is raised by Python or logged by transformers."""
-
-    def refuse(self: logging.Logger, message: str, *args: Any, **kwargs: Any) -> None:
-        assert "deprecated" not in message, message
-
-    monkeypatch.setattr(logging.Logger, "warning_once", refuse)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        yield
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "bloom", "t5", "bart", "Mamba2", "FalconH1"])
-@pytest.mark.parametrize(
-    "settings",
-    [{"return_dict_in_generate": True}, {"cache_implementation": "static"}, {"use_cache": False}],
-    ids=["dynamic", "static", "none"],
-)
-def test_no_call_of_ours_uses_an_outdated_name(
-    no_name_is_outdated, family: str, rows: int, settings: dict[str, Any]
-) -> None:
-    target, draft = pair_of(family)
-    with hf_specdec.enable(target, assistant_model=draft):
-        for strategy in (None, "speculative"):
-            target.generate(**prompts(rows), **GREEDY, **settings, generation_strategy=strategy)
+    for settings in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+        same_as_plain(target, recurrent_families.noisy(target), prompts(3), GREEDY, **settings)
 
 
 @pytest.mark.skipif(not OUTDATED_NAMES, reason="no name is outdated in this version of transformers")

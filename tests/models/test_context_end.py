@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import DECODER, ENCODER_DECODER, FAMILIES, ROPE, SPECIAL, VOCABULARY, pair, prompts
+from helpers import families
+from helpers.families import DECODER, ROPE, SPECIAL, VOCABULARY, pair, pair_of, prompts
+from helpers.identity import same_as_plain
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -27,7 +27,8 @@ from hf_specdec.host.processors import HostProcessors
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.prepared import cuda_graphs
 
-POSITIONS = 48
+POSITIONS = 30
+GREEDY = {"do_sample": False, "eos_token_id": None}
 
 
 def gpt2(positions: int) -> PreTrainedModel:
@@ -42,21 +43,16 @@ def opt(positions: int) -> PreTrainedModel:
 
 
 def bart(positions: int) -> PreTrainedModel:
-    sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
-    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}
-    return BartForConditionalGeneration(
-        BartConfig(**sides, max_position_embeddings=positions, forced_eos_token_id=None, **ENCODER_DECODER)
-    )
+    return families.bart(max_position_embeddings=positions)
 
 
 def llama(positions: int) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**ROPE | {"max_position_embeddings": positions}, **SPECIAL))
 
 
-def pair_of(build, positions: int, longer: int, monkeypatch) -> tuple[PreTrainedModel, PreTrainedModel]:
+def with_longer_draft(build, positions: int, longer: int) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A target, and a draft that is like it but for noise and a longer context."""
-    monkeypatch.setitem(FAMILIES, "made", lambda: build(positions))
-    target, noisy = pair("made")
+    target, noisy = pair_of(lambda: build(positions))
     draft = build(longer).to(target.dtype).eval()
     head = draft.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -67,33 +63,23 @@ def pair_of(build, positions: int, longer: int, monkeypatch) -> tuple[PreTrained
     return target, draft
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"drafter": "lookup", "num_assistant_tokens": 16}, {"num_assistant_tokens": 16}]
-)
 @pytest.mark.parametrize("build", [gpt2, opt, bart])
-def test_texts_reach_the_last_position_of_a_table(build, settings: dict, monkeypatch) -> None:
+def test_texts_reach_the_last_position_of_a_table(build) -> None:
     """Rows accept unevenly, so that one stands at the end while another's drafts are as long as ever."""
-    target, draft = pair_of(build, POSITIONS, 2 * POSITIONS, monkeypatch)
-    inputs = prompts(4)
-    greedy = {"max_length": POSITIONS, "do_sample": False, "eos_token_id": None}
-    plain = target.generate(**inputs, **greedy)
-    assert plain.shape[1] == POSITIONS
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        assert torch.equal(target.generate(**inputs, **greedy, **settings), plain)
+    target, draft = with_longer_draft(build, POSITIONS, 2 * POSITIONS)
+    for settings in ({}, {"drafter": "lookup", "num_assistant_tokens": 16}, {"num_assistant_tokens": 16}):
+        out = same_as_plain(target, draft, prompts(4), {**GREEDY, "max_length": POSITIONS}, **settings)
+        assert out.sequences.shape[1] == POSITIONS
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_texts_go_on_beyond_what_rotary_positions_were_trained_for(rows: int, monkeypatch) -> None:
     """Prepared rounds, which bound positions, leave such texts to the general ones."""
     monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
-    target, draft = pair_of(llama, POSITIONS, 4 * POSITIONS, monkeypatch)
-    inputs = prompts(rows)
-    greedy = {"max_length": POSITIONS + 20, "do_sample": False, "eos_token_id": None}
-    plain = target.generate(**inputs, **greedy)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        for settings in ({}, {"drafter": "none"}):
-            output = target.generate(**inputs, **greedy, **settings, cache_implementation="static")
-            assert torch.equal(output, plain)
+    target, draft = with_longer_draft(llama, POSITIONS, 4 * POSITIONS)
+    call = {**GREEDY, "max_length": POSITIONS + 20}
+    for settings in ({}, {"drafter": "none"}):
+        same_as_plain(target, draft, prompts(rows), call, cache_implementation="static", **settings)
 
 
 def test_a_draft_reads_up_to_its_last_position() -> None:

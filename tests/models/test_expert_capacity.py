@@ -18,7 +18,7 @@ from hf_specdec.config import SpeculationConfig
 from hf_specdec.models import sight
 from hf_specdec.models.expert_capacity import most_tokens
 
-SETTINGS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+SETTINGS: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
 
 
 def switch(capacity: int) -> PreTrainedModel:
@@ -68,11 +68,10 @@ def _speculated(target: PreTrainedModel, inputs: dict[str, Tensor], tokens: int 
         (lambda: nllb(share=1.0), 3, 16),
     ],
 )
-@pytest.mark.parametrize("prompt", [1, 2])
-def test_tokens_are_plains_with_drafts_that_fit(make: Any, rows: int, longest: int, prompt: int) -> None:
+def test_tokens_are_plains_with_drafts_that_fit(make: Any, rows: int, longest: int) -> None:
     target = make()
-    inputs = {"input_ids": _ids(rows), "decoder_input_ids": _ids(rows)[:, :prompt]}
-    for tokens in (8, "auto"):
+    for tokens, prompt in ((8, 1), (8, 2), ("auto", 2)):
+        inputs = {"input_ids": _ids(rows), "decoder_input_ids": _ids(rows)[:, :prompt]}
         assert torch.equal(_speculated(target, inputs, tokens), target.generate(**inputs, **SETTINGS))
         stats = hf_specdec.last_speculation(target)
         assert stats is not None and 0 < max(max(one.drafted) for one in stats.rounds) <= longest

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import DECODER, FAMILIES, ROPE, SPECIAL, VOCABULARY, pair, prompts
+from helpers.families import DECODER, ROPE, SPECIAL, VOCABULARY, pair_of, prompts
 from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel, PreTrainedModel
 
 from hf_specdec import SpeculativeDecoding
@@ -41,10 +41,9 @@ def widths_of(model: PreTrainedModel) -> list[int]:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_pass_reads_the_text_once_where_the_model_keeps_it(kind: str, rows: int, monkeypatch: Any) -> None:
+def test_a_pass_reads_the_text_once_where_the_model_keeps_it(kind: str, rows: int) -> None:
     """GPT has no cache, which its signature doesn't tell from one that is hidden."""
-    monkeypatch.setitem(FAMILIES, "made", MODELS[kind])
-    target, draft = pair("made")
+    target, draft = pair_of(MODELS[kind])
     inputs = prompts(rows)
     plain = target.generate(**inputs, **CALL)
     assert DECODER["num_hidden_layers"] == 2 and len(plain.sequences[0].unique()) > 5

@@ -66,34 +66,24 @@ def test_only_large_products_of_float32_are_served(served: list[tuple[int, ...]]
     assert served == [(1, 2, 256)]
 
 
-def test_a_smaller_layer_is_served_for_many_rows(served: list[tuple[int, ...]]) -> None:
-    weight = torch.randn(128, 128)
-    with torch.inference_mode(), OneDnnLinears():
-        for rows in (1, 255, 256, 2000):
-            functional.linear(torch.randn(rows, 128), weight)
-    assert served == [(256, 128), (2000, 128)]
-
-
-def test_without_mkl_many_rows_stay_with_the_other_library(
-    served: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("range_", "weight", "rows", "taken"),
+    [
+        (MKL_ELSEWHERE, (128, 128), (1, 255, 256, 2000), [256, 2000]),
+        (OTHERS, WEIGHT, (1, 64, 65), [1, 64]),
+        (MKL_ON_INTEL, (2048, 1024), (1, 3, 4, 15, 16), [4, 15]),
+        (MKL_ON_INTEL, (2047, 1024), (1, 3, 4, 15, 16), []),
+    ],
+    ids=["a small layer for many rows", "few rows without MKL", "several tokens on Intel's", "no small layer there"],
+)
+def test_layers_are_served_where_they_are_faster(
+    range_: Range, weight: tuple[int, int], rows: tuple[int, ...], taken: list[int], served, monkeypatch
 ) -> None:
-    monkeypatch.setattr(onednn_linears, "faster_range", lambda: OTHERS)
+    monkeypatch.setattr(onednn_linears, "faster_range", lambda: range_)
     with torch.inference_mode(), OneDnnLinears():
-        for rows in (1, 64, 65):
-            functional.linear(torch.randn(rows, 256), torch.randn(WEIGHT))
-    assert served == [(1, 256), (64, 256)]
-
-
-def test_on_intel_s_processors_single_tokens_and_small_layers_stay_with_mkl(
-    served: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onednn_linears, "faster_range", lambda: MKL_ON_INTEL)
-    large = torch.randn(2048, 1024)
-    with torch.inference_mode(), OneDnnLinears():
-        for rows in (1, 3, 4, 15, 16):
-            functional.linear(torch.randn(rows, 1024), large)
-            functional.linear(torch.randn(rows, 1024), large[1:])
-    assert served == [(4, 1024), (15, 1024)]
+        for count in rows:
+            functional.linear(torch.randn(count, weight[1]), torch.randn(weight))
+    assert served == [(count, weight[1]) for count in taken]
 
 
 @pytest.mark.parametrize(

@@ -54,17 +54,17 @@ def test_chunks_of_transformers_with_the_drafts_in_the_last(
 ENGINES: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementation": "static"}}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "bloom"])
+@pytest.mark.parametrize(
+    ("family", "engine", "rows"),
+    [("llama", "dynamic", 1), ("llama", "static", 3), ("mistral-sliding", "dynamic", 3), ("bloom", "dynamic", 3)],
+)
 def test_no_pass_reads_more_of_a_prompt(family: str, engine: str, rows: int) -> None:
     target, draft = pair(family, dtype=exact_dtype(family, rows))
     call = {**prompts(rows, length=31), **GREEDY}
     plain = target.generate(**call)
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         target.generate(**call)  # tries the passes of a model that does not say what they are like
-    widths = [Widths(model) for model in (target, draft)]
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        widths = [Widths(model) for model in (target, draft)]
         for size in (1, 4, 16, 100):
             settings = {"num_assistant_tokens": LOOKAHEAD, "prefill_chunk_size": size, **ENGINES[engine]}
             assert torch.equal(target.generate(**call, **settings), plain)

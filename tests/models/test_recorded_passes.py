@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -24,7 +23,7 @@ from hf_specdec.models import jit_traces, recorded_passes
 from hf_specdec.models.fingerprint import has_custom_hooks, state_of
 from hf_specdec.models.recorded_passes import MAX_RECORDINGS, RecordedStep, recordable
 
-SETTINGS = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+SETTINGS = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 
 @pytest.fixture
@@ -48,8 +47,8 @@ def test_replayed_passes_are_the_model_s_own_to_the_bit(
 ) -> None:
     """In float32, so that a single operation in another order would show; lookaheads make passes of many widths."""
     target, draft = pair(family, dtype=torch.float32)
-    # (rows, lookahead); of every other family the other half.
-    half = [(1, 1), (4, 4), (1, 7)] if list(FAMILIES).index(family) % 2 else [(4, 1), (1, 4), (4, 7)]
+    # (rows, lookahead)
+    half = [(1, 7), (4, 4)] if list(FAMILIES).index(family) % 2 else [(4, 7), (1, 4)]
     with monkeypatch.context() as unrecorded:
         unrecorded.setattr(recorded_passes, "EAGER_PASSES", 10**9)
         asked = [_speculate(target, draft, rows, num_assistant_tokens=n) for rows, n in half]
@@ -68,7 +67,7 @@ def test_few_recordings_serve_all_widths_and_lengths(replays: list[int], monkeyp
     trace = torch._C._create_graph_by_tracing
     monkeypatch.setattr(torch._C, "_create_graph_by_tracing", lambda *args: (made.append(1), trace(*args))[1])
     target, draft = pair("llama")
-    for lookahead in range(1, 9):
+    for lookahead in (1, 2, 5, 8):
         for length in (7, 12):
             inputs = prompts(1, length=length)
             with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
@@ -87,17 +86,6 @@ def test_only_fast_passes_are_recorded(seconds: float, monkeypatch: pytest.Monke
     for _ in range(recorded_passes.EAGER_PASSES + 2):
         passes.run(lambda x: x + 1, [torch.zeros(2)], span=1)
     assert passes.made == (seconds < 0.1)
-
-
-def test_passes_may_be_slower_where_python_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each layer, and the slower the machine."""
-    bounds = []
-    for seconds in (1e-6, 4e-6):
-        monkeypatch.setattr(recorded_passes, "_seconds_per_call", lambda seconds=seconds: seconds)
-        bounds.append([recorded_passes.slowest_recorded(layers) for layers in (4, 10)])
-    (shallow, deep), slow_machine = bounds
-    assert 2 * shallow == deep
-    assert slow_machine == [4 * shallow, 4 * deep]
 
 
 def test_weights_that_change_in_place_are_seen(replays: list[int]) -> None:
@@ -193,19 +181,6 @@ def test_a_step_that_python_changes_is_never_replayed() -> None:
     assert len(passes._recordings) == MAX_RECORDINGS
 
 
-def test_trials_have_to_agree_in_a_row_with_the_same_recording() -> None:
-    held = [0.0]
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x + held[0]
-
-    passes, wanted, found = RecordedStep(), [*[0.0] * (recorded_passes.EAGER_PASSES + 1), 1.0, 1.0, 1.0, 2.0], []
-    for value in wanted:
-        held[0] = value
-        found.append(passes.run(step, [torch.zeros(1)], 1).item())
-    assert found == wanted and len(passes._recordings) == 2, "each agreed once"
-
-
 @pytest.mark.parametrize("change", ["attribute", "activation", "class method", "function", "buffer", "dropout"])
 def test_changes_between_calls_are_seen(change: str, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of what is no weight: a recording holds for the code and the attributes that it was made with."""
@@ -266,18 +241,6 @@ def test_a_choice_by_the_length_of_the_text_is_found_out(replays: list[int]) -> 
     assert [at(span) for span in range(130, 150)] == [1.0] * 20
 
 
-def test_recordings_keep_no_model_alive(replays: list[int]) -> None:
-    target = llama()
-    draft = noisy(target)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        target.generate(**prompts(1), max_new_tokens=30, do_sample=False)
-    gone = [weakref.ref(model.model.layers[0].mlp.up_proj.weight) for model in (target, draft)]
-    assert replays
-    del target, draft
-    gc.collect()
-    assert not any(weight() is not None for weight in gone)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory the process takes")
 def test_a_process_that_serves_model_after_model_takes_no_more_memory(replays: list[int]) -> None:
     """A recording that stayed would take two megabytes."""
@@ -305,8 +268,7 @@ def test_a_model_in_training_under_autocast_or_a_function_mode_is_left_alone() -
         assert not recordable(target)
 
 
-@pytest.mark.parametrize("name", ["final_logit_softcapping", "attn_logit_softcapping"])
-def test_an_edited_configuration_is_seen(name: str, replays: list[int]) -> None:
+def test_an_edited_configuration_is_seen(replays: list[int]) -> None:
     """Models read some of its values in every pass."""
     target, draft = pair("gemma2")
     settings = {"eos_token_id": None}
@@ -314,7 +276,7 @@ def test_an_edited_configuration_is_seen(name: str, replays: list[int]) -> None:
         _speculate(target, draft, **settings)
     assert replays
     state = state_of(target)
-    setattr(target.config, name, 0.5)
+    target.config.attn_logit_softcapping = 0.5
     assert state_of(target) != state
     for _ in range(2):
         out = _speculate(target, draft, **settings)
@@ -399,6 +361,6 @@ def test_threads_record_and_replay_the_same_model(replays: list[int]) -> None:
     plain = target.generate(**prompts(1), **SETTINGS).sequences
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         with ThreadPoolExecutor(8) as pool:
-            calls = [pool.submit(target.generate, **prompts(1), **SETTINGS) for _ in range(24)]
+            calls = [pool.submit(target.generate, **prompts(1), **SETTINGS) for _ in range(8)]
         assert all(torch.equal(call.result().sequences, plain) for call in calls)
     assert replays

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers.families import FAMILIES, ROPE, SPECIAL, pair, perturbed, prompts
+from helpers.families import ROPE, SPECIAL, pair_of, perturbed, prompts
+from helpers.identity import same_as_plain
 from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.models import Passes
 from helpers.pairwise import pairwise
 from torch import Tensor
 from transformers import (
@@ -36,6 +39,7 @@ LONG = {
     "long_factor": [3.0, 4.0, 6.0, 8.0],
 }
 PROMPT, NEW_TOKENS = 11, 15
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
 
 
 def _phi3(limit: int, **rope: Any) -> PreTrainedModel:
@@ -74,11 +78,7 @@ KINDS: dict[str, Callable[[int], PreTrainedModel]] = {
         {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, max_position_embeddings=limit
     ),
 }
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "none": {"drafter": "none"},
-    "lookup": {"drafter": "lookup"},
-    "model": {},
-}
+DRAFTERS: dict[str, dict[str, Any]] = {"none": {"drafter": "none"}, "lookup": {"drafter": "lookup"}, "model": {}}
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
     "no cache": {"use_cache": False},
@@ -86,12 +86,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "own cache": {},
     "compiled": {"compile": True},
 }
-CALLS = tuple(DRAFTERS), tuple(ENGINES)
 
 
-def changing(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, PreTrainedModel]:
-    monkeypatch.setitem(FAMILIES, "made", lambda: KINDS[kind](limit))
-    return pair("made")
+@functools.cache
+def changing(kind: str, limit: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A pair whose frequencies change at a length; tests share it."""
+    return pair_of(lambda: KINDS[kind](limit))
 
 
 def padded(rows: int, columns: int) -> dict[str, Tensor]:
@@ -104,75 +104,61 @@ def as_if_fresh(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model) if model.config.rope_parameters.get("rope_type") == "dynamic" else model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_plain_generate_s_wherever_frequencies_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_plain_generate_s_wherever_frequencies_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the prompt, right after it, and later; rows of a batch come to it in different rounds, or end before."""
     interpret_compiled_steps(monkeypatch)
     limits = (8, PROMPT, PROMPT + 1, PROMPT + 7)
-    pairs = {limit: changing(kind, limit, monkeypatch) for limit in limits}
-    for limit, columns, rows, eos, drafter, engine in pairwise(limits, (0, 3), (1, 3), (None, [5, 9, 13]), *CALLS):
-        target, draft = pairs[limit]
+    cases = pairwise(tuple(KINDS), limits, (0, 3), (1, 3), (None, [5, 9, 13]), tuple(DRAFTERS), tuple(ENGINES))
+    for kind, limit, columns, rows, eos, drafter, engine in cases:
+        target, draft = changing(kind, limit)
         inputs, settings = padded(rows, columns), dict(ENGINES[engine])
-        call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": eos}
+        call = {**GREEDY, "eos_token_id": eos}
         plain = as_if_fresh(target).generate(**inputs, **call, use_cache=settings.get("use_cache", True))
         if engine == "own cache":
             settings[CACHE_NAME] = DynamicCache(config=target.config)
         decoding = SpeculativeDecoding(draft, num_assistant_tokens=4, **DRAFTERS[drafter])
         out = as_if_fresh(target).generate(**inputs, **call, **settings, custom_generate=decoding)
-        assert torch.equal(out, plain), (limit, columns, rows, eos, drafter, engine)
+        assert torch.equal(out, plain), (kind, limit, columns, rows, eos, drafter, engine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_read_in_chunks_across_the_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_read_in_chunks_across_the_change() -> None:
     """Each chunk has the frequencies of its own end, and Phi-3 drops its cache only for one that is long enough."""
-    target, draft = changing(kind, 8, monkeypatch)
-    for chunk, rows, length in pairwise((4, 8, 9), (1, 3), (7, 16, 20)):
-        call = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": chunk}
+    for kind, chunk, rows, length in pairwise(tuple(KINDS), (4, 8, 9), (1, 3), (7, 16, 20)):
+        target, draft = changing(kind, 8)
+        call = {**GREEDY, "max_new_tokens": 9, "prefill_chunk_size": chunk}
         plain = as_if_fresh(target).generate(**prompts(rows, length), **call)
         decoding = SpeculativeDecoding(draft, num_assistant_tokens=4)
         out = as_if_fresh(target).generate(**prompts(rows, length), **call, custom_generate=decoding)
-        assert torch.equal(out, plain), (chunk, rows, length)
+        assert torch.equal(out, plain), (kind, chunk, rows, length)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_change_changes_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: of the test above; Phi-3 drops its cache with the usual frequencies, too."""
-    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
-    texts = [changing(kind, limit, monkeypatch)[0].generate(**prompts(4), **call) for limit in (PROMPT + 1, 100)]
+def test_the_change_changes_tokens(kind: str) -> None:
+    """Negative control: of the tests above; Phi-3 drops its cache with the usual frequencies, too."""
+    texts = [changing(kind, limit)[0].generate(**prompts(4), **GREEDY) for limit in (PROMPT + 1, 100)]
     assert torch.equal(*texts) == (kind == "phi3 that only drops its cache")
 
 
-@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", ["phi3", "llama", "dynamic"])
-def test_a_draft_s_frequencies_may_change_where_the_target_s_don_t(
-    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft = changing(kind, PROMPT + 6, monkeypatch)[1]
-    target = changing("llama", 100, monkeypatch)[0]
-    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
-    plain = target.generate(**prompts(rows), **call)
-    out = target.generate(**prompts(rows), **call, custom_generate=SpeculativeDecoding(draft, num_assistant_tokens=4))
-    assert torch.equal(out, plain)
+def test_a_draft_s_frequencies_may_change_where_the_target_s_don_t(kind: str) -> None:
+    target, draft = changing("llama", 100)[0], changing(kind, PROMPT + 6)[1]
+    for rows in (1, 4):
+        same_as_plain(target, as_if_fresh(draft), prompts(rows), GREEDY, num_assistant_tokens=4)
 
 
 @pytest.mark.parametrize("kind", ["phi3", "phimoe"])
-def test_a_target_as_its_own_draft_accepts_everything_across_the_change(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, _ = changing(kind, PROMPT + 6, monkeypatch)
-    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    out = target.generate(**prompts(1), **call, custom_generate=SpeculativeDecoding(target, num_assistant_tokens=4))
+def test_a_target_as_its_own_draft_accepts_everything_across_the_change(kind: str) -> None:
+    target, _ = changing(kind, PROMPT + 6)
+    out = same_as_plain(target, target, prompts(1), GREEDY, num_assistant_tokens=4)
     assert out.speculation.acceptance_rate == 1.0
     # One round ends at the change. Behind it, rounds are as long as ever.
     drafted = [finished.drafted[0] for finished in out.speculation.rounds]
     assert len(drafted) <= 7 and drafted[-2] == 4
 
 
-def test_rows_wait_for_each_other_only_at_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, _ = changing("llama", PROMPT + 8, monkeypatch)
-    draft = perturbed(target, 0.05)
-    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    out = target.generate(**prompts(4), **call, custom_generate=SpeculativeDecoding(draft, num_assistant_tokens=4))
+def test_rows_wait_for_each_other_only_at_the_change() -> None:
+    target, _ = changing("llama", PROMPT + 8)
+    out = same_as_plain(target, perturbed(target, 0.05), prompts(4), GREEDY, num_assistant_tokens=4)
     lengths = torch.tensor([r.new_tokens for r in out.speculation.rounds]).cumsum(0) + PROMPT
     waiting = [row for row, r in zip(lengths.tolist(), out.speculation.rounds, strict=True) if 0 in r.new_tokens]
     early = [row for row in waiting if min(row) <= PROMPT + 9]
@@ -204,14 +190,12 @@ def chat(
     return [(text, kept.transpose(1, 2)) for text, kept in found]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_chats_go_on_from_a_cache_across_the_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chats_go_on_from_a_cache_across_the_change() -> None:
     """The change comes in the first turn, in what is said to the second, and in its answer; plain may go on, too."""
-    limits, settings = (14, 19, 26), ((None, {}), ({}, None), ({}, {"drafter": "lookup"}))
-    pairs = {limit: changing(kind, limit, monkeypatch) for limit in limits}
-    for case in pairwise(limits, settings, (1, 3), (0, 2), (4, 9), (True, False)):
-        limit, by_turn, rows, columns, new_tokens, whole = case
-        (target, draft), inputs = pairs[limit], padded(rows, columns)
+    settings = ((None, {}), ({}, None), ({}, {"drafter": "lookup"}))
+    for case in pairwise(tuple(KINDS), (14, 19, 26), settings, (1, 3), (0, 2), (4, 9), (True, False)):
+        kind, limit, by_turn, rows, columns, new_tokens, whole = case
+        (target, draft), inputs = changing(kind, limit), padded(rows, columns)
         turns = tuple(
             one if one is None else SpeculativeDecoding(draft, num_assistant_tokens=4, **one) for one in by_turn
         )
@@ -225,17 +209,12 @@ def test_chats_go_on_from_a_cache_across_the_change(kind: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", ["phi3", "llama"])
-def test_rows_that_end_in_different_stages_leave_no_cache_to_go_on_from(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_end_in_different_stages_leave_no_cache_to_go_on_from(kind: str) -> None:
     """The next call reads the whole text; a shorter row's cache would be continued with other frequencies."""
-    target, draft = changing(kind, PROMPT + 6, monkeypatch)
-    call: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
-    text = target.generate(**prompts(3), **call, eos_token_id=None).sequences
-    call["eos_token_id"] = int(text[1, PROMPT + 2])
-    plain = target.generate(**prompts(3), **call)
-    out = target.generate(**prompts(3), **call, custom_generate=SpeculativeDecoding(draft))
-    assert torch.equal(out.sequences, plain.sequences) and out.sequences.shape[1] > PROMPT + 8
+    target, draft = changing(kind, PROMPT + 6)
+    end = int(target.generate(**prompts(3), **GREEDY)[1, PROMPT + 2])
+    out = same_as_plain(target, draft, prompts(3), {**GREEDY, "eos_token_id": end})
+    assert out.sequences.shape[1] > PROMPT + 8
     assert cache_of(out).get_seq_length() == 0
 
 
@@ -249,33 +228,25 @@ class LastTokenOnly(Phi3ForCausalLM):
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
 
-def test_a_model_that_loses_the_text_with_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not where it doesn't come to it."""
+def test_a_model_that_loses_the_text_with_its_cache_is_refused() -> None:
+    """And not where it doesn't come to it. So are new tokens alone that make a model forget the rest."""
     limit = PROMPT + 6
     config = Phi3Config(**ROPE, **SPECIAL, original_max_position_embeddings=limit, rope_parameters=dict(LONG))
-    monkeypatch.setitem(FAMILIES, "made", lambda: LastTokenOnly(config))
-    target, draft = pair("made")
-    decoding, call = SpeculativeDecoding(draft), {"do_sample": False, "eos_token_id": None}
-    passes: list[Any] = []
-    target.register_forward_hook(lambda *_: passes.append(1))
-    with pytest.raises(ValueError, match=rf"LastTokenOnly drops its cache .* {limit} tokens .*max_length={limit + 1}"):
-        target.generate(**prompts(1), **call, max_new_tokens=NEW_TOKENS, custom_generate=decoding)
-    assert not passes
+    target, draft = pair_of(lambda: LastTokenOnly(config))
+    with (
+        Passes(target) as passes,
+        pytest.raises(ValueError, match=rf"LastTokenOnly drops its cache .* {limit} tokens .*max_length={limit + 1}"),
+    ):
+        target.generate(**prompts(1), **GREEDY, custom_generate=SpeculativeDecoding(draft))
+    assert passes.count == 0
     for settings in ({"max_length": limit + 1}, {"max_length": 30, "use_cache": False}):
-        plain = target.generate(**prompts(1), **call, **settings)
-        assert torch.equal(target.generate(**prompts(1), **call, **settings, custom_generate=decoding), plain)
-    longer = prompts(1, length=limit + 2)
-    plain = target.generate(**longer, **call, max_new_tokens=9)
-    assert torch.equal(target.generate(**longer, **call, max_new_tokens=9, custom_generate=decoding), plain)
-
-
-def test_new_tokens_alone_that_make_a_model_forget_the_rest_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = changing("phi3", 16, monkeypatch)
-    first = target.generate(**prompts(1), max_new_tokens=3, return_dict_in_generate=True, eos_token_id=None)
-    inputs = prompts(1, length=18)
-    call = {CACHE_NAME: cache_of(first), "attention_mask": inputs["attention_mask"].new_ones(1, 13 + 18)}
+        same_as_plain(target, draft, prompts(1), {**GREEDY, "max_new_tokens": None, **settings})
+    same_as_plain(target, draft, prompts(1, length=limit + 2), GREEDY)
+    target, draft = changing("phi3", 16)
+    first = target.generate(**prompts(1), **{**GREEDY, "max_new_tokens": 3}, return_dict_in_generate=True)
+    call = {CACHE_NAME: cache_of(first), "attention_mask": torch.ones(1, 13 + 18, dtype=torch.long)}
     with pytest.raises(ValueError, match="Phi3ForCausalLM drops its cache"):
-        target.generate(inputs["input_ids"], **call, max_new_tokens=4, custom_generate=SpeculativeDecoding(draft))
+        target.generate(prompts(1, 18)["input_ids"], **call, **GREEDY, custom_generate=SpeculativeDecoding(draft))
 
 
 def test_stages_from_positions() -> None:

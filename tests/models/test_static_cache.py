@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.distributions import FALSE_FAILURE, odds
 from helpers.families import FAMILIES, ROWS_FAMILIES, exact_dtype, pair, prompts
 from transformers import DynamicCache, StaticCache
 
@@ -18,46 +17,6 @@ from hf_specdec.models.static_cache import RowsCache, RowsLayer
 from hf_specdec.models.static_runner import StaticRunner, supports_rows_cache
 
 NEW_TOKENS = 16
-LOSSLESS = {"rollback_threshold": 0.0, "fallback_threshold": 0.2}
-
-
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_plain_generate(
-    family: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes: list[str] = []
-    monkeypatch.setattr(StaticRunner, "rewind", _counting(StaticRunner.rewind, passes))
-    target, draft = pair(family, dtype=exact_dtype(family, batch_size))
-    inputs, settings = prompts(batch_size), {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    plain = target.generate(**inputs, **settings)
-    settings |= {"assistant_model": draft, "cache_implementation": "static", "return_dict_in_generate": True}
-    with hf_specdec.enable(target):
-        for strategy, lookahead in (("speculative", 1), ("speculative", 4), ("bild", 4)):
-            if family in ROWS_FAMILIES or lookahead == 1:
-                out = target.generate(
-                    **inputs, **settings, generation_strategy=strategy, num_assistant_tokens=lookahead, **LOSSLESS
-                )
-                assert torch.equal(out.sequences, plain), (strategy, lookahead)
-    assert bool(passes) == (family in ROWS_FAMILIES)
-
-
-def test_outputs_are_distributed_as_the_target_s_own(toy_pair, monkeypatch) -> None:
-    """Half of the rows padded, with processors; and the static runners did run."""
-    runs = []
-    monkeypatch.setattr(StaticRunner, "rewind", _counting(StaticRunner.rewind, runs))
-    decoding = SpeculativeDecoding(toy_pair[1], num_assistant_tokens=2)
-    settings = {"temperature": 1.4, "top_p": 0.8, "cache_implementation": "static"}
-    assert min(odds(toy_pair, decoding, **settings)) > FALSE_FAILURE
-    assert runs
-
-
-def _counting(method, calls: list):
-    def counted(*args):
-        calls.append(method.__name__)
-        return method(*args)
-
-    return counted
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -79,6 +79,6 @@ def test_control_unchecked_it_gives_other_tokens(monkeypatch: pytest.MonkeyPatch
 def test_of_all_classes_those_that_only_lengthen_masks_are_served() -> None:
     """The sweep (`make families`) compares these with plain `generate`."""
     base = getattr(GenerationMixin, NAME)
-    own = [kind for kind in generating_classes() if getattr(kind, NAME, base) is not base]
+    own = [kind for kind in generating_classes(NAME) if getattr(kind, NAME, base) is not base]
     assert {kind.__name__ for kind in own if not steered_by(kind.__new__(kind))} == SERVED
     assert len(own) > len(SERVED)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import EOS, FAMILIES, VOCABULARY, pair, prompts
+from helpers.identity import same_as_plain
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.word_tokenizer import word_tokenizer
 from torch import Tensor
@@ -72,10 +73,9 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> d
 @pytest.mark.parametrize("family", FAMILIES)
 def test_listed_logits_are_the_whole_head_s_and_all_others_the_lowest(family: str) -> None:
     _, draft = pair(family)
-    inputs = {
-        **prompts(1),
-        **({"decoder_input_ids": prompts(1)["input_ids"]} if family in ("t5", "mt5", "bart") else {}),
-    }
+    inputs = prompts(1)
+    if draft.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
     whole = draft(**inputs).logits
     with hf_specdec.trim_draft_head(draft, LISTED):
         trimmed = draft(**inputs).logits
@@ -85,21 +85,16 @@ def test_listed_logits_are_the_whole_head_s_and_all_others_the_lowest(family: st
     assert torch.equal(draft(**inputs).logits, whole), "restored"
 
 
-@pytest.mark.parametrize("rows", [1, 4])
 def test_only_listed_tokens_are_proposed_and_the_output_stays_the_target_s(
-    rows: int, engine: dict[str, Any], proposed: set[int], enabled
+    engine: dict[str, Any], proposed: set[int]
 ) -> None:
     """What was recorded or compiled for the whole head does not serve the trimmed one, nor the reverse."""
     target, draft = pair("llama")
-    call = {**prompts(rows), **GREEDY, **engine}
-    plain = target.generate(**prompts(rows), **GREEDY)
-    settings = {"assistant_model": draft, "generation_strategy": "speculative", "return_dict_in_generate": True}
 
     def drafts() -> set[int]:
         proposed.clear()
-        for _ in range(2):
-            out = target.generate(**call, **settings)
-            assert torch.equal(out.sequences, plain)
+        for rows in (1, 4):
+            out = same_as_plain(target, draft, prompts(rows), GREEDY, **engine)
             assert 0 < out.speculation.acceptance_rate < 1
         return set(proposed)
 
@@ -112,13 +107,12 @@ def test_only_listed_tokens_are_proposed_and_the_output_stays_the_target_s(
     hf_specdec.release(target)
 
 
-def test_trimmed_drafts_are_recorded(monkeypatch: pytest.MonkeyPatch, enabled) -> None:
+def test_trimmed_drafts_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As other drafts: one token and several."""
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     target, draft = pair("llama")
     with hf_specdec.trim_draft_head(draft, LISTED):
-        settings = {"assistant_model": draft, "generation_strategy": "speculative"}
-        target.generate(**prompts(1), **GREEDY, **settings)
+        same_as_plain(target, draft, prompts(1), GREEDY)
         assert recorded_passes.recordings_of(draft) in (1, 2)
 
 
@@ -135,21 +129,15 @@ def test_trimmed_drafts_are_recorded(monkeypatch: pytest.MonkeyPatch, enabled) -
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_strategies_and_processors_keep_the_target_s_output(settings: dict[str, Any], enabled) -> None:
+def test_strategies_and_processors_keep_the_target_s_output(settings: dict[str, Any]) -> None:
     target, draft = pair("llama")
-    common = {
-        **prompts(1),
-        **GREEDY,
-        **{k: v for k, v in settings.items() if k in ("repetition_penalty", "min_new_tokens", "eos_token_id")},
-    }
-    plain = target.generate(**common)
+    of_plain = ("repetition_penalty", "min_new_tokens", "eos_token_id")
+    call = {**GREEDY, **{name: value for name, value in settings.items() if name in of_plain}}
     with hf_specdec.trim_draft_head(draft, LISTED):
-        call = {"generation_strategy": "speculative", **common, **settings, "assistant_model": draft}
-        assert torch.equal(target.generate(**call), plain)
+        same_as_plain(target, draft, prompts(1), call, **settings)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "do_sample"), [(1, False), (3, False), (3, True)])
 def test_a_constraint_that_allows_no_listed_token_ends_the_draft(rows: int, do_sample: bool, enabled) -> None:
     """It is never asked about a text that it does not allow."""
     target, draft = pair("llama")
@@ -170,20 +158,15 @@ def test_a_constraint_that_allows_no_listed_token_ends_the_draft(rows: int, do_s
         assert torch.equal(out.sequences, target.generate(**call))
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_nothing_is_drafted_where_every_listed_token_is_suppressed(rows: int, do_sample: bool, enabled) -> None:
+def test_nothing_is_drafted_where_every_listed_token_is_suppressed(rows: int) -> None:
     target, draft = pair("llama")
-    call = {**prompts(rows), **GREEDY, "do_sample": do_sample, "suppress_tokens": [5, 6, 7]}
     with hf_specdec.trim_draft_head(draft, [5, 6, 7]):
-        settings = {"assistant_model": draft, "generation_strategy": "speculative", "return_dict_in_generate": True}
-        out = target.generate(**call, **settings)
-    assert out.speculation.drafted == 0
-    if not do_sample:
-        assert torch.equal(out.sequences, target.generate(**call))
+        call = {**GREEDY, "suppress_tokens": [5, 6, 7]}
+        assert same_as_plain(target, draft, prompts(rows), call).speculation.drafted == 0
 
 
-def test_automatic_lengths_don_t_go_by_what_the_whole_head_measured(monkeypatch: pytest.MonkeyPatch, enabled) -> None:
+def test_automatic_lengths_don_t_go_by_what_the_whole_head_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     situations = []
     history = drafter_choice.length_history
 
@@ -193,11 +176,10 @@ def test_automatic_lengths_don_t_go_by_what_the_whole_head_measured(monkeypatch:
 
     monkeypatch.setattr(drafter_choice, "length_history", kept)
     target, draft = pair("llama")
-    call = {**prompts(1), **GREEDY, "generation_strategy": "speculative", "num_assistant_tokens": "auto"}
-    target.generate(**call, assistant_model=draft)
+    same_as_plain(target, draft, prompts(1), GREEDY, num_assistant_tokens="auto")
     with hf_specdec.trim_draft_head(draft, LISTED):
-        target.generate(**call, assistant_model=draft)
-    target.generate(**call, assistant_model=draft)
+        same_as_plain(target, draft, prompts(1), GREEDY, num_assistant_tokens="auto")
+    same_as_plain(target, draft, prompts(1), GREEDY, num_assistant_tokens="auto")
     assert situations[0] == situations[2] != situations[1]
 
 
