@@ -40,7 +40,6 @@ from helpers.sampled_outputs import (
     STRATEGIES,
     Combination,
     Draws,
-    allowed,
     exact,
     models,
     odds_of_independence,
@@ -303,18 +302,3 @@ def test_every_value_occurs_and_every_exclusion_excludes() -> None:
         if len(broken) == 1:
             only[broken[0]] += 1
     assert all(only.values())
-
-
-@pytest.mark.parametrize(
-    "c",
-    [
-        Combination("ensemble", drafter="lookup"),
-        Combination("ensemble", drafter="hybrid"),
-        Combination("ensemble", drafter="other ids"),
-    ],
-    ids=", ".join,
-)
-def test_what_is_excluded_as_refused_is_refused(c: Combination) -> None:
-    assert not allowed(*c)
-    with pytest.raises(ValueError, match=r"ensemble|tokenizer"):
-        Draws(c, calls=1)

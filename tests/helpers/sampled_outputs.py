@@ -23,7 +23,7 @@ from hf_specdec.rules.verification import SAMPLING_RULES
 
 VOCABULARY, NEW_TOKENS = 4, 3
 PROMPTS = ([2, 3, 3, 2, 3, 2], [3, 2, 3], [2, 2, 3, 3, 2])
-CALLS, ROWS = 5, 360  # of a batch: outputs in all
+CALLS, ROWS = 6, 360  # of a batch: outputs in all
 SINGLE_CALLS = 100
 SAME_SEED = {"rows": 1, "one": 4}  # calls that are made again
 Output = tuple[int, ...]

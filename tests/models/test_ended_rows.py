@@ -13,9 +13,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec import Round, SpeculativeDecoding
-from hf_specdec.drafting.model_drafter import ModelDrafter
-from hf_specdec.host.processors import HostProcessors
-from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner
@@ -219,27 +216,3 @@ def test_rows_in_any_order_read_on_as_if_all_were_fed(family: str, early: bool) 
         assert not logits[out].any() and logits.shape == wanted.shape
         assert [some.read[row] for row in out] == [before[row] for row in out]
         assert [some.read[row] for row in kept] == [everyone.read[row] for row in kept]
-
-
-def test_what_an_ended_row_has_not_read_makes_no_pass_wider(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, draft = pair("llama")
-    rule = StopRule(2)
-    drafter = ModelDrafter(runner(draft, 3), HostProcessors([]), rule, vocabulary=VOCABULARY)
-    ids = torch.randint(3, VOCABULARY, (3, 64), generator=torch.Generator().manual_seed(0))
-    ids[:, :11] = prompts(3)["input_ids"]
-    drafter.propose(ids, [11, 11, 11], [9, 9, 9])
-    rule.limit = 0
-    drafter.propose(ids, [20, 20, 12], [9, 9, 9])  # no drafts, nothing read
-    rule.limit = 2
-    drafter.retain([1, 2])
-    widths: list[int] = []
-    forward = StaticRunner.forward
-    monkeypatch.setattr(
-        StaticRunner,
-        "forward",
-        lambda self, tokens, count: (widths.append(tokens.shape[1]), forward(self, tokens, count))[1],
-    )
-    for lengths in ([20, 20, 12], [20, 22, 14], [20, 25, 15]):
-        assert drafter.propose(ids, lengths, [0, 9, 9]).lengths[0] == 0
-    # The middle row reads up once; the first, which never will, is waited for by nobody.
-    assert widths[0] > 2 and max(widths[1:]) <= 2

@@ -87,15 +87,6 @@ def test_static_rows_of_a_batch_grow_with_the_text(monkeypatch: pytest.MonkeyPat
     assert len(set(short)) <= 2 < len(set(sizes))
 
 
-def test_the_caller_gets_a_dynamic_cache_or_his_own() -> None:
-    target, draft = pair("llama")
-    own = DynamicCache(config=target.config)
-    settings = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 8}
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        assert cache_of(target.generate(**prompts(3), **settings, **{CACHE_NAME: own})) is own
-        assert type(cache_of(target.generate(**prompts(1), **settings))) is DynamicCache
-
-
 def test_rolling_back_moves_nothing_and_what_is_rolled_back_has_no_effect() -> None:
     target, _ = pair("llama")
     inputs = prompts(3)
