@@ -6,8 +6,8 @@ import peft
 import pytest
 import torch
 from helpers.families import pair, prompts
+from helpers.identity import same_as_plain
 
-import hf_specdec
 from hf_specdec.models.traits import without_adapter_wrapper
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.engine_store import kept_engines
@@ -31,9 +31,7 @@ def test_a_wrapped_draft_runs_with_its_cache() -> None:
     draft.model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    expected = target.generate(**prompts(1), **SETTINGS)
-    with hf_specdec.enable(target, assistant_model=wrapped, generation_strategy="speculative"):
-        assert torch.equal(target.generate(**prompts(1), **SETTINGS, num_assistant_tokens=3), expected)
+    same_as_plain(target, wrapped, prompts(1), SETTINGS, num_assistant_tokens=3)
     assert len(widths) > 5 and max(widths[1:]) <= 2, "all but the prompt is one or two tokens"
 
 
@@ -41,14 +39,10 @@ def test_adapters_of_target_and_draft_can_be_switched_between_calls() -> None:
     base, draft = pair("llama")
     target, wrapped = adapted(base), adapted(draft, seed=1)
     answers = []
-    with hf_specdec.enable(target, assistant_model=wrapped, generation_strategy="speculative"):
-        for _ in range(2):
-            for enabled in (True, False):
-                for model in (target, wrapped):
-                    (model.enable_adapter_layers if enabled else model.disable_adapter_layers)()
-                plain = target.generate(**prompts(2), **SETTINGS, generation_strategy=None)
-                answers.append(plain)
-                assert torch.equal(target.generate(**prompts(2), **SETTINGS), plain)
+    for enabled in (True, False, True):
+        for model in (target, wrapped):
+            (model.enable_adapter_layers if enabled else model.disable_adapter_layers)()
+        answers.append(same_as_plain(target, wrapped, prompts(2), SETTINGS).sequences)
     assert not torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
 
 
@@ -62,16 +56,13 @@ def test_one_of_several_adapters_is_chosen_for_each_call(prepared: bool, monkeyp
         torch.manual_seed(7)
         model.add_adapter("other", model.peft_config["default"])
         model.to(torch.float64)
-    call = {**prompts(1), **SETTINGS, "cache_implementation": "static"}
     answers = []
-    with hf_specdec.enable(target, assistant_model=wrapped, generation_strategy="speculative"):
-        for name in ("default", "other") * 2:
-            target.set_adapter(name)
-            plain = target.generate(**call, generation_strategy=None)
-            for of_draft in ("default", "other"):
-                wrapped.set_adapter(of_draft)
-                assert torch.equal(target.generate(**call), plain)
-            answers.append(plain)
+    for name in ("default", "other", "default"):
+        target.set_adapter(name)
+        for of_draft in ("default", "other"):
+            wrapped.set_adapter(of_draft)
+            out = same_as_plain(target, wrapped, prompts(1), SETTINGS, cache_implementation="static")
+        answers.append(out.sequences)
     assert bool(kept_engines(target.get_base_model(), compile=False)) == prepared
     assert not torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.distributions import FALSE_FAILURE, chi_square_odds, replayed
+from helpers.distributions import FALSE_FAILURE, chi_square_odds, replayed, sampled
 from helpers.models import llama, noisy
 from helpers.pairwise import pairwise
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.embedded import model_path
@@ -90,25 +90,11 @@ def test_greedy_tokens_are_plain_s(pair, tokenizer, compiled, rows: int, kind: t
 def test_sampled_texts_are_distributed_as_plain_s(pair, tokenizer, compiled, rows: int, kind: type) -> None:
     """Over all ways to write the words in tokens."""
     ids, calls, tokens = tokenizer("Is it?", return_tensors="pt")["input_ids"], 40, 5
-    decoding = SpeculativeDecoding(pair[1])
-    set_seed(5)
-    found = Counter[tuple]()
-    for _ in range(calls):
-        output = pair[0].generate(
-            ids.expand(rows, -1),
-            attention_mask=torch.ones(rows, ids.shape[1], dtype=torch.long),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=tokens,
-            logits_processor=[kind(compiled[WORD])],
-            custom_generate=decoding,
-        )[:, ids.shape[1] :]
-        output = torch.nn.functional.pad(output, (0, tokens - output.shape[1]), value=tokenizer.pad_token_id)
-        found.update(map(tuple, output.tolist()))
+    found = sampled(pair, ids, lambda target: kind(compiled[WORD]), rows, calls, tokens)
     expected = replayed(pair[0], ids, lambda target: hf.LogitsProcessor(compiled[WORD]), tokens)
     assert len(expected) > 3
-    assert chi_square_odds(found, expected, calls * rows) > FALSE_FAILURE
-    assert decoding.stats is not None
+    counts = Counter(map(tuple, found.flatten(0, 1).tolist()))
+    assert chi_square_odds(counts, expected, calls * rows) > FALSE_FAILURE
 
 
 def test_control_drafts_that_pass_through_its_matchers(pair, tokenizer, compiled, monkeypatch) -> None:

@@ -12,9 +12,11 @@ import pytest
 import torch
 import transformers
 from helpers import recurrent_families
+from helpers.identity import same_as_plain
 from helpers.models import PAD, Passes, llama, noisy, prompts, t5
 from helpers.word_tokenizer import word_tokenizer
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     ClassifierFreeGuidanceLogitsProcessor,
     DynamicCache,
@@ -26,7 +28,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 import hf_specdec
-from hf_specdec import SpeculationConfig, SpeculativeDecoding
+from hf_specdec import SpeculationConfig, SpeculativeDecoding, checks
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument
 
 pytestmark = pytest.mark.usefixtures("enabled")
@@ -194,6 +196,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ({"drafter": name, "generation_strategy": "ensemble"}, [f"drafter={name!r}", "drafter='model'"])
         for name in ("lookup", "hybrid")
     ),
+    ({"synced_gpus": True}, ["synced_gpus=True"]),
     ({"num_beams": 3}, ["num_beams=3", "num_beams=1"]),
     ({"token_healing": True}, ["token_healing=True", "model.heal_tokens(input_ids, tokenizer)"]),
     ({"inputs_embeds": torch.zeros(1, 4, 32, dtype=torch.float64)}, ["inputs_embeds", "pass the input_ids as well"]),
@@ -295,6 +298,21 @@ def other_models(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Re
 def test_models_and_caches_that_can_not_speculate(pair, cases: Callable[..., Iterator[Refused]]) -> None:
     for target, draft, call, words in cases(*pair):
         refused(target, draft, *words, **call)
+
+
+def test_models_whose_weights_are_split_among_processes(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that hold all the weights decode on their own."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *group: 2)
+    same_as_plain(*pair, prompts(1), {"max_new_tokens": 4, "do_sample": False})
+    for sharding, name in (("is_deepspeed_zero3_enabled", "ZeRO-3"), ("is_fsdp_managed_module", "FSDP")):
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, sharding, lambda *model: True)
+            refused(*pair, "model=LlamaForCausalLM is sharded by", name)
+    draft = copy.deepcopy(pair[1])
+    mlp = draft.model.layers[0].mlp
+    mlp.__class__ = type("Sharded", (type(mlp), FSDPModule), {"__new__": object.__new__})
+    refused(pair[0], draft, "assistant_model=LlamaForCausalLM is sharded by FSDP")
 
 
 def test_padding_up_to_the_limit_is_no_difference(pair) -> None:

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.distributions import FALSE_FAILURE, NEW_TOKENS, chi_square_odds, replayed
-from helpers.models import PAD, noisy
+from helpers.distributions import FALSE_FAILURE, NEW_TOKENS, chi_square_odds, replayed, sampled
+from helpers.models import noisy
 from helpers.stateful import PROCESSORS
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, set_seed
+from transformers import LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as host
 
-from hf_specdec import SpeculativeDecoding
 from hf_specdec.in_order_decoding import InOrderDecoder
 
 PROMPT = torch.tensor([[2, 3, 4, 2, 4, 3]])
@@ -48,22 +47,8 @@ def close_pair(toy_pair) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def outputs(pair: tuple[PreTrainedModel, PreTrainedModel], make: Make, rows: int, **settings: Any) -> Tensor:
-    """`[CALLS, rows, NEW_TOKENS]`: sampled outputs of calls of several rows, each with a processor of its own."""
-    decoding = SpeculativeDecoding(pair[1], **{"num_assistant_tokens": 2, **settings})
-    set_seed(7)
-    found = []
-    for _ in range(CALLS):
-        tokens = pair[0].generate(
-            PROMPT.expand(rows, -1),
-            attention_mask=torch.ones(rows, PROMPT.shape[1], dtype=torch.long),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=NEW_TOKENS,
-            logits_processor=LogitsProcessorList([make(pair[0])]),
-            custom_generate=decoding,
-        )[:, PROMPT.shape[1] :]
-        found.append(torch.nn.functional.pad(tokens, (0, NEW_TOKENS - tokens.shape[1]), value=PAD))
-    return torch.stack(found)
+    """`[CALLS, rows, NEW_TOKENS]`."""
+    return sampled(pair, PROMPT, make, rows, CALLS, **{"num_assistant_tokens": 2, **settings})
 
 
 def odds(found: Tensor, expected: dict[tuple[int, ...], float]) -> float:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fuzz.cases import PROCESSORS
 from helpers.families import VOCABULARY, pair, prompts
+from helpers.identity import same_as_plain
 from helpers.word_tokenizer import word_tokenizer
 
 import hf_specdec
@@ -16,17 +17,9 @@ import hf_specdec
 def test_a_row_whose_mask_is_all_zeros(family: str, use_cache: bool) -> None:
     """Its last prompt token attends evenly to all keys of its pass, so no draft may be among them."""
     target, draft = pair(family)
-    call = {
-        "input_ids": torch.tensor([[3], [0]]),
-        "attention_mask": torch.tensor([[1], [0]]),
-        "max_new_tokens": 6,
-        "do_sample": False,
-        "eos_token_id": None,
-        "use_cache": use_cache,
-    }
-    expected = target.generate(**call)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        assert torch.equal(target.generate(**call, num_assistant_tokens=1), expected)
+    inputs = {"input_ids": torch.tensor([[3], [0]]), "attention_mask": torch.tensor([[1], [0]])}
+    call = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "use_cache": use_cache}
+    same_as_plain(target, draft, inputs, call, num_assistant_tokens=1)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -51,8 +44,6 @@ def test_a_batch_without_rows_is_refused_by_name() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_static_cache_of_the_target_is_not_asked_of_a_draft_with_another_tokenizer(family: str) -> None:
     target, draft = pair(family)
-    call = {**prompts(1), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = target.generate(**call, cache_implementation="static")
+    call = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
     tokenizers = {"tokenizer": word_tokenizer(VOCABULARY), "assistant_tokenizer": word_tokenizer(VOCABULARY, -1)}
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        assert torch.equal(target.generate(**call, cache_implementation="static", **tokenizers), expected)
+    same_as_plain(target, draft, prompts(1), call, **tokenizers)

@@ -91,6 +91,34 @@ def replayed(
     return finished
 
 
+def sampled(
+    pair: tuple[PreTrainedModel, PreTrainedModel],
+    prompt: Tensor,
+    make: Callable[[PreTrainedModel], Any],
+    rows: int,
+    calls: int,
+    new_tokens: int = NEW_TOKENS,
+    **settings: Any,
+) -> Tensor:
+    """`[calls, rows, new_tokens]`: outputs after a prompt `[1, n]`; each call has a processor of its own."""
+    decoding = SpeculativeDecoding(pair[1], **settings)
+    set_seed(7)
+    found = []
+    for _ in range(calls):
+        tokens = pair[0].generate(
+            prompt.expand(rows, -1),
+            attention_mask=torch.ones(rows, prompt.shape[1], dtype=torch.long),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=new_tokens,
+            logits_processor=LogitsProcessorList([make(pair[0])]),
+            custom_generate=decoding,
+        )[:, prompt.shape[1] :]
+        padding = pair[0].generation_config.pad_token_id
+        found.append(torch.nn.functional.pad(tokens, (0, new_tokens - tokens.shape[1]), value=padding))
+    return torch.stack(found)
+
+
 def chi_square_odds(counts: Counter, expected: dict[tuple, float], samples: int) -> float:
     """The probability of deviations at least as large, small cells pooled; 0 where the impossible occurred."""
     if any(output not in expected for output in counts):

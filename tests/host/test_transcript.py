@@ -45,3 +45,20 @@ def test_drafts_behind_other_rows_stay_where_they_are(apart: Transcript) -> None
     apart.ids[1, 3:5] = 9
     apart.append([[5, 6, 7], [5], [6]])
     assert apart.ids[1].tolist()[2:5] == [5, 9, 9]
+
+
+def test_scores_of_tokens_that_wait_for_another_row_hold_no_round() -> None:
+    """Recorded scores take as much memory as the caller gets, not that of whole rounds."""
+    criteria = StoppingCriteriaList([MaxLengthCriteria(50)])
+    transcript = Transcript(torch.ones(2, 3, dtype=torch.long), criteria, 0, keep_scores=True, keep_logits=True)
+    for _ in range(3):
+        counts = transcript.append([[5, 5, 5], [5]])
+        round_of_both = torch.randn(2, 9, 40)
+        for kind in ("scores", "logits"):
+            transcript.record(kind, round_of_both, counts)
+        transcript.show()
+    waiting = [value for rows in transcript._rows.values() for row in rows for value in row]
+    assert [len(row) for row in transcript._rows["scores"]] == [6, 0]
+    assert all(value.untyped_storage().nbytes() <= 3 * 40 * 4 for value in waiting)
+    assert transcript.scores is not None and len(transcript.scores) == 3
+    assert all(column.untyped_storage().nbytes() == 2 * 40 * 4 for column in transcript.scores)

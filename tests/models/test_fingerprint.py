@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,97 +14,62 @@ from transformers import PreTrainedModel
 from hf_specdec.models.fingerprint import forms_of, state_of, weights_of
 from hf_specdec.models.stored_tensors import tensors_of
 
-Change = Callable[[PreTrainedModel], None]
+FORMS = (
+    *("transposed", "spread", "set", "resized", "converted", "biased", "quantized", "shared", "moved"),
+    *("shared with another", "repeated another"),
+)
 
 
-def _transpose(model: PreTrainedModel) -> None:
-    projection = model.model.layers[0].self_attn.q_proj
-    projection.weight.data = projection.weight.data.t()
-
-
-def _spread(model: PreTrainedModel) -> None:
-    """The same shape and numbers, further apart."""
-    head = model.lm_head
-    head.weight.data = torch.cat([head.weight.data] * 2, dim=1)[:, : head.in_features]
-
-
-def _set(model: PreTrainedModel) -> None:
-    weight = model.lm_head.weight
-    with torch.no_grad():
-        weight.set_(weight.untyped_storage(), 0, weight.shape, (1, weight.shape[0]))
-
-
-def _resize(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        model.model.embed_tokens.weight.requires_grad_(False).resize_(32, 32)
-
-
-def _convert(model: PreTrainedModel) -> None:
-    model.model.norm.weight.data = model.model.norm.weight.data.float()
-
-
-def _add_bias(model: PreTrainedModel) -> None:
-    model.lm_head.bias = Parameter(torch.zeros(64, dtype=model.dtype))
-
-
-def _quantize(model: PreTrainedModel) -> None:
-    model.lm_head.weight = Parameter(Int8Weight.of(model.lm_head.weight.data), requires_grad=False)
-
-
-def _share(model: PreTrainedModel) -> None:
-    model.lm_head.weight = model.model.embed_tokens.weight
-
-
-def _move(model: PreTrainedModel) -> None:
-    """The bias of one layer becomes that of the next, in the same place of the list of all weights."""
-    attention = model.model.layers[0].self_attn
-    attention.k_proj.bias, attention.q_proj.bias = attention.q_proj.bias, None
-
-
-def _share_with_another(model: PreTrainedModel) -> None:
-    """The list of all weights, each of them once, stays the same."""
-    first, second, third = (layer.mlp.up_proj for layer in model.model.layers)
-    assert third.weight is first.weight
-    third.weight = second.weight
-
-
-def _repeat_another(model: PreTrainedModel) -> None:
-    """Of layers, too."""
+def _changed(model: PreTrainedModel, form: str) -> None:
+    """Changes the form of a weight; the last three leave the list of all weights, each of them once, as it is."""
     first, second, third = model.model.layers
-    assert third is first
-    model.model.layers[2] = second
+    head, attention, embeddings = model.lm_head, first.self_attn, model.model.embed_tokens
+    if form == "transposed":
+        attention.q_proj.weight.data = attention.q_proj.weight.data.t()
+    elif form == "spread":  # the same shape and numbers, further apart
+        head.weight.data = torch.cat([head.weight.data] * 2, dim=1)[:, : head.in_features]
+    elif form == "set":
+        head.weight.set_(head.weight.untyped_storage(), 0, head.weight.shape, (1, head.weight.shape[0]))
+    elif form == "resized":
+        embeddings.weight.requires_grad_(False).resize_(32, 32)
+    elif form == "converted":
+        model.model.norm.weight.data = model.model.norm.weight.data.float()
+    elif form == "biased":
+        head.bias = Parameter(torch.zeros(64, dtype=model.dtype))
+    elif form == "quantized":
+        head.weight = Parameter(Int8Weight.of(head.weight.data), requires_grad=False)
+    elif form == "shared":
+        head.weight = embeddings.weight
+    elif form == "moved":  # the bias of one layer becomes that of the next
+        attention.k_proj.bias, attention.q_proj.bias = attention.q_proj.bias, None
+    elif form == "shared with another":
+        third.mlp.up_proj.weight = second.mlp.up_proj.weight
+    else:
+        model.model.layers[2] = second
 
 
-def _model(change: Change) -> PreTrainedModel:
+def _model(form: str) -> PreTrainedModel:
     model = llama(num_hidden_layers=3)
     layers = model.model.layers
     layers[0].self_attn.q_proj.bias = Parameter(torch.ones(32, dtype=model.dtype))
     layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    if change is _repeat_another:
+    if form == "repeated another":
         layers[2] = layers[0]
     return model
 
 
-FORMS = (_transpose, _spread, _set, _resize, _convert, _add_bias, _quantize, _share, _move, _share_with_another)
-
-
-@pytest.mark.parametrize("change", [*FORMS, _repeat_another])
-def test_every_change_of_form_is_seen(change: Change) -> None:
-    model = _model(change)
-    before = forms_of(model), state_of(model)
-    assert (forms_of(model), state_of(model)) == before
-    change(model)
-    assert (forms_of(model), state_of(model)) != before
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_every_change_of_form_is_seen(form: str) -> None:
+    """Captured steps are kept by addresses, too."""
+    model = _model(form)
+    before, addresses = (forms_of(model), state_of(model)), weights_of(model)
+    assert ((forms_of(model), state_of(model)), weights_of(model)) == (before, addresses)
+    _changed(model, form)
     after = forms_of(model), state_of(model)
+    assert after != before
+    assert (weights_of(model), forms_of(model)) != (addresses, before[0]) or form == "repeated another"
     assert (forms_of(model), state_of(model)) == after
-
-
-@pytest.mark.parametrize("change", [_transpose, _spread, _set, _share, _quantize])
-def test_captured_steps_are_kept_by_addresses_too(change: Change) -> None:
-    model = _model(change)
-    before = weights_of(model), forms_of(model)
-    change(model)
-    assert (weights_of(model), forms_of(model)) != before
 
 
 def test_other_numbers_and_other_tensors_of_the_same_form_are_no_change_of_form() -> None:

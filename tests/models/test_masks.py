@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.families import pair, prompts
+from helpers.identity import same_as_plain
 from torch import Tensor
 from transformers import DynamicCache
 
-import hf_specdec
 from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, SlotMasks, attention_mask
@@ -91,9 +91,6 @@ def test_a_batch_s_prompt_is_masked_by_the_model_itself(padded: bool, monkeypatc
     inputs = prompts(4, length=40)
     if not padded:
         inputs = {"input_ids": inputs["input_ids"].clamp(min=3)}
-    plain = target.generate(**inputs, max_new_tokens=12, do_sample=False)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        out = target.generate(**inputs, max_new_tokens=12, do_sample=False, num_assistant_tokens=4)
-    assert torch.equal(out, plain)
+    same_as_plain(target, draft, inputs, {"max_new_tokens": 12, "do_sample": False}, num_assistant_tokens=4)
     # The rejected drafts' places are read anew: a pass covers γ + 1 tokens, or what a draft has to catch up with.
     assert widths and max(widths) <= 6

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import ROPE, SPECIAL, prompts
+from helpers.identity import same_as_plain
 from helpers.models import llama, noisy
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.llama import modeling_llama
 
-import hf_specdec
 from hf_specdec.models import jit_traces, recorded_passes, shared_layers
 from hf_specdec.models.fingerprint import kind_of, state_of
 
@@ -38,10 +38,8 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _decodes_as_plain(target: torch.nn.Module, draft: torch.nn.Module, rows: int = 1) -> None:
-    plain = target.generate(**prompts(rows), **SETTINGS)
     for _ in range(3):
-        with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-            assert torch.equal(target.generate(**prompts(rows), **SETTINGS, num_assistant_tokens=3), plain)
+        same_as_plain(target, draft, prompts(rows), SETTINGS, num_assistant_tokens=3)
 
 
 @pytest.mark.parametrize("depth", [2, 5])
