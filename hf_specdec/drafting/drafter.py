@@ -82,6 +82,9 @@ class Drafter(Protocol):
     def for_prepared_rounds(self) -> PreparedDrafting | None:
         """How prepared rounds would draft in its place; None if they can't."""
 
+    def runners(self) -> list[Any]:
+        """The runners of its models, whose passes may be compiled."""
+
 
 class BaseDrafter(CandidateGenerator):
     """Base class of drafters: holds the stop rule and adapts `propose` to transformers' assisted loop.
@@ -115,6 +118,10 @@ class BaseDrafter(CandidateGenerator):
     def for_prepared_rounds(self) -> PreparedDrafting | None:
         """None: prepared rounds replace only drafters that say how."""
         return None
+
+    def runners(self) -> list[Any]:
+        """The runners of its models, whose passes may be compiled: none."""
+        return []
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """`CandidateGenerator.get_candidates` for batch size 1: the text with its drafts, and their log-probabilities.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,6 +197,10 @@ class HybridDrafter(BaseDrafter):
     def retain(self, rows: Sequence[int]) -> None:
         """Draft for `rows` only from now on."""
         self.model.retain(rows)
+
+    def runners(self) -> list[Any]:
+        """Those of the model's drafter."""
+        return self.model.runners()
 
     def observe(self, finished: Round) -> None:
         """Learn from a finished round: the model updates the stop rule, which both share."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,10 @@ class ModelDrafter(BaseDrafter):
             self.max_positions,
             self.resume,
         )
+
+    def runners(self) -> list[Any]:
+        """The draft's."""
+        return [self.runner]
 
     def resume(self, read: Sequence[int]) -> None:
         """Go on after rounds that were run elsewhere: how many tokens of each row the runner has read by now."""

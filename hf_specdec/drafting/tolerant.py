@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -54,6 +55,10 @@ class TolerantDrafter:
 
     def for_prepared_rounds(self) -> None:
         """None: an error in a prepared round need not be the draft's."""
+
+    def runners(self) -> list[Any]:
+        """Those of the drafter."""
+        return [] if self._drafter is None else self._drafter.runners()
 
     def _drop(self, error: Exception) -> None:
         self._drafter = None

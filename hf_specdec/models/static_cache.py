@@ -33,10 +33,18 @@ class CacheSize:
 
 
 def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Zeros of the type and on the device of another tensor. On a CPU, slots take memory once they are written."""
+    """Zeros of the type and on the device of another tensor. On a CPU, slots take memory once they are written.
+
+    Later calls, in inference mode or not, can write to them.
+    """
+    with torch.inference_mode(False):
+        return _zeros(shape, like)
+
+
+def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     count = math.prod(shape)
     if like.device.type != "cpu" or count * like.itemsize < LEAST_MAPPED:
-        return like.new_zeros(shape)
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)} if _POSIX else {}
     memory = mmap.mmap(-1, count * like.itemsize, **flags)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # the first slots of all heads would take the memory of all slots

@@ -7,7 +7,7 @@ are looked up by slot, so a ragged batch costs as much as an even one. Finished 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,14 @@ from hf_specdec.models.recorded_passes import RecordedPasses, recordable, record
 from hf_specdec.models.rope_stages import stages_of
 from hf_specdec.models.static_cache import CacheSize, RowsCache
 from hf_specdec.models.traits import Outputs, has_default_inputs, on_device, pass_mode
+
+
+class Passes(Protocol):
+    """Another way to run passes over few tokens, with the same results."""
+
+    def run(self, tokens: Tensor, slots: Tensor) -> Tensor | None:
+        """Logits `[B, k, V]` after reading `tokens` into `slots`, both `[B, k]`; None if it can't."""
+
 
 Masks = Tensor | dict[str, Tensor] | None
 
@@ -90,6 +98,7 @@ class StaticRunner:
         positions: `[m, capacity]`, the position of each slot's token, likewise.
         windows: see `attention_windows`.
         outputs: what passes return.
+        compiled: runs passes over few tokens if it can; rows that have ended are not left out then.
     """
 
     rewinds_far = True
@@ -133,6 +142,7 @@ class StaticRunner:
         self._recorded = recorded_passes(model, kernels)
         self._weights = [] if self._recorded is None else [*model.parameters(), *model.buffers()]
         self.outputs = Outputs.of(model)
+        self.compiled: Passes | None = None
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """As `DynamicRunner.forward`."""
@@ -149,18 +159,22 @@ class StaticRunner:
         if span > self._all_slots.shape[1]:
             self._lengthen(span)
         slots = self._slots(read, width)
-        with self._mode(), self._kernels():
-            self.cache.reserve(span)
-            if self._recorded is not None and self.passes and any(read) and width <= MAX_MASKED_TOKENS:
-                logits = self._recorded_pass(self._recorded, tokens, slots, span)
-            else:
-                masks, positions = self._masks_of(slots, span), self._positions_of_pass()
-                asked = self.outputs.last(count)
-                logits = masked_pass(self.model, self.cache, tokens, slots, positions, masks, span=span, asked=asked)
+        logits = self.compiled.run(tokens, slots) if self.compiled is not None and any(read) else None
+        if logits is None:
+            logits = self._uncompiled(tokens, slots, span, count)
         self.passes += 1
         for row in self._fed:
             self.read[row] += width
         return self._by_row(logits if logits.shape[1] == count else logits[:, -count:])
+
+    def _uncompiled(self, tokens: Tensor, slots: Tensor, span: int, count: int) -> Tensor:
+        with self._mode(), self._kernels():
+            self.cache.reserve(span)
+            if self._recorded is not None and self.passes and any(self.read) and tokens.shape[1] <= MAX_MASKED_TOKENS:
+                return self._recorded_pass(self._recorded, tokens, slots, span)
+            masks, positions = self._masks_of(slots, span), self._positions_of_pass()
+            asked = self.outputs.last(count)
+            return masked_pass(self.model, self.cache, tokens, slots, positions, masks, span=span, asked=asked)
 
     def _lengthen(self, slots: int) -> None:
         """Extend the tables of masks and positions to twice the slots that are needed."""
@@ -235,6 +249,8 @@ class StaticRunner:
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
         """As `DynamicRunner.retain`; the other rows are left out of passes."""
         count = len(rows)
+        if self.compiled is not None:
+            return range(len(self.read))
         if count == len(self._fed):
             return rows
         places = list(range(len(self._fed)))

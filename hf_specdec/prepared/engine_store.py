@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from hf_specdec.models.traits import drafting_model, wrapped_model
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.buffers import Buffers
+from hf_specdec.prepared.compiled_passes import CompiledPasses
 from hf_specdec.prepared.engine import Engine
 from hf_specdec.prepared.engine_key import plan_key
-from hf_specdec.prepared.round_steps import Plan
+from hf_specdec.prepared.round_steps import Plan, Side
 
 KEPT_BYTES = 2 << 30  # of idle caches on one device; those used last stay even if they are larger
 KEPT_ENGINES = 32  # without their caches they take little, and a service has as many lengths, batch sizes and settings
@@ -31,12 +32,14 @@ class EngineGroup:
     Args:
         buffers: what they share.
         compile: whether they compile their steps.
+        passes: the compiled passes of general rounds, by the models' roles.
         used: when one of them was used last, a number that grows.
     """
 
     buffers: Buffers
     compile: bool
     engines: dict[Hashable, Engine] = field(default_factory=dict)
+    passes: dict[str, CompiledPasses] = field(default_factory=dict)
     used: int = 0
 
     def engine_for(self, plan: Plan) -> Engine:
@@ -47,6 +50,16 @@ class EngineGroup:
         self.used = self.engines[key].used = next(_turns)
         return self.engines[key]
 
+    def passes_of(self, side: Side, name: str) -> CompiledPasses:
+        """A model's compiled passes, for general rounds; `name` is its role."""
+        self.used = next(_turns)
+        return self.passes.setdefault(name, CompiledPasses(side, self.buffers, name))
+
+    def clear(self) -> None:
+        """Let go of all that was prepared."""
+        self.engines.clear()
+        self.passes.clear()
+
 
 class EngineStore:
     """Idle engines. A call takes a group of them and puts it back, so that no two calls share buffers."""
@@ -56,12 +69,15 @@ class EngineStore:
         self._watched: set[int] = set()
         self._lock = threading.RLock()
 
-    def take(self, key: Hashable, plan: Plan) -> EngineGroup | None:
-        """An idle group of this key, if possible one with an engine for the plan; nobody else gets it until `put`."""
+    def take(self, key: Hashable, plan: Plan | None) -> EngineGroup | None:
+        """An idle group of this key, if possible one with an engine for the plan; nobody else gets it until `put`.
+
+        Without a plan, one with compiled passes.
+        """
         with self._lock:
             kept = self._kept.get(key, [])
-            known = plan_key(plan)
-            kept.sort(key=lambda group: (known in group.engines, group.used))
+            known = None if plan is None else plan_key(plan)
+            kept.sort(key=lambda group: (known in group.engines if plan else bool(group.passes), group.used))
             return kept.pop() if kept else None
 
     def put(self, key: Hashable, group: EngineGroup) -> None:
@@ -90,7 +106,7 @@ class EngineStore:
                     return
                 held -= group.buffers.nbytes
                 if cuda_graphs.captures(like.device):
-                    group.engines.clear()
+                    group.clear()
                 else:
                     group.buffers.drop_caches()
             self._clean()
@@ -100,7 +116,7 @@ class EngineStore:
         with self._lock:
             for group in list(self._groups()):
                 if model is None or any(one is model for one in group.buffers.models) or not group.buffers.alive:
-                    group.engines.clear()
+                    group.clear()
             self._clean()
 
     def drop_unusable(self) -> None:
@@ -108,7 +124,7 @@ class EngineStore:
         with self._lock:
             for group in list(self._groups()):
                 if not group.buffers.alive:
-                    group.engines.clear()
+                    group.clear()
             self._clean()
 
     def of_all(self) -> list[Engine]:
@@ -130,8 +146,8 @@ class EngineStore:
         self._clean()
 
     def _clean(self) -> None:
-        """Let go of groups without engines."""
-        left = {key: [group for group in groups if group.engines] for key, groups in self._kept.items()}
+        """Let go of groups in which nothing is prepared."""
+        left = {key: [group for group in groups if group.engines or group.passes] for key, groups in self._kept.items()}
         self._kept = {key: groups for key, groups in left.items() if groups}
 
     def _forget(self, watched: int) -> None:

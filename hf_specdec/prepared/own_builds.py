@@ -43,7 +43,11 @@ def tell_going_without(what: str, error: BaseException) -> None:
     error = getattr(error, "inner_exception", error)  # of inductor's
     cause = next(iter(str(error).strip().splitlines()), "")
     kind = "" if isinstance(error, (CompilerError, NoFolderError)) else f"{type(error).__name__}: "
-    sentence = f"{what}: decoding goes on without, since preparing failed: {kind}{cause}"
+    tell_once(f"{what}: decoding goes on without, since preparing failed: {kind}{cause}")
+
+
+def tell_once(sentence: str) -> None:
+    """Warn the caller, once a process."""
     if sentence not in _told:
         _told.add(sentence)
         warn_caller(sentence)

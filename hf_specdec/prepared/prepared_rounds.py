@@ -1,7 +1,7 @@
 """`PreparedRounds`: rounds that run two prepared steps, drafting and verification, and copy once to the host.
 
 The loop is `decoding.Decoder`'s, which also makes the rounds of calls that need what the steps lack: processors that
-read the text, recorded scores, drafters other than a model, a cache passed in by the caller.
+read the text, recorded scores, drafters other than a model. Of these, the models' passes are compiled.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length, tensor_parallel_group
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
+from hf_specdec.prepared.compiled_passes import RoundsOfPasses
 from hf_specdec.prepared.compiled_step import forget_codes, settle
 from hf_specdec.prepared.engine import Engine
 from hf_specdec.prepared.engine_store import STORE, EngineGroup
 from hf_specdec.prepared.freed_memory import return_freed_memory
 from hf_specdec.prepared.lap_timer import LapTimer
-from hf_specdec.prepared.own_builds import tell_going_without
+from hf_specdec.prepared.own_builds import tell_going_without, tell_once
 from hf_specdec.prepared.round_steps import Plan
 from hf_specdec.rules.round_statistics import Round, reached_overlap
 
@@ -172,22 +173,24 @@ class PreparedRounds:
 
 @contextmanager
 def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) -> Iterator[Rounds]:
-    """Prepared rounds of a call, or the decoder's own where `plan_for` finds none.
+    """Prepared rounds of a call; general ones of compiled passes, or the decoder's own, where there are none.
 
     Args:
         compile: compile the steps. Without it, prepared rounds run on CUDA only, captured.
     """
     STORE.drop_unusable()
-    plan = plan_for(decoder, transcript)
-    if plan is None or not (compile or cuda_graphs.captures(transcript.device)):
+    captures, target, drafter = cuda_graphs.captures(transcript.device), decoder.target, decoder.drafter
+    plan = plan_for(decoder, transcript) if compile or captures else None
+    if plan is None and not (compile and _passes_compile(decoder, transcript)):
         yield decoder
         return
-    target, drafting = decoder.target, decoder.drafter.for_prepared_rounds()
-    assert isinstance(target, StaticRunner) and drafting is not None
-    draft = drafting.runner
+    assert isinstance(target, StaticRunner)
+    drafting = None if plan is None else drafter.for_prepared_rounds()
+    runners = drafter.runners() if drafting is None else [drafting.runner]
+    draft = next((one for one in runners if drafting or _shares(target, one, transcript)), None)
     models = [runner.model for runner in (target, draft) if runner is not None]
     # Captured steps read the very memory that they were captured over.
-    addresses = tuple(map(weights_of, models)) if cuda_graphs.captures(transcript.device) else ()
+    addresses = tuple(map(weights_of, models)) if captures else ()
     states = tuple(map(state_of, models)), forms_of(*models), addresses
     key = (compile, len(target.read), target.cache.capacity, states)
     group = STORE.take(key, plan)
@@ -197,6 +200,10 @@ def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) 
         with ordinary_tensors():
             group = EngineGroup(Buffers(target, draft), compile)
     try:
+        if plan is None or drafting is None:
+            with group.buffers.used_by(target, draft, transcript.capacity):
+                yield _rounds_of_passes(decoder, group, target, draft)
+            return
         engine = group.engine_for(plan)
         if engine.failed:
             yield decoder
@@ -206,6 +213,45 @@ def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) 
             yield PreparedRounds(decoder, drafting, target, engine)
     finally:
         STORE.put(key, group)
+
+
+def _passes_compile(decoder: Decoder, transcript: Transcript) -> bool:
+    """Whether the target's passes can be compiled; a warning tells why not."""
+    target = decoder.target
+    if isinstance(target, StaticRunner) and not target.cache.grows:
+        refusal = _refusal_of(target, transcript)
+    else:
+        refusal = (
+            "they need a static cache. The model has none, or the call goes on from another (past_key_values) or may "
+            "exceed the model's context (lower max_new_tokens)."
+        )
+    if refusal is not None:
+        tell_once(f"compile=True compiles no passes of this call: {refusal}")
+    return refusal is None and transcript.device.type == "cpu"
+
+
+def _rounds_of_passes(
+    decoder: Decoder, group: EngineGroup, target: StaticRunner, draft: StaticRunner | None
+) -> RoundsOfPasses:
+    """General rounds whose models run in the group's compiled passes."""
+    sides = (("target", group.buffers.target, target), ("draft", group.buffers.draft, draft))
+    passes = []
+    for name, side, runner in sides:
+        if side is not None and runner is not None:
+            compiled = runner.compiled = group.passes_of(side, f"pass of the {name}")
+            passes.append((runner, compiled))
+    return RoundsOfPasses(decoder, passes)
+
+
+def _shares(target: StaticRunner, runner: object, transcript: Transcript) -> bool:
+    """Whether a draft's passes can be compiled beside the target's, over a cache of the same size."""
+    return (
+        isinstance(runner, StaticRunner)
+        and not runner.cache.grows
+        and runner.positions.device == transcript.device
+        and runner.cache.capacity == target.cache.capacity
+        and _refusal_of(runner, transcript) is None
+    )
 
 
 def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
@@ -219,8 +265,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or transcript.records
         or not decoder.processors.serve_prepared_rounds
         or not (decoder.relaxation is None or decoder.relaxation.serves_prepared_rounds)
-        or not _runs_the_same_each_time(target, transcript)
-        or not _within(context_length(target.model), transcript)
+        or _refusal_of(target, transcript) is not None
     ):
         return None
     if drafting.runner is not None and (
@@ -228,7 +273,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or drafting.runner.positions.device != transcript.device
         or not _within(drafting.max_positions, transcript)
         or transcript.prompt_length < 2
-        or not _runs_the_same_each_time(drafting.runner, transcript)
+        or _refusal_of(drafting.runner, transcript) is not None
     ):
         return None
     return Plan(
@@ -245,20 +290,27 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
     )
 
 
-def _runs_the_same_each_time(runner: StaticRunner, transcript: Transcript) -> bool:
-    """Whether a model's passes depend on nothing but the steps' inputs.
+def _refusal_of(runner: StaticRunner, transcript: Transcript) -> str | None:
+    """Why a model's passes depend on more than the steps' inputs; None if they do not.
 
     The last prompt token has to be visible: the first step reads it, and as padding it would see itself. The casts that
     autocast keeps of weights end with it, and of several processes that hold a model only one draws and decides.
     """
     model = runner.model
-    return (
-        bool(runner.visible[:, transcript.prompt_length - 1].all())
-        and has_fixed_rope(model)
-        and not has_custom_hooks(model)
-        and not torch.is_autocast_enabled(model.device.type)
-        and tensor_parallel_group(model) is None
-    )
+    name = type(model).__name__
+    if not _within(context_length(model), transcript):
+        return f"it may exceed the context of {name}."
+    if not bool(runner.visible[:, transcript.prompt_length - 1].all()):
+        return "the last token of a prompt is masked. Pad on the left to compile them."
+    if not has_fixed_rope(model):
+        return f"the rotary frequencies of {name} depend on the text's length."
+    if has_custom_hooks(model):
+        return f"{name} has hooks, which compiled code would not call."
+    if torch.is_autocast_enabled(model.device.type):
+        return "it runs under autocast. Convert the model to the dtype instead."
+    if tensor_parallel_group(model) is not None:
+        return f"several processes hold {name} together."
+    return None
 
 
 def _within(bound: int | None, transcript: Transcript) -> bool:

@@ -1,0 +1,125 @@
+"""`CompiledPasses`: compiled passes over few tokens, for rounds that can't be compiled as a whole.
+
+Processors that read the text, scores that are recorded and drafts that are copied run in Python; what lies between them
+is a model's pass. It is compiled by its width, after the first pass of that width, and serves texts of all lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_specdec.decoding import Decoder
+from hf_specdec.host.transcript import Transcript
+from hf_specdec.models.masks import attention_windows
+from hf_specdec.models.static_runner import StaticRunner, static_pass
+from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
+from hf_specdec.prepared.compiled_step import CompiledStep, forget_codes, settle
+from hf_specdec.prepared.own_builds import tell_going_without
+from hf_specdec.prepared.round_steps import Side
+from hf_specdec.rules.round_statistics import Round
+
+WIDEST = 17  # tokens of a row; wider passes are prompts and drafts that catch up
+
+
+class CompiledPasses:
+    """The compiled passes of one model over all rows of a batch.
+
+    Args:
+        side: the model with its cache.
+        buffers: those that the side is of.
+        name: the model's role, shown while a pass compiles.
+
+    Attributes:
+        failed: whether a pass could not be compiled; then none is.
+    """
+
+    def __init__(self, side: Side, buffers: Buffers, name: str) -> None:
+        self._side, self._buffers, self._name = side, buffers, name
+        self._steps: dict[int, CompiledStep] = {}
+        self._lacking: set[int] = set()
+        self.failed = False
+
+    def run(self, tokens: Tensor, slots: Tensor) -> Tensor | None:
+        """Logits `[B, k, V]` after reading `tokens` into `slots`, both `[B, k]`; None where no pass is compiled for it.
+
+        A narrower pass runs in one of up to twice the width: what it writes beyond is overwritten before it is seen.
+        """
+        wanted = tokens.shape[1]
+        width = min((known for known in self._steps if wanted <= known <= 2 * wanted + 1), default=None)
+        if width is None:
+            self._lacking |= {wanted} if wanted <= WIDEST else set()
+            return None
+        last = int(slots.max()) + width - wanted
+        if last >= self._side.cache.capacity:
+            return None
+        with ordinary_tensors():
+            spare = torch.arange(1, width - wanted + 1, device=slots.device)
+            read = torch.cat([tokens, tokens[:, -1:].expand(-1, len(spare))], dim=1)
+            logits: Tensor = self._steps[width](read, torch.cat([slots, slots[:, -1:] + spare], dim=1))
+        return logits[:, :wanted]
+
+    def prepare(self, read: Sequence[int]) -> None:
+        """Compile the widths that passes have lacked, over the slots that follow those `read` of each row."""
+        device, capacity = self._side.positions.device, self._side.cache.capacity
+        for width in sorted(self._lacking, reverse=True):
+            self._lacking.discard(width)
+            if (
+                self.failed
+                or max(read) + width > capacity
+                or any(width <= known <= 2 * width + 1 for known in self._steps)
+            ):
+                continue
+            step = CompiledStep(partial(_pass, self._side), device, f"{self._name} of {width}", self._buffers.lent)
+            slots = torch.tensor(read, device=device).unsqueeze(1) + torch.arange(width, device=device)
+            try:
+                with ordinary_tensors():
+                    step(torch.zeros_like(slots), slots)
+            except BaseException as error:
+                settle()
+                forget_codes()
+                if not isinstance(error, Exception):
+                    raise
+                self.failed = True
+                tell_going_without("compile=True", error)
+                return
+            self._steps[width] = step
+        if self._steps:
+            self._buffers.gather_pages()
+
+
+def _pass(side: Side, tokens: Tensor, slots: Tensor) -> Tensor:
+    model = side.held()
+    assert model is not None  # whoever runs a pass holds its model
+    windows, asked = attention_windows(model.config), side.outputs.last(None)
+    span = side.cache.capacity
+    return static_pass(model, side.cache, tokens, slots, side.positions, side.visible, windows, span=span, asked=asked)
+
+
+@dataclass(frozen=True)
+class RoundsOfPasses:
+    """General rounds, between which passes are compiled.
+
+    Args:
+        general: makes the rounds.
+        passes: the compiled passes, and the runners that use them.
+    """
+
+    general: Decoder
+    passes: Sequence[tuple[StaticRunner, CompiledPasses]]
+
+    @property
+    def mode(self) -> type[torch.inference_mode] | type[torch.no_grad]:
+        """The general rounds'."""
+        return self.general.mode
+
+    def make_round(self, transcript: Transcript) -> Round:
+        """Make a general round; preparing is not part of its time."""
+        for runner, passes in self.passes:
+            if any(runner.read):
+                passes.prepare(runner.read)
+        return self.general.make_round(transcript)

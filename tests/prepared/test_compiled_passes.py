@@ -1,0 +1,147 @@
+"""Compiled passes of general rounds: plain tokens, nothing compiled twice, and a word where nothing is compiled."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import prompts
+from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.models import llama, noisy, t5
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_specdec
+from hf_specdec.prepared import own_builds
+from hf_specdec.prepared.compiled_passes import WIDEST, CompiledPasses
+from hf_specdec.prepared.compiled_step import CompiledStep
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+PROCESSORS = {"repetition_penalty": 1.3, "min_new_tokens": 5, "suppress_tokens": [3, 4]}
+
+# Settings whose rounds can't be compiled as a whole.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "text": PROCESSORS,
+    "no draft": {"drafter": "none", **PROCESSORS},
+    "lookup": {"drafter": "lookup"},
+    "hybrid": {"drafter": "hybrid"},
+    "careful": {"on_draft_error": "continue"},
+    "scores": {"output_scores": True, "return_dict_in_generate": True},
+    "automatic": {"num_assistant_tokens": "auto", **PROCESSORS},
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The widths of passes that were compiled."""
+    interpret_compiled_steps(monkeypatch)
+    widths: list[int] = []
+    make = CompiledStep.compile
+
+    def noted(self: CompiledStep, *given: Any) -> None:
+        widths.append(given[0].shape[1])
+        make(self, *given)
+
+    monkeypatch.setattr(CompiledStep, "compile", noted)
+    return widths
+
+
+def _call(target: PreTrainedModel, draft: PreTrainedModel, rows: int, length: int = 11, **settings: Any) -> Tensor:
+    given = {} if settings.get("drafter") in ("lookup", "none") else {"assistant_model": draft}
+    with hf_specdec.enable(target):
+        out = target.generate(
+            **prompts(rows, length), **GREEDY, **given, generation_strategy="speculative", compile=True, **settings
+        )
+    return out if isinstance(out, Tensor) else out.sequences
+
+
+def _plain(target: PreTrainedModel, rows: int, length: int, settings: dict[str, Any]) -> Tensor:
+    plain: Tensor = target.generate(
+        **prompts(rows, length), **GREEDY, **{name: settings[name] for name in PROCESSORS if name in settings}
+    )
+    return plain
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_tokens_are_plain_ones_and_warm_calls_compile_nothing(settings, rows: int, compiled: list[int]) -> None:
+    target = llama()
+    draft = noisy(target)
+    calls: list[int] = []
+    for length in (11, 40, 11, 40, 11):
+        compiled.clear()
+        assert torch.equal(_call(target, draft, rows, length, **settings), _plain(target, rows, length, settings))
+        calls.append(len(compiled))
+    assert calls[0] and not any(calls[-2:])
+
+
+def test_the_tokens_are_those_of_compiled_passes(compiled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: a pass that returns other logits gives other tokens."""
+    target = llama()
+    draft, run = noisy(target), CompiledPasses.run
+
+    def reversed_logits(self: CompiledPasses, *given: Tensor) -> Tensor | None:
+        logits = run(self, *given)
+        return None if logits is None else -logits
+
+    monkeypatch.setattr(CompiledPasses, "run", reversed_logits)
+    assert not torch.equal(_call(target, draft, 1, **PROCESSORS), _plain(target, 1, 11, PROCESSORS))
+
+
+def test_a_pass_runs_in_one_of_up_to_twice_its_width_and_no_prompt_is_compiled(compiled: list[int]) -> None:
+    target = llama()
+    draft = noisy(target)
+    _call(target, draft, 1, 40, num_assistant_tokens=6, **PROCESSORS)
+    assert max(compiled) <= WIDEST and not {4, 5, 6} & set(compiled)
+    assert 7 in compiled
+
+
+def test_where_a_pass_can_not_be_compiled_the_call_goes_on(
+    compiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: CompiledStep, *given: Any) -> None:
+        raise RuntimeError("no space")
+
+    target = llama()
+    draft = noisy(target)
+    monkeypatch.setattr(CompiledStep, "compile", fails)
+    monkeypatch.setattr(own_builds, "_told", set())
+    with pytest.warns(UserWarning, match="decoding goes on without.*no space"):
+        assert torch.equal(_call(target, draft, 1, **PROCESSORS), _plain(target, 1, 11, PROCESSORS))
+
+
+def _going_on(target: PreTrainedModel) -> dict[str, Any]:
+    cache = DynamicCache(config=target.config)
+    target(prompts(1)["input_ids"][:, :5], past_key_values=cache)
+    return {**prompts(1), "past_key_values": cache}
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a cache of the caller": (lambda model: _going_on(model), "past_key_values"),
+    "beyond the context": (lambda model: prompts(1) | {"max_new_tokens": 400}, "lower max_new_tokens"),
+    "a masked token": (
+        lambda model: prompts(1) | {"attention_mask": torch.ones(1, 11).long().index_fill(1, torch.tensor([10]), 0)},
+        "Pad on the left",
+    ),
+    "an encoder": (lambda model: {"input_ids": torch.arange(8).unsqueeze(0) + 20}, "static cache"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_calls_that_compile_nothing_say_why_once(
+    reason: str, compiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = t5() if reason == "an encoder" else llama()
+    draft = noisy(target)
+    inputs, said = REFUSED[reason]
+    monkeypatch.setattr(own_builds, "_told", set())
+    settings = {**GREEDY, "assistant_model": draft, "generation_strategy": "speculative", "compile": True}
+    with hf_specdec.enable(target):
+        with pytest.warns(UserWarning, match=f"compile=True compiles no passes of this call.*{said}"):
+            target.generate(**{**settings, **inputs(target)})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            target.generate(**{**settings, **inputs(target)})
+    assert not compiled
