@@ -23,7 +23,7 @@ class Method:
         title: for readers.
         kind: plain (generate() without a draft), none (our loop without a draft), assisted, ensemble, lookup
             (transformers' own), a strategy of ours (its ensemble has a `same_engine`), llama.cpp.
-        engine: generate; how our rounds run: eager, recorded, static, kernels or compiled; or how llama.cpp stores the
+        engine: generate; how our rounds run: eager, recorded, static or compiled; or how llama.cpp stores the
             weights.
         lookahead: tokens drafted in a round where that is fixed, or "auto".
         same_engine: the name of plain decoding with the same compile mode and cache; None for transformers' own loops.

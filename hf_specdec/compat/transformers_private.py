@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import (
+    CompileConfig,
     GenerationConfig,
     GenerationMixin,
     PrefixConstrainedLogitsProcessor,
@@ -139,3 +140,10 @@ def mark_initialized(weight: Tensor) -> None:
 def use_one_gpu(arguments: Any) -> None:
     """Train on one GPU of several. Without the attribute, the trainer spreads a batch over all."""
     arguments._n_gpu = 1
+
+
+def compiled_on_any_device() -> CompileConfig:
+    """How `generate` compiles passes over a static cache, on a CPU as well. Without the mark, it does on a GPU only."""
+    config = CompileConfig(mode="default")
+    config._compile_all_devices = True
+    return config

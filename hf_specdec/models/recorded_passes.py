@@ -4,6 +4,9 @@ For a small model, calling its modules takes longer than the computation. A reco
 operations bit by bit; making one needs no compiler and takes as long as about ten passes. Weights and caches are
 inputs of a recording, so it holds no copy of them and serves texts of any length. Layers that are alike share a trace:
 torch's graph takes about 3 MB for each. Models whose passes do more in Python than call operations are not recorded.
+
+In float32 on two cores of an AMD Zen 4, a plain step of a model of 135M takes 37 ms from recordings and 48 without, a
+round of four drafts 74 and 97. Of the embedded pair these are 3.0 and 6.4 ms, and 6.1 and 12.6.
 """
 
 from __future__ import annotations

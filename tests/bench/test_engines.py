@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.tiny_pair import CONTEXT, save_pair
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
@@ -26,11 +25,11 @@ from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, wi
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.running.transformers_methods import SCHEDULES
 from hf_specdec.bench.settings import Settings
-from hf_specdec.bench.tasks import benchmark, engines, run_task
+from hf_specdec.bench.tasks import engines, run_task
 from hf_specdec.bench.tasks.engines import allowed_table, compared
 from hf_specdec.lengths.auto_length import AutoLength
 from hf_specdec.models.recorded_passes import recordings_of
-from hf_specdec.prepared import compiled_step, cuda_graphs, few_token_products
+from hf_specdec.prepared import compiled_step, cuda_graphs
 
 FILE = "engines-target-draft-greedy.json.gz"
 ALONE = {"assisted", "ensemble", "lookup"}
@@ -205,36 +204,6 @@ def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
         assert {tokens for role, tokens, _ in times if role == "target"} == {1, 3}
     assert not BarePasses(pair, 12, [1, 3]).sample("compiled", prompts), "nothing was compiled for them"
     assert memory.describe(pair, 30).cache_bytes is None
-
-
-@pytest.mark.compiles
-def test_calls_whose_rounds_are_not_compiled_have_bare_passes_of_their_own(
-    settings: Settings, pair: LoadedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `compile=True` these run in the kernels; those of the compiled baseline say nothing about drafts."""
-    interpret_compiled_steps(monkeypatch)
-    run_task(
-        replace(
-            settings, task="benchmark", drafter="hybrid", compile=True, num_assistant_tokens=2, batch_sizes=(1,),
-            engines=(), grid={}, output_dir=tmp_path,
-        )
-    )  # fmt: skip
-    (file,) = tmp_path.glob("*.json.gz")
-    found = load(file)
-    assert {method.engine for method in found.methods} == {"generate", "kernels", "compiled"}
-    costs = passes.costs(found, "kernels")[30]
-    assert set(costs.draft) == {1} and {1, 3} <= set(costs.target)
-    eta = passes.efficiency(whole(found), found.method("speculative"))
-    assert eta is not None and 0 < eta < 2
-    assert "drafter hybrid, kernels" in document(found, "x", benchmark.render)[0]
-    used: list[torch.Tensor] = []
-    linear = few_token_products._linear
-    monkeypatch.setattr(few_token_products, "_linear", lambda *given: used.append(given[0]) or linear(*given))
-    prompts = benchmark_prompts(pair, (30,), 1, 12)
-    for engine in ("static", "kernels"):
-        assert not used
-        assert BarePasses(pair, 12, [1, 3]).sample(engine, prompts)
-    assert used
 
 
 def test_bare_passes_leave_the_cache_as_it_was(pair: LoadedPair) -> None:

@@ -307,12 +307,8 @@ def test_titles_say_what_is_special(settings: Settings, pair: LoadedPair) -> Non
     keywords = {"num_assistant_tokens": "auto", "entropy_threshold": 0.5, "compile": True, "drafter": "hybrid"}
     contender = ours("speculative", keywords | {"verification": "block", "fallback_threshold": 0.1}, pair)
     method = contender.method
-    assert method.title == "speculative decoding, auto, drafter hybrid, block, entropy stop 0.5, kernels"
-    assert (method.engine, method.same_engine, contender.longest) == ("kernels", "none compiled", 16)
-    drafted_by_model = ours(
-        "speculative", {name: keywords[name] for name in ("compile", "num_assistant_tokens")}, pair
-    ).method
-    assert (drafted_by_model.engine, drafted_by_model.same_engine) == ("compiled", "none compiled")
+    assert method.title == "speculative decoding, auto, drafter hybrid, block, entropy stop 0.5, compiled"
+    assert (method.engine, method.same_engine, contender.longest) == ("compiled", "none compiled", 16)
     assert "fallback_threshold" not in method.keywords, "speculative decoding has none"
     assert method.draft == pair.draft_name
     lookup = ours("speculative", {"drafter": "lookup", "num_assistant_tokens": 5}, pair)

@@ -18,8 +18,7 @@ BASELINES = {
     "engine": "plain on the same engine",
     "assisted": "transformers' assisted generation",
 }
-# Methods on these engines share what is prepared; compiled rounds bring the kernels along.
-_SHARED_BY = {"recorded": "recorded", "static": "static", "compiled": "compiled", "kernels": "compiled"}
+_SHARED_BY = ("recorded", "static", "compiled")  # methods on these engines share what is prepared
 
 
 def decode_rate(calls: pd.DataFrame) -> float | None:
@@ -143,10 +142,10 @@ def cold_seconds(part: Part, method: Method, batch: int) -> float | None:
         if one.batch == batch:
             order.setdefault(one.method, one.number)
     own = _own_cold_seconds(part, method.name, batch)
-    engine = _SHARED_BY.get(method.engine)
+    engine = method.engine if method.engine in _SHARED_BY else None
     if own is None or engine is None:
         return own
-    alike = {one.name for one in part.result.methods if _SHARED_BY.get(one.engine) == engine}
+    alike = {one.name for one in part.result.methods if one.engine == engine}
     before = [name for name, number in order.items() if name in alike and number < order[method.name]]
     return own + sum(_own_cold_seconds(part, name, batch) or 0.0 for name in before)
 

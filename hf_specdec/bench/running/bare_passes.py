@@ -18,7 +18,6 @@ from hf_specdec.bench.running.methods import GENERATE, Contender, without_record
 from hf_specdec.bench.running.timed_call import synchronize
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import has_recurrent_layers, new_cache
-from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recorded_passes import recorded_passes
 from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.models.static_cache import RowsCache
@@ -27,7 +26,6 @@ from hf_specdec.models.traits import pass_mode
 from hf_specdec.prepared import engine_store
 from hf_specdec.prepared.engine import Engine, prepared_capacity
 from hf_specdec.prepared.engine_store import kept_engines
-from hf_specdec.prepared.pass_kernels import pass_kernels
 
 # ("draft", draft steps in a row, seconds a step) and ("target", tokens of a pass, seconds)
 Times = list[tuple[str, int, float]]
@@ -39,7 +37,7 @@ _WARM_UP, _WARM_UP_RECORDING = 3, 12
 # Of the target's passes, those that are timed as far as drafts reach; what lies between is interpolated.
 _WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 # Those of llama.cpp are not timed apart from its decoding.
-_ENGINES = (GENERATE, "eager", "recorded", "static", "kernels", "compiled")
+_ENGINES = (GENERATE, "eager", "recorded", "static", "compiled")
 _STEPS = 4  # draft steps before each verification at most; more of them tell nothing new
 _PREPARED_SAMPLES = 3
 
@@ -77,14 +75,12 @@ class BarePasses:
         with eagerly, pass_mode(*self.pair.models)():  # as our passes run
             place = engine, len(rows), length
             if place not in self._steps:
-                kernels = pass_kernels if engine == "kernels" else onednn_linears
-                always = engine in ("static", "kernels")
-                build = generate_step if engine == GENERATE else partial(our_step, always=always, kernels=kernels)
+                build = generate_step if engine == GENERATE else partial(our_step, always=engine == "static")
                 roles = {"target": self.pair.target} | ({} if self.pair.draft is None else {"draft": self.pair.draft})
                 self._steps[place] = {
                     role: build(self.pair, model, rows, self.behind, self.widths[-1]) for role, model in roles.items()
                 }
-                known = [recorded_passes(model, kernels) for model in self.pair.models]
+                known = [recorded_passes(model) for model in self.pair.models]
                 recorded = all(passes is None or passes.made for passes in known)
                 for _ in range(_WARM_UP if recorded or engine == GENERATE else _WARM_UP_RECORDING):
                     self._round_of_each_width(self._steps[place])
@@ -159,13 +155,11 @@ def our_step(
     widest: int,
     *,
     always: bool = False,
-    kernels: Kernels = onednn_linears,
 ) -> Step:
     """Passes as in this package's loop, recorded after some calls; as `generate_step` if it uses a dynamic cache.
 
     Args:
         always: from a static cache wherever the model takes one, as under `cache_implementation="static"`.
-        kernels: what passes run in.
     """
     if has_recurrent_layers(model):
         return _recurrent_step(pair, model, rows, behind, widest)
@@ -176,7 +170,7 @@ def our_step(
     prompt = _bounded(pair, text, widest)
     filled = prompt.shape[1]
     runner = StaticRunner(
-        model, {CACHE_NAME: RowsCache(model.config, filled + widest)}, (prompt.shape[0], prompt.shape[1]), kernels
+        model, {CACHE_NAME: RowsCache(model.config, filled + widest)}, (prompt.shape[0], prompt.shape[1])
     )
     runner.forward(prompt, 1)
 

@@ -89,9 +89,9 @@ def plain(pair: LoadedPair) -> Contender:
 
 
 def engine_of(keywords: Mapping[str, Any], pair: LoadedPair) -> str:
-    """The engine that these keywords choose; "kernels" where `compile=True` compiles no rounds."""
+    """The engine that these keywords choose."""
     if keywords.get("compile"):
-        return "compiled" if keywords.get("drafter", "model") in ("model", "none") else "kernels"
+        return "compiled"
     if keywords.get("cache_implementation") == "static":
         return "static"
     # Passes are recorded on a CPU only.

@@ -48,6 +48,7 @@ from hf_specdec.bench.running.transformers_methods import (
 )
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks import PROMPTS_PER_LENGTH
+from hf_specdec.compat.transformers_private import compiled_on_any_device
 
 LOOKAHEADS = (2, 4, 6, 8)
 
@@ -95,12 +96,14 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     what depends on texts or on the draft's confidence, which mean nothing there.
     """
     found = [plain(pair)]
-    if pair.target.device.type != "cpu":
-        # There transformers compiles without being asked, anew for each batch size, which takes half a minute.
+    on_gpu = pair.target.device.type != "cpu"
+    if on_gpu or "compiled" in settings.engines:
+        # Compiling takes half a minute or more, anew for each batch size.
         static = plain(pair).told(
-            name="plain static", title="plain generate(), static cache", keywords=ENGINES["static"]
+            name="plain static", title="plain generate(), static cache, compiled", keywords=ENGINES["static"]
         )
-        found.append(replace(static, most_rows=1))
+        compiling = {} if on_gpu else {"compile_config": compiled_on_any_device()}
+        found.append(replace(static, most_rows=1, models=compiling))
     if assisted_refusal(settings, pair) is None:
         schedules = [schedule for schedule in SCHEDULES if pair.synthetic is None or not schedule.confidence]
         found += [assisted(settings, pair, schedule) for schedule in schedules]
@@ -110,7 +113,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     lengths = [
         n for n in settings.grid.get("num_assistant_tokens") or LOOKAHEADS if n != "auto"
     ]  # has a row of its own
-    on_gpu = pair.target.device.type != "cpu"  # where nothing is recorded, so that "recorded" is "eager"
+    # On a GPU nothing is recorded, so that "recorded" is "eager".
     for engine in dict.fromkeys("eager" if on_gpu and one == "recorded" else one for one in settings.engines):
         if engine not in LLAMA_CPP_ENGINES:
             found += _on_engine(settings, pair, engine, lengths)

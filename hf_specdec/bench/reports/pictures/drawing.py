@@ -36,7 +36,7 @@ KINDS = {
     "llama.cpp": (SKY, "llama.cpp"),
 }
 ENGINES = {
-    "generate": GREY, "eager": GREEN, "recorded": SKY, "static": ORANGE, "compiled": BLUE, "kernels": PURPLE,
+    "generate": GREY, "eager": GREEN, "recorded": SKY, "static": ORANGE, "compiled": BLUE,
 }  # fmt: skip
 LINES = (BLUE, VERMILION, ORANGE, SKY, PURPLE, GREEN, GREY, BLACK)
 
