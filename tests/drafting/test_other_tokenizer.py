@@ -157,12 +157,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", ["words", "pieces", "longer pieces"])
 def test_greedy_tokens_are_those_of_plain_generate(kind: str) -> None:
     """Rows are padded on the left and advance unevenly. Families are those of `test_identity.py`."""
-    models = strangers(kind)
+    models, plain = strangers(kind), {}
     for strategy, rows in pairwise(tuple(STRATEGIES), (1, 4)):
         own = STRATEGIES[strategy]
         call = {**GREEDY, **{name: own[name] for name in own if name in ("repetition_penalty", "use_cache")}}
         settings = {"num_assistant_tokens": 4, **own, **models["tokenizers"]}
-        stats = same_as_plain(models["target"], models["draft"], prompts(rows), call, **settings).speculation
+        case = rows, call.get("repetition_penalty")
+        out = same_as_plain(models["target"], models["draft"], prompts(rows), call, plain.get(case), **settings)
+        stats, plain[case] = out.speculation, out.sequences
         assert stats.drafted > 0
         if kind == "words" and strategy not in ("repetition", "auto"):
             assert stats.accepted > 0

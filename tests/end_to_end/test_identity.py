@@ -76,14 +76,16 @@ def test_greedy_tokens_are_those_of_plain_generate(
     """
     choose_in_turn(monkeypatch, 3, 0, 0, 5, 1, 0, 0, 0, 16)
     monkeypatch.setattr(drafter_choice, "HYBRID_SIZES", (2, 1))
-    rates, drafted, varied = [], set(), 0
+    rates, drafted, varied, plain = [], set(), 0, {}
+    pairs = {rows: pair(family, dtype=exact_dtype(family, rows)) for rows in (1, 4)}
     for drafter, cache, batch_size, lookahead, seed, foreseen in rows_by_family()[family]:
         for module in (transcript, dynamic_runner, static_runner):
             monkeypatch.setattr(module, "FORESEEN_TOKENS", foreseen)
         monkeypatch.setattr(drafter_choice, "_steps_per_sync", lambda *_, at_once=foreseen == 2: 4 if at_once else 1)
-        target, draft = pair(family, dtype=exact_dtype(family, batch_size))
+        (target, draft), inputs, case = pairs[batch_size], repetitive(batch_size, seed=seed), (batch_size, seed)
         settings = {"num_assistant_tokens": lookahead, **DRAFTERS[drafter], **CACHES[cache]}
-        out = same_as_plain(target, draft, repetitive(batch_size, seed=seed), GREEDY, **settings)
+        out = same_as_plain(target, draft, inputs, GREEDY, plain.get(case), **settings)
+        plain[case] = out.sequences
         rates.append(out.speculation.acceptance_rate)
         drafted |= {drafter} if out.speculation.drafted else set()
         varied = max(varied, len(out.sequences[0, -GREEDY["max_new_tokens"] :].unique()))

@@ -171,7 +171,8 @@ def test_figures_are_those_of_the_results() -> None:
 
 def test_parts_taken_from_results_are_up_to_date() -> None:
     suffix = results.SUFFIX
-    paths = sorted(ROOT / name for name in tracked() if name.startswith("results/") and name.endswith(suffix))
+    texts = read("README.md") + read("results/README.md")
+    paths = [ROOT / name for name in tracked() if name.endswith(suffix) and Path(name).name[: -len(suffix)] in texts]
     loaded = {path.with_name(path.name.removesuffix(results.SUFFIX)): results.load(path) for path in paths}
     assert readme.has_parts(read("README.md"))
     for name in ("README.md", "results/README.md"):

@@ -46,14 +46,15 @@ def test_replayed_passes_are_the_model_s_own_to_the_bit(
 ) -> None:
     """In float32, so that a single operation in another order would show; lookaheads make passes of many widths."""
     target, draft = pair(family, dtype=torch.float32)
+    recorded = family not in ("bloom", "t5", "mt5", "bart")
     # (rows, lookahead)
-    half = [(1, 7), (4, 4)] if list(FAMILIES).index(family) % 2 else [(4, 7), (1, 4)]
+    half = [(1, 7), (4, 4)] if list(FAMILIES).index(family) % 2 and recorded else [(4, 7), (1, 4)][: 1 + recorded]
     with monkeypatch.context() as unrecorded:
         unrecorded.setattr(recorded_passes, "EAGER_PASSES", 10**9)
         asked = [_speculate(target, draft, rows, num_assistant_tokens=n) for rows, n in half]
     assert not replays
     found = [_speculate(target, draft, rows, num_assistant_tokens=n) for rows, n in half for _ in range(2)]
-    assert bool(replays) == (family not in ("bloom", "t5", "mt5", "bart"))
+    assert bool(replays) == recorded
     for one, two, reference in zip(found[::2], found[1::2], asked, strict=True):
         for out in (one, two):
             assert torch.equal(out.sequences, reference.sequences)
