@@ -190,14 +190,3 @@ def test_where_a_draft_lives_apart_and_when_it_drafts_ahead() -> None:
     assert is_on_other_device(cpu, gpu, HostProcessors(LogitsProcessorList(apart)))
     for processor in together:
         assert not is_on_other_device(cpu, gpu, HostProcessors(LogitsProcessorList([*apart, processor])))
-
-
-def test_on_one_device_nothing_changes() -> None:
-    target, draft = pair("llama")
-    decoding = SpeculativeDecoding(draft)
-    kinds = []
-    propose = ModelDrafter.propose
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelDrafter, "propose", lambda self, *args: kinds.append(type(self)) or propose(self, *args))
-        target.generate(**prompts(1), **GREEDY, custom_generate=decoding)
-    assert set(kinds) == {ModelDrafter}

@@ -85,12 +85,13 @@ def test_greedy_tokens_are_those_of_plain_generate(family: str, monkeypatch: pyt
     """Where look-up drafts, the draft model's rows fall behind by different numbers of tokens."""
     monkeypatch.setattr(drafter_choice, "HYBRID_SIZES", (1,))
     recurrent, attention = model(family), pair("llama")[0]
-    drafts = {"itself": recurrent, "attention only": attention, "of an attention target": recurrent}
+    drafts = dict.fromkeys(DRAFTERS, noisy(recurrent))
+    drafts |= {"itself": recurrent, "attention only": attention, "of an attention target": recurrent}
     rates: list[float | None] = []
     plain: dict[Any, torch.Tensor] = {}
     for drafter, prompt, rows, lookahead in (row[1:] for row in situations() if row[0] == family):
         target = attention if drafter == "of an attention target" else recurrent
-        draft, case = drafts.get(drafter, noisy(recurrent)), (target, prompt, rows)
+        draft, case = drafts[drafter], (target, prompt, rows)
         call, instead = prompt_of(prompt, target, rows)
         plain[case] = plain[case] if case in plain else target.generate(**call)
         settings = {"num_assistant_tokens": lookahead, **DRAFTERS[drafter]}

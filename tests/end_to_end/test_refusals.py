@@ -322,14 +322,6 @@ def test_padding_up_to_the_limit_is_no_difference(pair) -> None:
     assert output.shape[1] <= 13
 
 
-def test_refusals_leave_the_models_usable(pair) -> None:
-    """Control: the same call without the refused argument runs."""
-    refused(*pair, "num_beams=3", num_beams=3)
-    call = {**prompts(1), "do_sample": False, "max_new_tokens": 8}
-    expected = pair[0].generate(**call)
-    assert torch.equal(pair[0].generate(**call, assistant_model=pair[1], generation_strategy="speculative"), expected)
-
-
 def test_continuous_batching_where_calls_would_speculate(pair) -> None:
     """`generate_batch` and `transformers serve --continuous-batching` run a loop of their own, which takes no draft."""
     target, draft = pair

@@ -93,17 +93,22 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("draft", "call", "rows"), pairwise(tuple(DRAFTS), tuple(CALLS), (1, 3)))
-def test_recordings(target: PreTrainedModel, draft: str, call: str, rows: int) -> None:
-    frames, settings = CALLS[call]
+def recorded(rows: int, frames: int) -> dict[str, Any]:
+    """A greedy call with recordings, all but the first shorter by half a window."""
     torch.manual_seed(1)
     mask = torch.ones(rows, frames, dtype=torch.long)
     mask[1:, -FRAMES // 2 :] = 0
-    inputs = {"input_features": torch.randn(rows, 8, frames, dtype=torch.float64), "attention_mask": mask}
-    settings = {"do_sample": False, "max_new_tokens": 20, **settings}
-    plain = target.generate(**inputs, **settings)
+    features = torch.randn(rows, 8, frames, dtype=torch.float64)
+    return {"input_features": features, "attention_mask": mask, "do_sample": False, "max_new_tokens": 20}
+
+
+@pytest.mark.parametrize(("draft", "call", "rows"), pairwise(tuple(DRAFTS), tuple(CALLS), (1, 3)))
+def test_recordings(target: PreTrainedModel, draft: str, call: str, rows: int) -> None:
+    frames, settings = CALLS[call]
+    given = {**recorded(rows, frames), **settings}
+    plain = target.generate(**given)
     with hf_specdec.enable(target, assistant_model=DRAFTS[draft](target), generation_strategy="speculative"):
-        ours = target.generate(**inputs, **settings)
+        ours = target.generate(**given)
     assert torch.equal(ours, plain)
     stats = last_speculation(target)
     assert stats is not None and stats.drafted > 0
@@ -147,12 +152,7 @@ def test_a_draft_that_can_not_read_the_target_s_input_is_refused(target: PreTrai
 )
 def test_the_times_of_words(draft: str, frames: int, settings: dict[str, Any]) -> None:
     """They come from the attention that each token, and the padding after a row's end, pays to the recording."""
-    target = whisper()
-    torch.manual_seed(1)
-    mask = torch.ones(3, frames, dtype=torch.long)
-    mask[1:, -FRAMES // 2 :] = 0
-    call = {"input_features": torch.randn(3, 8, frames, dtype=torch.float64), "attention_mask": mask}
-    call |= {"do_sample": False, "max_new_tokens": 20, "return_token_timestamps": True, **settings}
+    target, call = whisper(), {**recorded(3, frames), "return_token_timestamps": True, **settings}
     plain = target.generate(**call)
     assert len(plain["token_timestamps"].unique()) > 3
     with hf_specdec.enable(target, assistant_model=DRAFTS[draft](target), generation_strategy="speculative"):
