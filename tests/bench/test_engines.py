@@ -26,7 +26,7 @@ from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.running.transformers_methods import SCHEDULES
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks import engines, run_task
-from hf_specdec.bench.tasks.engines import allowed_table, compared
+from hf_specdec.bench.tasks.engines import compared
 from hf_specdec.lengths.auto_length import AutoLength
 from hf_specdec.models.recorded_passes import recordings_of
 from hf_specdec.prepared import compiled_step, cuda_graphs
@@ -106,7 +106,7 @@ def test_bare_passes_are_timed_on_the_engines_of_the_methods(result: Result) -> 
         assert costs.target[3] == pytest.approx(median(samples))
 
 
-def test_what_passes_allow_is_told_by_passes_of_the_calls_own_length(result: Result) -> None:
+def test_costs_are_those_of_passes_of_the_calls_own_length(result: Result) -> None:
     timed = [("draft", 1, 1.0), ("target", 1, 1.0), ("target", 40, 40.0)]
     slow = [
         Pass(engine, one.draft, one.prompts, 0, 1, *about)
@@ -116,8 +116,9 @@ def test_what_passes_allow_is_told_by_passes_of_the_calls_own_length(result: Res
     ]
     more, only = replace(result, passes=[*slow, *result.passes]), replace(result, passes=slow)
     assert set(passes.costs(more, "recorded", 1)) == {1, *passes.costs(result, "recorded", 1)}
-    tables = [allowed_table(whole(one)) for one in (result, more, only)]
-    assert tables[0] == tables[1] != tables[2], "the last is the control"
+    fixed = [method for method in result.methods if method.role == "fixed"]
+    found = [[passes.costs_of(whole(one), method) for method in fixed] for one in (result, more, only)]
+    assert found[0] == found[1] != found[2], "the last is the control"
 
 
 def test_memory_is_read_after_each_plain_call_of_one_row(result: Result) -> None:

@@ -247,11 +247,10 @@ def test_acceptance_counts(seed: int) -> None:
             for d, a in some:
                 for position in range(min(a + 1, d)):
                     by_position.setdefault(position, []).append(position < a)
-    for place, position in enumerate(frames.acceptance_by_position(calls)):
+    for place, (reached, share) in enumerate(frames.acceptance_by_position(calls)):
         hits = by_position[place]
-        assert (position.reached, position.accepted) == (len(hits), sum(hits))
-        assert position.low is not None and position.high is not None
-        assert position.share == mean(hits) and position.low <= position.share <= position.high
+        assert reached == len(hits) and share.low is not None and share.high is not None
+        assert share.value == mean(hits) and share.low <= share.value <= share.high
     plain = frame_of([plain_call()])
     assert frames.acceptance_rate(plain) is None and frames.alpha(plain) is None
     assert frames.tokens_per_round(plain) is None and frames.acceptance_by_position(plain) == []

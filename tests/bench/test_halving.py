@@ -60,9 +60,9 @@ def loss(rankings: list[list[str]]) -> float:
 
 
 def test_it_finds_a_candidate_within_5_percent_of_the_best() -> None:
-    assert sum(loss(Machine(seed).race()) <= 0.05 for seed in range(1, 7)) >= 5
+    assert sum(loss(Machine(seed).race()) <= 0.05 for seed in range(1, 5)) >= 3
     same = dict.fromkeys(SPEEDS, 1.5)
-    assert sum(loss(Machine(seed, speeds=same).race()) <= 0.05 for seed in range(1, 7)) <= 2, "the control"
+    assert sum(loss(Machine(seed, speeds=same).race()) <= 0.05 for seed in range(1, 5)) <= 1, "the control"
 
 
 @pytest.mark.parametrize("seconds", [1.0, 7.0, 60.0, 300.0])

@@ -327,42 +327,16 @@ def test_streamer_notes_puts_after_the_prompt_and_passes_all_on() -> None:
     assert streamer.times == sorted(streamer.times)
 
 
-@pytest.mark.parametrize(
-    ("short", "full", "draft"),
-    [
-        ("Qwen1.5-7B-Chat", "Qwen/Qwen1.5-7B-Chat", "Qwen/Qwen1.5-0.5B-Chat"),
-        ("opt-6.7b", "facebook/opt-6.7b", "facebook/opt-125m"),
-        ("OPT-6.7B", "facebook/opt-6.7b", "facebook/opt-125m"),
-        ("vicuna-7b-v1.3", "lmsys/vicuna-7b-v1.3", "double7/vicuna-68m"),
-        ("bloom-7b1", "bigscience/bloom-7b1", "bigscience/bloom-560m"),
-        ("Llama-2-7b", "meta-llama/Llama-2-7b-hf", "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"),
-        ("t5-base", "google-t5/t5-base", "google-t5/t5-small"),
-        (
-            "japanese-gpt-neox-409M-xlsum-sft",
-            "u-hyszk/japanese-gpt-neox-409M-xlsum-sft",
-            "u-hyszk/japanese-gpt-neox-29M-xlsum-sft",
-        ),
-        ("Qwen2-7B-Instruct", "Qwen/Qwen2-7B-Instruct", "Qwen/Qwen2-0.5B-Instruct"),
-        ("Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
-        ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("target", "target", "draft"),
-        ("t5-target", "t5-target", "t5-draft"),
-        ("someone/else", "someone/else", None),
-        ("unheard-of", "unheard-of", None),
-    ],
-)
-def test_short_names(short: str, full: str, draft: str | None) -> None:
-    assert full_name(short) == full
-    assert default_draft(short) == draft
-    assert default_draft(full) == draft
-
-
-def test_every_known_draft_has_a_short_name() -> None:
+def test_short_names() -> None:
     for known in KNOWN_PAIRS:
-        for name in known.drafts:
+        for name in (known.target, *known.drafts):
             assert full_name(name.rsplit("/", 1)[-1]) == name
-    assert full_name("Tiny-Vicuna-1B") == "Jiayi-Pan/Tiny-Vicuna-1B"
-    assert full_name("TinyLlama-1.1B").startswith("TinyLlama/TinyLlama-1.1B")
+        assert default_draft(known.target) == known.drafts[0]
+    assert full_name("OPT-6.7B") == "facebook/opt-6.7b" and default_draft("OPT-6.7B") == "facebook/opt-125m"
+    assert full_name("Llama-2-7b") == "meta-llama/Llama-2-7b-hf"
+    assert full_name("TinyLlama-1.1B").startswith("TinyLlama/")
+    for unknown in ("someone/else", "unheard-of"):
+        assert full_name(unknown) == unknown and default_draft(unknown) is None
 
 
 def test_drafts_of_another_kind_are_refused(tmp_path: Path, settings: Settings) -> None:

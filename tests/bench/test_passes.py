@@ -69,25 +69,7 @@ def test_predictions_take_the_costs_that_belong_to_their_calls() -> None:
         found = passes.costs_of(here, about)
         assert found is not None and found.ratios(4) == pytest.approx((c, v))
         assert passes.predicted(here, about) == pytest.approx(passes.predicted_speedup(5 / 6, c, v, 4))
-    over_lengths = passes.pooled(list(passes.costs(part.result, "recorded").values()))
-    assert over_lengths is not None and over_lengths.ratios(4) != pytest.approx((0.16, 1.44)), "the control"
     assert passes.costs_of(part.where(label="none"), about) is None
-
-
-def test_a_share_of_the_allowed_speedup_is_lost_between_passes_and_by_waiting() -> None:
-    methods = [
-        method("none recorded", "none", engine="recorded"),
-        method("speculative", engine="recorded", lookahead=4, same_engine="none recorded"),
-    ]
-    # After the first round 2 tokens in a round of 3 s, whose bare passes take 2.4 s. Plain: 1.5 s a token.
-    drafted = drafted_call([(4, 4), (4, 1)], seconds=1.0 + 3.0)
-    timed = passes_of("recorded", 100, 0.2, {1: 1.0, 5: 1.6})
-    # A slow baseline makes drafting pay more; the share stays.
-    for step in (1.5, 3.0):
-        part = part_of([drafted, plain_call(method="none recorded", step=step, tokens=11)], methods, passes=timed)
-        assert passes.share_of_allowed(part, methods[1]) == pytest.approx(2.4 / 3.0)
-        assert passes.allowed(part, methods[1]) == pytest.approx(step / (2.4 / 2))
-    assert passes.share_of_allowed(part_of([drafted], methods), methods[1]) is None
 
 
 def test_widths_between_measured_ones_are_interpolated() -> None:

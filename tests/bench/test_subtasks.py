@@ -10,7 +10,6 @@ import pytest
 from helpers.tiny_pair import CONTEXT, save_pair
 
 from hf_specdec import embedded
-from hf_specdec.bench.figures.text_metrics import combined
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.records import Result
@@ -53,17 +52,6 @@ def printed(settings: Settings) -> str:
 @pytest.fixture(scope="module")
 def result(settings: Settings, printed: str) -> Result:
     return result_of(settings)
-
-
-def test_methods_take_turns_on_each_example(result: Result) -> None:
-    assert [method.name for method in result.methods] == NAMES
-    calls = sorted(result.calls, key=lambda call: call.position)
-    assert [call.position for call in calls] == list(range(len(calls))) and len(calls) == 9 * 3 * len(NAMES)
-    turns = [calls[start : start + len(NAMES)] for start in range(0, len(calls), len(NAMES))]
-    for turn in turns:
-        assert len({(call.repeat, call.prompts) for call in turn}) == 1
-        assert {call.method for call in turn} == set(NAMES)
-    assert {turn[0].method for turn in turns} == set(NAMES), "each begins at some time"
 
 
 def texts_of(result: Result, name: str) -> dict[int, str]:
@@ -128,31 +116,12 @@ def test_divergences_are_where_outputs_part(result: Result) -> None:
         assert found is None or (0 <= found.position < 9 and found.margin is not None)
 
 
-def test_quality_is_that_of_the_answers(result: Result) -> None:
-    assert len(result.quality) == len(NAMES) * 9
-    for entry in result.quality:
-        chosen = [p for p in result.prompts if entry.subtask in (None, p.label)]
-        texts = texts_of(result, entry.method)
-        measured = combined().compute(
-            predictions=[texts[p.index] for p in chosen], references=[list(p.references) for p in chosen]
-        )
-        assert entry.examples == len(chosen)
-        assert {key: getattr(entry, key) for key in measured} == pytest.approx(measured, rel=1e-4)
-
-
 def test_bare_passes_are_timed_at_each_subtask_in_each_repeat(result: Result) -> None:
     places = {(item.engine, item.prompts, item.repeat) for item in result.passes}
     prompts = {place[1] for place in places}
     labels = {prompt.index: prompt.label for prompt in result.prompts}
     assert sorted(labels[index] for (index,) in prompts) == sorted(embedded.SUBTASKS)
     assert places == {(e, p, r) for e in ("generate", "recorded") for p in prompts for r in range(3)}
-
-
-def test_the_file_renders_again_from_its_record(settings: Settings, result: Result) -> None:
-    text, pictures = document(result, stem(settings), render)
-    assert (settings.output_dir / f"{stem(settings)}.md").read_text() == text
-    names = {f"{stem(settings)}.json.gz", f"{stem(settings)}.md"}
-    assert {path.name for path in settings.output_dir.iterdir()} == names | pictures.keys() and pictures
 
 
 def test_outputs_of_one_token_have_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

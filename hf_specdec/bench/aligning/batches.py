@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_specdec.bench.models.loading import LoadedPair
@@ -36,12 +37,12 @@ class Collator:
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         prompts, answers = ([list(row[name]) for row in rows] for name in ("prompt", "answer"))
         if self.encoder_decoder:
-            batch = self._padded("input_ids", prompts)
+            batch = self._padded(prompts)
             batch["decoder_input_ids"] = _rectangle([[self.start, *answer[:-1]] for answer in answers], self.pad)
             batch["labels"] = _rectangle(answers, IGNORED)
         else:
             both = list(zip(prompts, answers, strict=True))
-            batch = self._padded("input_ids", [[*prompt, *answer[:-1]] for prompt, answer in both])
+            batch = self._padded([[*prompt, *answer[:-1]] for prompt, answer in both])
             batch["labels"] = _rectangle([[IGNORED] * (len(prompt) - 1) + answer for prompt, answer in both], IGNORED)
         for name in ("target_tokens", "target_log_probs"):
             if name in rows[0]:
@@ -53,12 +54,13 @@ class Collator:
         if self.encoder_decoder:
             return {name: batch[name] for name in ("input_ids", "attention_mask")}
         lengths = [int(row.ne(IGNORED).nonzero()[0]) + 1 for row in batch["labels"]]
-        rows = [ids[:length].tolist()[::-1] for ids, length in zip(batch["input_ids"], lengths, strict=True)]
+        rows = [ids[:length].tolist() for ids, length in zip(batch["input_ids"], lengths, strict=True)]
         device = batch["input_ids"].device
-        return {name: tensor.flip(-1).to(device) for name, tensor in self._padded("input_ids", rows).items()}
+        return {name: tensor.to(device) for name, tensor in self._padded(rows, "left").items()}
 
-    def _padded(self, name: str, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        return {name: _rectangle(rows, self.pad), "attention_mask": _rectangle([[1] * len(row) for row in rows], 0)}
+    def _padded(self, rows: Sequence[Sequence[int]], side: str = "right") -> dict[str, Tensor]:
+        mask = _rectangle([[1] * len(row) for row in rows], 0, side)
+        return {"input_ids": _rectangle(rows, self.pad, side), "attention_mask": mask}
 
 
 def answer_logits(model: PreTrainedModel, batch: Mapping[str, Tensor], inner: PreTrainedModel | None = None) -> Tensor:
@@ -89,6 +91,5 @@ def shared_vocabulary(pair: LoadedPair) -> int:
     return min(int(model.config.get_text_config(decoder=True).vocab_size) for model in pair.models)
 
 
-def _rectangle(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-    longest = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
+def _rectangle(rows: Sequence[Sequence[int]], fill: int, side: str = "right") -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill, padding_side=side)

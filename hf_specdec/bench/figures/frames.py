@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from hf_specdec.bench.figures.bootstrap import ENOUGH
-from hf_specdec.bench.records import Asked, Call, Method, Result
+from hf_specdec.bench.records import Asked, Call, Interval, Method, Result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,24 +136,8 @@ def time_per_round(calls: pd.DataFrame) -> dict[str, float] | None:
     return {"draft": draft, "verify": verify, "overhead": spent - draft - verify, "draft_steps": steps}
 
 
-@dataclass(frozen=True)
-class Position:
-    """A position of drafts: how many rounds reached it, in how many of them its token was accepted, and Wilson's 95%
-    interval of that share, None below six different examples."""
-
-    reached: int
-    accepted: int
-    low: float | None
-    high: float | None
-
-    @property
-    def share(self) -> float:
-        """Accepted / reached."""
-        return self.accepted / self.reached
-
-
-def acceptance_by_position(calls: pd.DataFrame) -> list[Position]:
-    """The acceptance at each draft position, among the rounds that reached it.
+def acceptance_by_position(calls: pd.DataFrame) -> list[tuple[int, Interval]]:
+    """How many rounds reached each draft position, and the share accepted there with Wilson's interval.
 
     Calls that decoded what another did count once: repeats, or the same example at another length.
     """
@@ -165,8 +149,8 @@ def acceptance_by_position(calls: pd.DataFrame) -> list[Position]:
         _summed(distinct["reached"]), _summed(distinct["kept"], distinct["reached"]), strict=True
     ):
         ends = binomtest(accepted, reached).proportion_ci(method="wilson")
-        enough = examples(distinct) >= ENOUGH
-        found.append(Position(reached, accepted, *((float(ends.low), float(ends.high)) if enough else (None, None))))
+        known = (float(ends.low), float(ends.high)) if examples(distinct) >= ENOUGH else (None, None)
+        found.append((reached, Interval(accepted / reached, *known)))
     return found
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import TYPE_CHECKING
 
-from hf_specdec.bench.figures import speed
-from hf_specdec.bench.figures.frames import Part, alpha, waiting
+import numpy as np
+
+from hf_specdec.bench.figures.frames import Part, alpha
 from hf_specdec.bench.records import Method, Result
 from hf_specdec.config import LOSSY_STRATEGIES
 
@@ -74,19 +76,13 @@ def costs_of(part: Part, method: Method, batch: int = 1) -> Costs | None:
     """
     known = costs(part.result, method.engine, batch, method.draft)
     lengths = part.where(batch=batch).of(method.name)["length"]
-    return pooled([nearest(known, length) for length in lengths] if known else [])
-
-
-def pooled(listed: Sequence[Costs]) -> Costs | None:
-    """The means of costs, for widths that all of them have; None without costs."""
-    if not listed:
-        return None
+    listed = [nearest(known, length) for length in lengths] if known else []
 
     def means(sides: Sequence[Mapping[int, float]]) -> dict[int, float]:
         shared = set.intersection(*(set(side) for side in sides))
-        return {key: sum(side[key] for side in sides) / len(sides) for key in sorted(shared)}
+        return {key: mean(side[key] for side in sides) for key in sorted(shared)}
 
-    return Costs(means([one.draft for one in listed]), means([one.target for one in listed]))
+    return Costs(means([one.draft for one in listed]), means([one.target for one in listed])) if listed else None
 
 
 def efficiency(part: Part, method: Method) -> float | None:
@@ -149,22 +145,6 @@ def _drafts_steadily(method: Method) -> bool:
     return by_model and method.kind not in LOSSY_STRATEGIES and "entropy_threshold" not in method.keywords
 
 
-def share_of_allowed(part: Part, method: Method) -> float | None:
-    """Measured speed / the speed of the same rounds if they took only their bare passes and no row waited for another.
-
-    That is η times the share of row-rounds in which the row had not ended. Tokens per round are those measured, so
-    acceptance that differs from position to position can't raise it above 1.
-    """
-    eta, idle = efficiency(part, method), waiting(part.of(method.name))
-    return None if eta is None or idle is None else eta * (1 - idle)
-
-
-def allowed(part: Part, method: Method) -> float | None:
-    """The speedup over plain decoding on the method's engine at a share of 1; None where either isn't known."""
-    measured, share = speed.over(part, method, "engine"), share_of_allowed(part, method)
-    return None if measured is None or not share else measured.value / share
-
-
 def bandwidth_share(part: Part, method: Method) -> float | None:
     """Share of the bandwidth limit that a plain method reaches at batch size 1; None where bytes aren't known.
 
@@ -182,9 +162,4 @@ def bandwidth_share(part: Part, method: Method) -> float | None:
 
 def _between(known: Mapping[int, float], place: int) -> float:
     """The value at a place, linear between known ones, level beyond them."""
-    below = max((key for key in known if key <= place), default=min(known))
-    above = min((key for key in known if key >= place), default=max(known))
-    if below == above:
-        return known[below]
-    share = (place - below) / (above - below)
-    return (1 - share) * known[below] + share * known[above]
+    return float(np.interp(place, sorted(known), [known[key] for key in sorted(known)]))

@@ -70,13 +70,13 @@ def has_cjk(text: str) -> bool:
     return _CJK_TEXT.search(text) is not None
 
 
-def rouge(prediction: str, references: Sequence[str]) -> dict[str, float]:
+def rouge(prediction: str, references: Sequence[str]) -> Mapping[str, float]:
     """ROUGE-1, ROUGE-2 and ROUGE-L F1 (Lin 2004) of one answer, by rouge_score, unstemmed; the best reference counts.
 
     Tokens are rouge_score's, lower-case words of a-z and 0-9. Examples with a reference in Chinese, Japanese or
     Korean, which it would drop, are split into characters there. Two empty texts score 0.
     """
-    return dict(_rouge(prediction, tuple(references)))
+    return _rouge(prediction, tuple(references))
 
 
 @lru_cache(maxsize=100_000)  # reports ask for the same answers again and again

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from itertools import zip_longest
 from statistics import mean
 from typing import Any
 
@@ -29,9 +31,6 @@ Args:
 class TextMetric(evaluate.Metric):
     """A metric of texts that keeps everything in memory, so that no files have to be locked and cleaned up."""
 
-    description = ""
-    citation = ""
-
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"keep_in_memory": True, **settings})
 
@@ -43,70 +42,53 @@ class TextMetric(evaluate.Metric):
         text = datasets.Value("string")
         several = datasets.Features({"predictions": text, "references": datasets.Sequence(text)})
         single = datasets.Features({"predictions": text, "references": text})
+        about = str(inspect.getdoc(type(self)))
         return evaluate.MetricInfo(
-            description=self.description,
-            citation=self.citation,
-            inputs_description=_INPUTS,
-            features=[several, single],
+            description=about, citation="", inputs_description=_INPUTS, features=[several, single]
         )
 
     def _compute(self, predictions: Sequence[str], references: References) -> dict[str, float]:
-        return self.score(predictions, _checked(predictions, references))
+        return self._score(predictions, _checked(predictions, references))
 
-    def score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        """The figures by name."""
+    def _score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         raise NotImplementedError
 
 
 class Bleu(TextMetric):
-    """`{"bleu": 0 to 100}`: corpus BLEU by sacrebleu, its defaults: 4-grams, exponential smoothing, cased.
+    """`{"bleu": 0 to 100}`: corpus BLEU (Papineni et al. 2002) by sacrebleu (Post 2018).
 
-    Tokens are sacrebleu's `13a`; characters, where a reference holds Chinese, Japanese or Korean. A corpus without
-    any text of four tokens scores 0 by definition: read exact match there.
+    Its defaults: 4-grams, exponential smoothing, cased. Tokens are sacrebleu's `13a`; characters, where a reference
+    holds Chinese, Japanese or Korean. A corpus without any text of four tokens scores 0 by definition: read exact match
+    there.
     """
 
-    description = "Corpus BLEU by sacrebleu, from 0 to 100."
-    citation = "Papineni et al. 2002; Post 2018"
-
-    def score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        """See `TextMetric.score`."""
+    def _score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         characters = any(quality.has_cjk(text) for texts in references for text in texts)
         # sacrebleu takes the first references of all examples, then the second ones; None where there are fewer.
-        most = max(len(texts) for texts in references)
-        streams: list[list[Any]] = [[texts[i] if i < len(texts) else None for texts in references] for i in range(most)]
+        streams = [list(stream) for stream in zip_longest(*references)]
         metric = BLEU(tokenize="char" if characters else "13a", force=True)
         return {"bleu": float(metric.corpus_score(list(predictions), streams).score)}
 
 
 class Rouge(TextMetric):
-    """`{"rouge1", "rouge2", "rougeL"}`, each 0 to 100: means over the examples of `quality.rouge`."""
+    """`{"rouge1", "rouge2", "rougeL"}`, each 0 to 100: means over the examples of ROUGE F1 (Lin 2004)."""
 
-    description = "ROUGE-1, ROUGE-2 and ROUGE-L F1 by rouge_score, from 0 to 100."
-    citation = "Lin 2004"
-
-    def score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        """See `TextMetric.score`."""
+    def _score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         scores = [quality.rouge(*pair) for pair in zip(predictions, references, strict=True)]
         return {name: mean(score[name] for score in scores) for name in quality.ROUGE}
 
 
 class ExactMatch(TextMetric):
-    """`{"exact_match": 0 to 100}`: mean of `quality.exact_match`."""
+    """`{"exact_match": 0 to 100}`: share of answers that equal a reference, in percent."""
 
-    description = "Share of answers that equal a reference, in percent."
-
-    def score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        """See `TextMetric.score`."""
+    def _score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         return {"exact_match": mean(map(quality.exact_match, predictions, references))}
 
 
 class Facts(TextMetric):
-    """`{"facts": 0 to 100}`: mean of `quality.facts`."""
+    """`{"facts": 0 to 100}`: share of a reference's statements that stand in the answer, mean over examples."""
 
-    description = "Share of a reference's statements that stand in the answer, in percent, mean over examples."
-
-    def score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        """See `TextMetric.score`."""
+    def _score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         return {"facts": mean(map(quality.facts, predictions, references))}
 
 

@@ -1,18 +1,7 @@
-"""Precision and place: weights in int8 or int4, models spread over devices.
-
-How the script loads a model, target or draft alike, with its own arguments' names for the messages:
-
-    kwargs = load_kwargs(settings.precision, dtype=settings.dtype, device_map=settings.device_map,
-                         offload_folder=settings.offload_folder)
-    model = auto.from_pretrained(location, **kwargs)
-    if settings.device_map is None:
-        model.to(device)
-    check_loaded(model, settings.precision, settings.device_map)
-"""
+"""Precision and place: weights in int8 or int4, models spread over devices."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,8 +13,6 @@ from transformers import PreTrainedModel, QuantoConfig
 from hf_specdec.bench.settings import BenchError
 from hf_specdec.compat.quanto_private import replace_extension
 
-QUANTIZED = ("int8", "int4")
-FLOATS = ("float32", "bfloat16", "float16", "float64")
 # The maps that accelerate works out itself; a device's name puts the whole model there.
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -41,34 +28,25 @@ def load_kwargs(
     """Arguments for `from_pretrained`.
 
     Args:
-        precision: of the weights. `int8` and `int4`: linear layers but the head, one scale a row of 8 bits, or a
-            scale and an offset for each 128 weights of 4 bits at most; they are multiplied in `dtype`. A float's
-            name stands for `dtype` itself; None leaves the weights as `dtype` says.
+        precision: `int8` or `int4`, of linear layers but the head: one scale a row of 8 bits, or a scale and an offset
+            for each 128 weights of 4 bits at most; they are multiplied in `dtype`. None: as `dtype` says.
         dtype: `auto` (as stored) or a float's name.
         device_map: `auto` or another of `DEVICE_MAPS`, or a device; models so placed must not be moved.
         offload_folder: takes what fits no device's memory.
         argument: the name that messages give `precision`.
 
     Raises:
-        BenchError: a value that is none of these, two that exclude each other, or a package that is missing.
+        BenchError: two that exclude each other, an unknown device, or a package that is missing.
     """
-    if precision is not None and precision not in (*QUANTIZED, *FLOATS):
-        raise BenchError(f"{argument}: {precision!r} is none of {', '.join((*QUANTIZED, *FLOATS))}; give one of these")
-    if dtype not in ("auto", *FLOATS):
-        raise BenchError(f"dtype: {dtype!r} is none of auto, {', '.join(FLOATS)}; give one of these")
     kwargs: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-    if precision in FLOATS:
-        kwargs["dtype"] = getattr(torch, str(precision))
-    elif precision is not None:
-        _require(f"{argument}: {precision!r}", "optimum.quanto", "accelerate")
+    if precision is not None:
+        _prepare_quanto(precision, argument)
         if offload_folder is not None:
             raise BenchError(
                 f"--offload_folder: {str(offload_folder)!r} with {argument} {precision}: quanto makes its weights "
                 "while it loads and can't offload them; leave one of the two out"
             )
         kwargs["quantization_config"] = QuantoConfig(weights=precision)
-        if precision == "int4":
-            unpack_without_compiler()
     if device_map is not None:
         _require(f"--device_map: {device_map!r}", "accelerate")
         kwargs["device_map"] = _device_map(device_map)
@@ -95,7 +73,7 @@ def check_loaded(
         BenchError: names the argument, its value and the way out.
     """
     name = type(model).__name__
-    if precision in QUANTIZED and not quantized_layers(model):
+    if precision is not None and not quantized_layers(model):
         raise BenchError(
             f"{argument}: {precision!r} changes nothing in {name}, whose layers are of a kind that quanto doesn't "
             f"know; leave {argument} out for this model"
@@ -115,20 +93,12 @@ def quantize_made(model: PreTrainedModel, precision: str | None, *, argument: st
     """
     if precision is None:
         return
-    _require(f"{argument}: {precision!r}", "optimum.quanto", "accelerate")
+    _prepare_quanto(precision, argument)
     from optimum.quanto import freeze, quantize
 
-    if precision == "int4":
-        unpack_without_compiler()
     quantize(model, weights=f"q{precision}")
     freeze(model)
     model.config.quantization_config = QuantoConfig(weights=precision)
-
-
-def import_libraries(*precisions: str | None) -> None:
-    """Import what loading models of these precisions imports."""
-    if any(precision in QUANTIZED for precision in precisions):
-        import_module("optimum.quanto")
 
 
 def quantized_layers(model: PreTrainedModel) -> int:
@@ -152,6 +122,12 @@ def unpack_without_compiler() -> None:
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     """uint8 numbers of `bits` bits from bytes `[N, ...]`, the lowest bits of all bytes first: `[N * 8 / bits, ...]`."""
     return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
+
+
+def _prepare_quanto(precision: str, argument: str) -> None:
+    _require(f"{argument}: {precision!r}", "optimum.quanto", "accelerate")
+    if precision == "int4":
+        unpack_without_compiler()
 
 
 def _require(what: str, *packages: str) -> None:

@@ -170,19 +170,13 @@ ROUNDS: Columns = {
     "Verification (ms)": lambda part, method: _round(part, method, "verify"),
     "Overhead (ms)": lambda part, method: _round(part, method, "overhead"),
 }  # fmt: skip
+WAITING: Columns = {"Waiting": lambda part, method: percent(waiting(part.of(method.name)))}
 COLD: Columns = {
     **METHOD,
     "Cold (s)": lambda part, method: number(speed.cold_seconds(part, method, part.batch_sizes[0]), 2),
     "Pays after (tokens)": _pays,
     "Peak memory (GB)": _peak,
 }
-ALLOWED: Columns = {
-    **METHOD, **N, **ALPHA, **COSTS,
-    "Waiting": lambda part, method: percent(waiting(part.of(method.name))),
-    "Allowed": lambda part, method: number(passes.allowed(part, method), 2),
-    "Measured": lambda part, method: ratio(speed.over(part, method, "engine")),
-    "Share": lambda part, method: number(passes.share_of_allowed(part, method), 2),
-}  # fmt: skip
 DRAFT: Columns = {
     "Draft": lambda part, method: short_name(method.draft or "none"),
     "Parameters": lambda part, method: size(method.draft_parameters),

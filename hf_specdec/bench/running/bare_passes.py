@@ -161,34 +161,20 @@ def our_step(
     Args:
         always: from a static cache wherever the model takes one, as under `cache_implementation="static"`.
     """
-    if has_recurrent_layers(model):
-        return _recurrent_step(pair, model, rows, behind, widest)
+    recurrent = has_recurrent_layers(model)
     serves = supports_rows_cache if always or len(rows) > 1 else supports_recorded_row
-    if not serves(model, {}):
+    if not recurrent and not serves(model, {}):
         return generate_step(pair, model, rows, behind, widest)
     text = _text(model, rows, behind + widest)
     prompt = _bounded(pair, text, widest)
     filled = prompt.shape[1]
-    runner = StaticRunner(
-        model, {CACHE_NAME: RowsCache(model.config, filled + widest)}, (prompt.shape[0], prompt.shape[1])
-    )
-    runner.forward(prompt, 1)
-
-    def step(width: int) -> None:
-        runner.forward(text[:, filled : filled + width], width)
-        runner.rewind([filled] * len(rows))
-
-    return step
-
-
-def _recurrent_step(
-    pair: LoadedPair, model: PreTrainedModel, rows: Sequence[Sequence[int]], behind: int, widest: int
-) -> Step:
-    """As `our_step`, for models with recurrent layers."""
-    text = _text(model, rows, behind + widest)
-    prompt = _bounded(pair, text, widest)
-    filled, cache = prompt.shape[1], new_cache(model, "model", cross_attention=False)
-    runner = RecurrentRunner(model, {cache_argument(model): cache, "use_cache": True}, prompt, filled + widest)
+    runner: StaticRunner | RecurrentRunner
+    if recurrent:
+        cache = new_cache(model, "model", cross_attention=False)
+        runner = RecurrentRunner(model, {cache_argument(model): cache, "use_cache": True}, prompt, filled + widest)
+    else:
+        room = {CACHE_NAME: RowsCache(model.config, filled + widest)}
+        runner = StaticRunner(model, room, (prompt.shape[0], prompt.shape[1]))
     runner.forward(prompt, 1)
 
     def step(width: int) -> None:

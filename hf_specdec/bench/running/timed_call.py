@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.bench.inputs.prompts import Prompt
@@ -140,20 +141,10 @@ def _peak(pair: LoadedPair) -> int:
 
 def _padded(prompts: Sequence[Prompt], pair: LoadedPair) -> tuple[Tensor, Tensor]:
     """`[B, P]` ids, padded on the left (an encoder's on the right), and their mask."""
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    pad = _pad_token(pair) or 0
-    ids, mask = [], []
-    for prompt in prompts:
-        missing = longest - len(prompt.token_ids)
-        row = [[pad] * missing, list(prompt.token_ids)]
-        seen = [[0] * missing, [1] * len(prompt.token_ids)]
-        if pair.encoder_decoder:
-            row.reverse()
-            seen.reverse()
-        ids.append([*row[0], *row[1]])
-        mask.append([*seen[0], *seen[1]])
-    device = pair.target.device
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    side = "right" if pair.encoder_decoder else "left"
+    rows = [torch.tensor(prompt.token_ids, device=pair.target.device) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=_pad_token(pair) or 0, padding_side=side)
+    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
 
 
 @contextmanager

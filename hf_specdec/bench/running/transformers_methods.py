@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specdec.bench.models.loading import LoadedPair
@@ -113,7 +113,7 @@ def _with_draft(
         schedule.tokens if constant else _GROWN,
         {"assistant_model": pair.draft, **models},
         most_rows=1,
-        surroundings=_drafting_by(schedule),
+        surroundings=lambda loaded: _watched_drafts(loaded, schedule),
         # What an ensemble accepts isn't what the target agrees with.
         read_rounds=_reader(settings, tells_overlap=method.kind != "ensemble", draft_passes=True),
     )
@@ -152,21 +152,14 @@ def _reader(settings: Settings, *, tells_overlap: bool, draft_passes: bool) -> R
     return read
 
 
-def _drafting_by(schedule: Schedule) -> Callable[[LoadedPair], AbstractContextManager[list[Tensor]]]:
-    def surroundings(loaded: LoadedPair) -> AbstractContextManager[list[Tensor]]:
-        assert loaded.draft is not None
-        return _watched_drafts(loaded.draft, schedule)
-
-    return surroundings
-
-
 @contextmanager
-def _watched_drafts(draft: PreTrainedModel, schedule: Schedule) -> Iterator[list[Tensor]]:
+def _watched_drafts(pair: LoadedPair, schedule: Schedule) -> Iterator[list[Tensor]]:
     """Sets the draft's generation_config for transformers' loop; yields a list of what it drafts, `[length]` a round.
 
     transformers reads lookahead, schedule and confidence threshold from there only. It calls the draft's
     generate() once a round, so looking there costs a microsecond a round. Both are put back.
     """
+    draft: Any = pair.draft
     saved, generate = draft.generation_config, draft.generate
     drafted: list[Tensor] = []
 
@@ -180,13 +173,8 @@ def _watched_drafts(draft: PreTrainedModel, schedule: Schedule) -> Iterator[list
     config.num_assistant_tokens = schedule.tokens
     config.num_assistant_tokens_schedule = schedule.kind
     config.assistant_confidence_threshold = schedule.confidence
-    draft.generation_config = config
-    draft.generate = watched
-    try:
+    with patch.object(draft, "generation_config", config), patch.object(draft, "generate", watched):
         yield drafted
-    finally:
-        del draft.generate
-        draft.generation_config = saved
 
 
 @contextmanager
@@ -200,8 +188,5 @@ def _watched_lookups() -> Iterator[list[Tensor]]:
         found.append(candidates[0][0, input_ids.shape[1] :])
         return candidates
 
-    PromptLookupCandidateGenerator.get_candidates = watched
-    try:
+    with patch.object(PromptLookupCandidateGenerator, "get_candidates", watched):
         yield found
-    finally:
-        PromptLookupCandidateGenerator.get_candidates = get_candidates

@@ -52,13 +52,7 @@ from hf_specdec.compat.transformers_private import compiled_on_any_device
 
 LOOKAHEADS = (2, 4, 6, 8)
 
-ALLOWED = (
-    "Allowed: the speedup over plain decoding on the same engine that the same rounds would have if they took only "
-    "their bare passes and no row waited for another. Share: measured / allowed, which is η times (1 - waiting). "
-    "Waiting: share of row-rounds in which a row had ended while others of its batch went on. c: one draft step / one "
-    "target step. v: verifying the lookahead + 1 tokens / one target step. Both are means over calls, of the passes at "
-    "the prompt length nearest to each call's."
-)
+WAITING = "Waiting: share of row-rounds in which a row had ended while others of its batch went on."
 LLAMA_CPP_LEGEND = (
     "Speedups of our loop over llama.cpp, each in the best of its draft settings: the same models, prompts, number of "
     "threads and count of tokens, greedy. bf16 and q8_0 (8 bits a weight) say how llama.cpp stores the weights that "
@@ -160,22 +154,11 @@ def render(result: Result) -> list[Block]:
         found += [f"## Batch size {batch}", method_table({batch: here}, columns.speed_columns(result))]
     found.append(Picture("by-engine", "gains.by_engine", (part,)))
     found += section("Over llama.cpp", llama_cpp_legend(result.models["target"]), over_llama_cpp(part))
-    rounds = method_table(sizes, columns.ROUNDS, group="Batch size", methods=columns.drafted)
-    found += section("Rounds", columns.ROUNDS_LEGEND, rounds)
-    found += section("What bare passes allow", ALLOWED, allowed_table(part))
+    shown = {**columns.ROUNDS, **columns.WAITING}
+    rounds = method_table(sizes, shown, group="Batch size", methods=columns.drafted)
+    found += section("Rounds", f"{columns.ROUNDS_LEGEND} {WAITING}", rounds)
     found += section("Cold cost", columns.COLD_LEGEND, method_table(sizes, columns.COLD, group="Batch size"))
     return [*found, *remarks(part, *conclusions(part))]
-
-
-def allowed_table(part: Part) -> str:
-    """One row per batch size and method of this package with a constant lookahead whose passes were timed."""
-
-    def shown(here: Part) -> list[Method]:
-        fixed = [method for method in here.methods if method.role == "fixed"]
-        return [method for method in fixed if passes.costs_of(here, method, here.batch_sizes[0])]
-
-    sizes = {str(batch): part.where(batch=batch) for batch in part.batch_sizes}
-    return method_table(sizes, columns.ALLOWED, group="Batch size", methods=shown)
 
 
 def llama_cpp_legend(target: Model) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from hf_specdec.bench.figures.frames import Part, Position, acceptance_by_position
-from hf_specdec.bench.records import Interval, Method
+from hf_specdec.bench.figures.frames import Part, acceptance_by_position
 from hf_specdec.bench.reports.columns import drafted
 from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import KINDS, LINES, caption, errors, legend, new_figure, offset
@@ -27,11 +26,12 @@ def by_position(part: Part) -> Figure | None:
     for number, method in enumerate(shown):
         positions = found[method.name]
         colour = KINDS[method.kind][0] if several else LINES[number % len(LINES)]
-        for place, one in enumerate(positions, start=1):
+        label = f"{capital(method.title)} (n = {positions[0][0]:,} … {positions[-1][0]:,})"
+        for place, (reached, share) in enumerate(positions, start=1):
             axes.errorbar(
-                offset(place, number, len(shown)) if len(shown) > 1 else place, one.share,
-                yerr=errors(Interval(one.share, one.low, one.high)), marker="o", markersize=4, color=colour, capsize=2,
-                alpha=0.3 if one.reached < FEW else 1.0, label=_counted(method, positions) if place == 1 else None,
+                offset(place, number, len(shown)) if len(shown) > 1 else place, share.value, yerr=errors(share),
+                marker="o", markersize=4, color=colour, capsize=2, alpha=0.3 if reached < FEW else 1.0,
+                label=label if place == 1 else None,
             )  # fmt: skip
     longest = max(map(len, found.values()))
     axes.set_xticks(range(1, longest + 1))
@@ -45,7 +45,3 @@ def by_position(part: Part) -> Figure | None:
     counted = "n: drafted tokens judged at the first and at the last position. Intervals are Wilson's."
     caption(figure, part, counted, f"Faded: fewer than {FEW} tokens.")
     return figure
-
-
-def _counted(method: Method, positions: list[Position]) -> str:
-    return f"{capital(method.title)} (n = {positions[0].reached:,} … {positions[-1].reached:,})"
