@@ -13,15 +13,17 @@ import pytest
 from filelock import FileLock
 from helpers.script import load_script
 
+from hf_specdec.bench.figures import bootstrap
 from hf_specdec.bench.records import Result
 from hf_specdec.bench.results import SUFFIX, load
 from hf_specdec.bench.running import memory, warming
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks import run_task
 
-# Tests are about what is kept, so that fewer warm-up calls and less memory read do.
+# Tests are about what is kept, so that fewer warm-up calls, less memory read and fewer resamples do.
 warming.MOST_WARM_UPS = 3
 memory.BUFFER["cpu"] = 2**23
+bootstrap.RESAMPLES = 200
 
 SUMS = "".join(
     f'{{"q": "How much is {a} and {b}?", "a": "{a + b}", "kind": "x"}}\n' for a, b in ((2, 2), (2, 3), (4, 5))

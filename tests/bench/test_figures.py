@@ -20,7 +20,7 @@ from helpers.made_up_results import (
     result_of,
 )
 
-from hf_specdec.bench.figures import frames, speed
+from hf_specdec.bench.figures import bootstrap, frames, speed
 from hf_specdec.bench.figures.bootstrap import ENOUGH, Cells, interval
 from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.records import Call, ColdStart, Interval, Result
@@ -29,6 +29,12 @@ from hf_specdec.bench.running.timed_call import digest
 
 SEEDS = range(3)
 METHODS = ("speculative", "plain")
+
+
+@pytest.fixture(autouse=True)
+def all_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a report has."""
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 2000)
 
 
 def after_first(call: Call) -> tuple[int, float]:

@@ -321,8 +321,6 @@ stale
 <!-- /summary -->
 <!-- pays {0} -->
 <!-- /pays -->
-<!-- speed {0} -->
-<!-- /speed -->
 <!-- picture {0} by-engine -->
 <!-- /picture -->
 """
@@ -351,7 +349,7 @@ def test_a_readme_shows_what_the_results_hold(folder: Path, results: dict[str, R
     assert best is not None and pays[0]["Drafting gain"] == ratio(speed.over(part, best, "engine"))
     loaded = {folder / "engines-target-draft-greedy": results["engines"]}
     with pytest.raises(KeyError):
-        readme.filled("<!-- speed results/missing -->\n<!-- /speed -->\n", folder.parent, loaded)
+        readme.filled("<!-- pays results/missing -->\n<!-- /pays -->\n", folder.parent, loaded)
 
 
 def test_damaged_results_are_named_after_the_others_are_rendered(

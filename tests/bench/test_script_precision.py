@@ -31,11 +31,7 @@ COMBINATIONS = [
     "--dtype float32 --device_map auto --precision int8",
 ]
 
-FOR_T5 = [
-    "--dtype bfloat16 --draft_dtype float32",
-    "--dtype float32 --precision int8 --draft_precision int4",
-    "--dtype float32 --device_map auto",
-]
+FOR_T5 = ["--dtype float32 --precision int8 --draft_precision int4"]
 
 
 @pytest.fixture(scope="module")

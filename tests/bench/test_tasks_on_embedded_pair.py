@@ -49,15 +49,6 @@ def tables(folder: Path) -> dict[str, str]:
     return {name.split("-")[0]: (folder / f"{name}.md").read_text() for name in LINES}
 
 
-def test_tasks_leave_their_files_and_no_journal(folder: Path) -> None:
-    for suffix in (results.SUFFIX, ".md"):
-        assert {path.name.removesuffix(suffix) for path in folder.glob(f"*{suffix}")} >= set(LINES)
-    assert not list(folder.glob("*.journal.*")) and not list(folder.glob("*.partial"))
-    for name in LINES:
-        # A sweep of so short answers has no rates to draw.
-        assert name.startswith(("decode", "sweep")) or list(folder.glob(f"{name}-*.png")), name
-
-
 def test_tables_have_a_row_for_each_example_subtask_and_setting(
     tables: dict[str, str], found: dict[str, Result]
 ) -> None:
@@ -101,10 +92,3 @@ def test_prompts_are_examples_of_the_split_asked_for(found: dict[str, Result]) -
         expected = [(x.subtask, turn, (text,)) for x in examples for turn, text in enumerate(x.references, start=1)]
         prompts = [(prompt.label, prompt.turn, prompt.references) for prompt in found[task].prompts]
         assert prompts == expected, task
-
-
-def test_a_draft_is_accepted_and_costs_less_than_its_target(found: dict[str, Result]) -> None:
-    calls = [call for call in found["subtasks"].calls if call.method == "speculative"]
-    assert 0.3 < sum(call.accepted for call in calls) / sum(call.drafted for call in calls) < 1
-    models = found["subtasks"].models
-    assert models["draft"].parameters < models["target"].parameters

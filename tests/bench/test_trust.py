@@ -15,7 +15,8 @@ import torch
 from helpers.script import SCRIPT, load_script
 from safetensors.torch import load_file
 
-from hf_specdec.bench.results import load
+from hf_specdec.bench.results import load, stem
+from hf_specdec.bench.settings import Settings
 
 # A folder above, a shell, a markdown table and a formula of matplotlib, each of which a name could break out into.
 HOSTILE = "../../x; rm -rf $(id) | `id`\n$\\frac$ <b>"
@@ -91,17 +92,9 @@ def test_names_in_data_stay_names(saved_pair: tuple[Path, Path], tmp_path: Path)
     assert rows and all(name.replace("|", "\\|") in row for row in rows if row.startswith("|"))
 
 
-def test_data_set_and_model_names_give_file_names_inside_the_folder(
-    saved_pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    folder, questions, out = tmp_path / "x; rm $(id)", tmp_path / "..; `id`.jsonl", tmp_path / "a" / "out"
-    shutil.copytree(saved_pair[0], folder)
-    questions.write_text(json.dumps({"q": "How much?"}) + "\n")
-    data = ["--task", "subtasks", "--dataset", str(questions), "--prompt_column", "q"]
-    assert load_script().main(line((folder, saved_pair[1]), out, *data)) == 0
-    names = sorted(path.name for path in out.iterdir() if path.suffix != ".png")
-    assert names == [f"subtasks-x_rm_id_-draft-.._id_.jsonl-greedy{ending}" for ending in (".json.gz", ".md")]
-    assert all(path.name.startswith("subtasks-x_rm_id_-draft-.._id_.jsonl-greedy") for path in out.iterdir())
+def test_data_set_and_model_names_give_file_names_inside_the_folder() -> None:
+    settings = Settings(task="subtasks", model_name="/a/x; rm $(id)", dataset="/b/..; `id`.jsonl")
+    assert stem(settings) == "subtasks-x_rm_id_-.._id_.jsonl-greedy"
 
 
 def files(folder: Path) -> set[str]:

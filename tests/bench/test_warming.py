@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,28 +45,23 @@ def warmed(clock: SimpleNamespace, seconds: Iterator[float], prepared: Sequence[
     return warming.warm_up(plain(SimpleNamespace()), PROMPTS, Settings())  # type: ignore[arg-type]
 
 
-def test_two_calls_in_a_row_have_to_agree(clock: SimpleNamespace) -> None:
-    cold = warmed(clock, iter([9.0, 4.0, 1.0, 1.06, 1.02, 1.0]))
-    assert cold.seconds == pytest.approx([9.0, 4.0, 1.0, 1.06, 1.02]) and cold.settled
+@pytest.mark.parametrize(
+    ("seconds", "prepared", "calls", "settled"),
+    [
+        ([9.0, 4.0, 1.0, 1.06, 1.02, 1.0], (), 5, True),  # two in a row have to agree
+        ([1.0] * 9, (1, 1, 0, 1, 0), 3, True),  # which does not count while passes are still recorded
+        ([1.0] * 9, (1, 1, 1, 1, 0), 5, True),
+        ([2.0, 3.0] * 9, (), 12, False),  # the most
+        ([300.0, 50.0, 9.0, 2.0, 1.0], (), 4, False),  # the time is over; that of the first does not count
+        ([300.0, 70.0], (), 2, False),
+    ],
+)
+def test_warm_up_lasts_until_times_have_settled(
+    clock: SimpleNamespace, seconds: list[float], prepared: Sequence[int], calls: int, settled: bool
+) -> None:
+    cold = warmed(clock, iter(seconds), prepared)
+    assert cold.seconds == pytest.approx(seconds[:calls]) and cold.settled == settled
     assert (cold.method, cold.batch, cold.length) == ("plain", 1, 3)
-
-
-def test_agreement_does_not_count_while_passes_are_still_recorded(clock: SimpleNamespace) -> None:
-    cold = warmed(clock, iter([1.0] * 9), [1, 1, 0, 1, 0])
-    assert len(cold.seconds) == 3 and cold.settled
-    cold = warmed(clock, iter([1.0] * 9), [1, 1, 1, 1, 0])
-    assert len(cold.seconds) == 5
-
-
-def test_the_bound_is_said(clock: SimpleNamespace) -> None:
-    cold = warmed(clock, (2.0 + number % 2 for number in count()))
-    assert len(cold.seconds) == warming.MOST_WARM_UPS and not cold.settled
-
-
-def test_long_calls_are_bounded_by_their_time_and_the_first_does_not_count(clock: SimpleNamespace) -> None:
-    assert warmed(clock, iter([300.0, 50.0, 9.0, 2.0, 1.0])).seconds == pytest.approx([300, 50, 9, 2])
-    cold = warmed(clock, iter([300.0, 70.0]))
-    assert len(cold.seconds) == 2 and not cold.settled
 
 
 def test_calls_in_which_something_was_prepared_are_made_again(clock: SimpleNamespace) -> None:

@@ -17,7 +17,7 @@ from hf_specdec.bench.records import Interval
 ENOUGH = 6
 ONE_SIDED = 0.025  # the chance at each end of a 95% interval
 _LEVEL = 0.95
-_RESAMPLES = 2000
+RESAMPLES = 2000
 _BOUND_DRAWS = 20_000  # the tail of a bound takes more than an interval's; equal examples are drawn at once
 _MOST_AT_ONCE = 4_000_000  # numbers held in memory
 
@@ -65,7 +65,7 @@ def interval(cells: Cells, figure: Figure) -> Interval | None:
     found = bootstrap(
         (np.arange(len(cells)),),
         statistic,
-        n_resamples=_RESAMPLES,
+        n_resamples=RESAMPLES,
         batch=max(1, _MOST_AT_ONCE // table[0].size),
         vectorized=True,
         confidence_level=_expanded(len(cells)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hf_specdec.bench.figures.bootstrap import Cells, interval
@@ -193,8 +193,3 @@ def _cells(quantities: Any) -> Cells:
     columns = [name for name in quantities.columns if name.startswith(("above", "below"))]
     sums = quantities.groupby(["question", "repeat"])[columns].sum()
     return [rows.to_numpy(dtype=float) for _, rows in sums.groupby("question")]
-
-
-def first_of(methods: Sequence[Method], kind: str) -> Method | None:
-    """The first method of a kind."""
-    return next((method for method in methods if method.kind == kind), None)

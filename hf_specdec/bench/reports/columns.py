@@ -100,7 +100,7 @@ def quantized_note(result: Result) -> list[str]:
 
 def equal_outputs(part: Part, method: Method) -> str:
     """How many outputs of the first repeat equal those of plain generate() at the same batch size; – in sampling."""
-    plain = speed.first_of(part.result.methods, "plain")
+    plain = next((one for one in part.result.methods if one.kind == "plain"), None)
     if part.result.settings.sampling or plain is None:
         return "–"
     first = part.where(repeat=0)

@@ -1,7 +1,7 @@
 """The parts of a README that are taken from results, between markers that name them.
 
-`<!-- summary PATH … -->`, `<!-- pays PATH … -->`, `<!-- speed PATH -->` and `<!-- picture PATH NAME -->` open a part,
-and `<!-- /summary -->` and so on close it. PATH is a result's path without its suffix, relative to the README, or the
+`<!-- summary PATH … -->`, `<!-- pays PATH … -->` and `<!-- picture PATH NAME -->` open a part, and `<!-- /summary -->`
+and so on close it. PATH is a result's path without its suffix, relative to the README, or the
 folder of several; NAME is a picture of it. Words may stand on several lines.
 """
 
@@ -16,12 +16,11 @@ from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.frames import examples, whole
 from hf_specdec.bench.models.names import short_name
 from hf_specdec.bench.records import Result
-from hf_specdec.bench.reports import columns
 from hf_specdec.bench.reports.document import title_note
 from hf_specdec.bench.reports.heading import processor, threads
 from hf_specdec.bench.reports.markdown import number, ratio, size, table
 
-_PART = re.compile(r"(<!-- (summary|pays|speed|picture)((?:\s+[^\s>]+)*)\s+-->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
+_PART = re.compile(r"(<!-- (summary|pays|picture)((?:\s+[^\s>]+)*)\s+-->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
 Linked = Mapping[str, Result]  # by path without suffix
 
 
@@ -88,15 +87,6 @@ def _chosen(linked: Linked, words: list[str]) -> Iterator[tuple[str, Result]]:
         yield from (linked if not word else inside or {word: linked[word]}).items()
 
 
-def _speed(linked: Linked, words: list[str]) -> str:
-    (path,) = words
-    part = whole(linked[path])
-    shown = {**columns.METHOD, **columns.N, **columns.RATE}
-    for which in speed.BASELINES:
-        shown |= columns.over(part.result, which)
-    return f"{columns.method_table({'': part}, shown)}\n\n[Full report]({path}.md)"
-
-
 def _picture(linked: Linked, words: list[str]) -> str:
     path, name = words
     return f"![Decoding speed, {setting(linked[path])}]({path}-{name}.png)"
@@ -135,6 +125,5 @@ def _weights(result: Result) -> str:
 _PARTS: Mapping[str, Callable[[Linked, list[str]], str]] = {
     "summary": _summary,
     "pays": _pays,
-    "speed": _speed,
     "picture": _picture,
 }

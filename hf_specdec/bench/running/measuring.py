@@ -22,6 +22,7 @@ from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, wi
 from hf_specdec.bench.running.divergence import divergence
 from hf_specdec.bench.running.methods import GENERATE, Contender, lookahead
 from hf_specdec.bench.running.processes import Processes
+from hf_specdec.bench.running.timed_call import with_texts
 from hf_specdec.bench.running.turns import turn, turn_number
 from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import Settings
@@ -262,11 +263,7 @@ class _Work:
             call = warm_call(one, prompts, self.settings, repeat=repeat, position=position + number)
             if self.read_rate is not None and len(batch) == 1 and one.method.kind in _WITHOUT_DRAFT:
                 call = replace(call, read_rate=self.read_rate())
-            if isinstance(batch[0], Question):
-                decode = one.pair.tokenizer.decode
-                texts = tuple(decode(row, skip_special_tokens=True).strip() for row in call.tokens or ())
-                call = replace(call, texts=texts)
-            self.journal.keep("call", call)
+            self.journal.keep("call", with_texts(call, one.pair) if isinstance(batch[0], Question) else call)
             bar.update()
         # After the last method of each batch, so that bare passes meet the same state of the machine as calls do.
         for engine, passes in self._untimed(repeat, batch, order):

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,6 +117,12 @@ def timed_call(
         peak_bytes=_peak(pair),
         **({"first_tokens": len(prompts)} if rounds is None else vars(rounds)),
     )
+
+
+def with_texts(call: Call, pair: LoadedPair) -> Call:
+    """A call with its answers as texts."""
+    decode = pair.tokenizer.decode
+    return replace(call, texts=tuple(decode(row, skip_special_tokens=True).strip() for row in call.tokens or ()))
 
 
 def digest(tokens: Sequence[int]) -> str:

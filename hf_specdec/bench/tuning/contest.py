@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -25,6 +24,7 @@ from hf_specdec.bench.running.methods import (
     plain,
     plain_on_engine,
 )
+from hf_specdec.bench.running.timed_call import with_texts
 from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tuning.halving import successive_halving
@@ -97,13 +97,14 @@ def on_engine(engine: str, ranking: Sequence[Contender]) -> list[Contender]:
     for one in ranking:
         method = one.method
         by_model = method.draft is not None and "drafter" not in method.keywords
-        way = (method.kind, method.draft, method.keywords.get("drafter"), "entropy_threshold" in method.keywords)
+        length = "stopped" if "entropy_threshold" in method.keywords else method.lookahead == "auto"
+        way = (method.kind, method.draft, method.keywords.get("drafter"), length)
         # Compiled rounds draft with a model alone.
         if method.kind == "none" or way in ways or (engine == "compiled" and not by_model):
             continue
         ways.add(way)
         found.append(_again(one, engine))
-        if neighbours and by_model and is_fixed(method):
+        if neighbours and is_fixed(method):
             neighbours = False
             place = LOOKAHEADS.index(method.keywords["num_assistant_tokens"])
             beside = (*LOOKAHEADS[place + 1 : place + 2], *LOOKAHEADS[max(0, place - 1) : place])
@@ -211,10 +212,7 @@ class Contest:
         if one.name not in self.warm:
             warm_call(one, batch, self.settings, **where)
             self.warm.add(one.name)
-        call = warm_call(one, batch, self.settings, **where)
-        decode = one.pair.tokenizer.decode
-        texts = tuple(decode(row, skip_special_tokens=True).strip() for row in call.tokens or ())
-        self.calls.append(replace(call, texts=texts))
+        self.calls.append(with_texts(warm_call(one, batch, self.settings, **where), one.pair))
 
     def _warm_up(self, one: Contender, batch: Batch) -> None:
         self.cold.append(warm_up(one, batch, self.settings, most=_WARM_UPS, number=len(self.cold)))
