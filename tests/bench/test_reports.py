@@ -23,7 +23,7 @@ from hf_specdec.bench.reports import best_settings, columns, readme
 from hf_specdec.bench.reports.columns import method_table
 from hf_specdec.bench.reports.heading import heading, remarks, terminal
 from hf_specdec.bench.reports.markdown import approximate, number, points, ratio, table
-from hf_specdec.bench.reports.pictures import drawing, gains, lookahead, positions, quality, subtasks
+from hf_specdec.bench.reports.pictures import drawing, gains, lookahead, quality
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import ablation, benchmark, engines, run_task, task_module
 from hf_specdec.bench.tasks.report import differences
@@ -290,16 +290,16 @@ def test_speedups_by_lookahead_and_quality_are_drawn(results: dict[str, Result])
     changed = part.result.calls[-1]
     calls = [*part.result.calls[:-1], replace(changed, texts=("d",))]
     assert drawn(quality.speed_against_quality(whole(replace(part.result, calls=calls))))
-    figure = drawn(subtasks.by_subtask(whole(results["subtasks"])))
+    figure = drawn(gains.by_subtask(whole(results["subtasks"])))
     assert len(figure.axes[0].get_yticklabels()) == len(whole(results["subtasks"]).labels) + 1
 
 
 def test_acceptance_by_position_has_counts_and_fades_where_few_tokens_tell() -> None:
     part = part_of([drafted_call([(2, 2)] * 20 + [(2, 0)] * 20, prompt=prompt) for prompt in range(1)])
-    figure = drawn(positions.by_position(part))
+    figure = drawn(lookahead.by_position(part))
     labels = figure.axes[0].get_legend_handles_labels()[1]
     assert labels == ["Speculative (n = 40 … 20)"]
-    assert positions.by_position(part_of([drafted_call([(1, 1)])])) is None, "of one position there is no curve"
+    assert lookahead.by_position(part_of([drafted_call([(1, 1)])])) is None, "of one position there is no curve"
 
 
 def test_pictures_say_how_many_examples_and_that_times_were_unsteady() -> None:

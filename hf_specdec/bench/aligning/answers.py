@@ -69,7 +69,7 @@ def target_answers(
     known = {index for part in _parts(folder) for index in datasets.load_from_disk(part)["index"]}
     mine = [group for group in shared.share(groups) if any(q.index not in known for turn in group for q in turn)]
     shared.wait()  # None writes before all have read.
-    compile = settings.compile or len(mine) * settings.max_new_tokens >= _PAYS
+    compile = settings.compile or len(groups) * settings.max_new_tokens >= _PAYS
     engine = {"compile": compile, "cache_implementation": settings.cache_implementation}
     contender = plain_on_engine(engine, pair)
     rows: list[dict[str, Any]] = []

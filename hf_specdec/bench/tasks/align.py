@@ -199,7 +199,7 @@ def render(result: Result) -> list[Block]:
         heading(part),
         verdict(part),
         *section("Acceptance", _ACCEPTANCE, accepted),
-        Picture("acceptance-by-position", "positions.by_position", (part,)),
+        Picture("acceptance-by-position", "lookahead.by_position", (part,)),
         *section("Speed", columns.SPEED, method_table({"": part}, columns.speed_columns(result))),
         *section("Rounds", columns.ROUNDS_LEGEND, rounds),
         *section("Training", training_table(result)),

@@ -101,7 +101,7 @@ def render(result: Result) -> list[Block]:
         groups = by_length(part)
         rounds = method_table(groups, columns.ROUNDS, group="Prompt length", methods=columns.drafted)
         found += section("Rounds", columns.ROUNDS_LEGEND, rounds)
-        found.append(Picture("acceptance-by-position", "positions.by_position", (part,)))
+        found.append(Picture("acceptance-by-position", "lookahead.by_position", (part,)))
         if result.settings.task != "decode":  # there the answers that were shown have prepared everything
             found += section("Cold cost", columns.COLD_LEGEND, method_table({"": part}, columns.COLD))
     found += ["## Examples", EXAMPLES]

@@ -90,10 +90,10 @@ def render(result: Result) -> list[Block]:
     for which in speed.BASELINES:
         if shown := [method for method in columns.drafted(part) if speed.baseline(part, method, which)]:
             found += [f"### Over {columns.baseline_title(result, which)}", speedup_table(groups, shown, which)]
-    found.append(Picture("by-subtask", "subtasks.by_subtask", (part,)))
+    found.append(Picture("by-subtask", "gains.by_subtask", (part,)))
     rounds = method_table(groups, columns.ROUNDS, group="Subtask", methods=columns.drafted)
     found += section("Rounds", columns.ROUNDS_LEGEND, rounds)
-    found.append(Picture("acceptance-by-position", "positions.by_position", (part,)))
+    found.append(Picture("acceptance-by-position", "lookahead.by_position", (part,)))
     found += section("Cold cost", columns.COLD_LEGEND, method_table({"": part}, columns.COLD))
     if _both(part):
         found += ["## BiLD and speculative decoding", BILD, bild_table(groups), count_line(part)]
