@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -33,7 +34,11 @@ from hf_specdec.host.torch_state import KeptTorchState
 from hf_specdec.host.transcript import Transcript, maximum_length
 from hf_specdec.in_order_decoding import InOrderDecoder
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
-from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
+from hf_specdec.models.cache_rollback import (
+    copy_out_of_inference_mode,
+    is_static_by_request,
+    is_unused_default,
+)
 from hf_specdec.models.decoder_states import STATES, decoder_states
 from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.expert_capacity import most_drafts
@@ -43,6 +48,7 @@ from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import (
     StaticRunner,
+    cache_taken_over,
     outgrows_windows,
     static_cache,
     supports_recorded_row,
@@ -201,7 +207,9 @@ class SpeculativeDecoding:
         processors = HostProcessors(logits_processor, pad_token(generation_config) or 0)
         cached = _cached_tokens(input_ids, model_kwargs, generation_config)
         check_dropped_cache(model, cache_of(model_kwargs), input_ids.shape[1], cached, transcript.max_length)
-        static_size = _static_size(config, transcript, (model, *([draft] if draft else [])), model_kwargs)
+        models = [model] if draft is None else [model, draft]
+        callers = cache_taken_over(model, model_kwargs) if config.compile and not cached else None
+        static_size = _static_size(config, transcript, models, model_kwargs, taken_over=callers is not None)
         call = DraftCall(
             model=model,
             draft=draft,
@@ -221,7 +229,7 @@ class SpeculativeDecoding:
         # A local name as well, since other threads may replace the attribute.
         stats = self.stats = _last[model] = SpeculationStats(config.strategy)
         with among(tensor_parallel_group(*call.models)), tqdm_disabled(config.disable_tqdm):
-            cache = _run(decoder, transcript, stats, compile=config.compile, keep_cache=returns_dict)
+            cache = _run(decoder, transcript, stats, callers, compile=config.compile, keep_cache=returns_dict)
         transcript.end()
         if not returns_dict:
             return transcript.sequences.clone()
@@ -302,24 +310,46 @@ def _decoder(
 
 
 def _run(
-    decoder: Decoder, transcript: Transcript, stats: SpeculationStats, *, compile: bool, keep_cache: bool
+    decoder: Decoder,
+    transcript: Transcript,
+    stats: SpeculationStats,
+    callers: DynamicCache | None,
+    *,
+    compile: bool,
+    keep_cache: bool,
 ) -> Cache | None:
-    """Decode, and return the cache for the caller, usable outside inference mode; None if the caller gets none."""
+    """Decode, and return the cache for the caller, usable outside inference mode; None if the caller gets none.
+
+    Args:
+        callers: a cache of the caller's that a static one stands in for meanwhile.
+    """
     target = decoder.target
     with prepared_rounds(decoder, transcript, compile=compile) as rounds:
+        if callers is not None and isinstance(target, StaticRunner):
+            target.take(callers, transcript.prompt_length - 1)
         try:
             decoder.decode(transcript, stats, rounds)
         finally:
             kept = keep_cache or is_callers_cache(target.cache)
             if isinstance(target, DynamicRunner) and kept and target.cache is not None:
                 copy_out_of_inference_mode(target.cache)
+            if callers is not None and isinstance(target, StaticRunner):
+                with torch.inference_mode(False), torch.no_grad():
+                    target.give(callers, decoder.kept_length(transcript))
+        if callers is not None:
+            return callers if keep_cache else None
         if isinstance(target, StaticRunner) and keep_cache:
             return target.as_dynamic(decoder.kept_length(transcript))
     return target.cache if keep_cache else None
 
 
 def _static_size(
-    config: SpeculationConfig, transcript: Transcript, models: Sequence[PreTrainedModel], model_kwargs: dict[str, Any]
+    config: SpeculationConfig,
+    transcript: Transcript,
+    models: Sequence[PreTrainedModel],
+    model_kwargs: dict[str, Any],
+    *,
+    taken_over: bool,
 ) -> CacheSize | None:
     """The size of a call's static caches, for the target and its draft; None to use dynamic ones or the caller's own.
 
@@ -329,7 +359,7 @@ def _static_size(
     """
     model, cache, tokens = models[0], cache_of(model_kwargs), transcript.capacity
     within_context = transcript.max_length <= (context_length(model) or sys.maxsize)  # as prepared rounds need it
-    if is_static_by_request(cache) or (config.compile and within_context and is_unused_default(cache)):
+    if is_static_by_request(cache) or (config.compile and within_context and (taken_over or is_unused_default(cache))):
         prepared = config.compile or cuda_graphs.captures(transcript.device)
         return CacheSize(prepared_capacity(tokens, *(models if config.compile else ())) if prepared else tokens)
     serves = supports_rows_cache if transcript.batch_size > 1 else supports_recorded_row

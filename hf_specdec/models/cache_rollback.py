@@ -141,6 +141,13 @@ def is_unused_default(cache: object) -> bool:
     return type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0
 
 
+def holds_whole_text(cache: object) -> bool:
+    """Whether the caller passed this cache and its layers keep all tokens, so that a `RowsCache` can take them over."""
+    if not isinstance(cache, DynamicCache) or type(cache) is not DynamicCache or not is_callers_cache(cache):
+        return False
+    return not cache.offloading and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
 def start_recording(cache: Cache) -> list[Any]:
     """Make sliding-window layers keep the tokens of a pass until `crop` decides about them.
 

@@ -2,7 +2,8 @@
 
 A trace takes about 3 MB for every layer, and tracing takes long. A pass therefore runs on a twin of the
 model, whose layers are stand-ins: the first of each kind is traced, with everything that it reads as an input, and the
-others call that trace.
+others call that trace. For a model of 135M (30 layers) the first call takes 3.3 instead of 4.4 s on two cores of an AMD
+Zen 4, and the process 1,210 instead of 1,340 MB.
 """
 
 from __future__ import annotations

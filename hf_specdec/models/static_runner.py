@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_specdec.config import FORESEEN_TOKENS
-from hf_specdec.models.cache_names import CACHE_NAME
-from hf_specdec.models.cache_rollback import new_cache
+from hf_specdec.models.cache_names import CACHE_NAME, cache_of
+from hf_specdec.models.cache_rollback import holds_whole_text, new_cache
 from hf_specdec.models.dynamic_runner import extend_count, extend_mask, in_chunks, prompt_positions
 from hf_specdec.models.masks import (
     MAX_MASKED_TOKENS,
@@ -24,6 +24,7 @@ from hf_specdec.models.masks import (
     attention_mask,
     attention_windows,
     takes_4d_masks,
+    takes_one_causal_mask,
 )
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
@@ -77,6 +78,14 @@ def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: Cac
     if supports_rows_cache(model, model_kwargs):
         return RowsCache(model.config, size.capacity, grows=size.grows)
     return new_cache(model, argument, cross_attention="encoder_outputs" in model_kwargs)
+
+
+def cache_taken_over(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> DynamicCache | None:
+    """The caller's cache, if a `RowsCache` can take its tokens over for a call and give them back; else None."""
+    cache = cache_of(model_kwargs)
+    if not isinstance(cache, DynamicCache) or not holds_whole_text(cache):
+        return None
+    return cache if takes_one_causal_mask(model) and supports_rows_cache(model, model_kwargs) else None
 
 
 class StaticRunner:
@@ -268,6 +277,22 @@ class StaticRunner:
         kept = places[:count]
         self.positions, self.visible = self.positions[kept], self.visible[kept]
         return rows
+
+    def take(self, cache: DynamicCache, most: int) -> None:
+        """Go on from the tokens that another cache holds, at most `most` of each row. Before the first pass."""
+        known = min(cache.get_seq_length(), most)
+        for layer, given in zip(self.cache.layers, cache.layers, strict=False):
+            if known and given.is_initialized:
+                if not layer.is_initialized:
+                    layer.lazy_initialization(given.keys, given.values)
+                layer.keys[:, :, :known] = given.keys[:, :, :known]
+                layer.values[:, :, :known] = given.values[:, :, :known]
+        self.read = [known] * len(self.read)
+
+    def give(self, cache: DynamicCache, length: int) -> None:
+        """Leave the first `length` tokens of every row, as far as they were read, in a cache of transformers."""
+        made = self.as_dynamic(min(length, *self.read))
+        cache.layers = made.layers
 
     def end(self, length: int) -> None:
         """As `DynamicRunner.end`."""

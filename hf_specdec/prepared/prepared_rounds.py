@@ -65,6 +65,7 @@ class PreparedRounds:
         engine, first = self.engine, transcript.lengths[0] == transcript.prompt_length
         if first:
             engine.tails = transcript.sequences[:, -2:].tolist()
+        known = self.target.read[0]  # of the prompt, in a cache of the caller's
         lookahead = self._lookahead(transcript)
         before, room = list(transcript.lengths), tuple(max(space - 1, 0) for space in transcript.room)
         limits = [min(space, lookahead) for space in room]
@@ -82,8 +83,8 @@ class PreparedRounds:
         with ordinary_tensors():
             drafts, lookahead = engine.run_draft(before, limits, lookahead)
             laps.mark()
-            if first and transcript.prompt_length > 1:
-                self._read(self.target, transcript.sequences[:, :-1])
+            if first and (unread := transcript.sequences[:, known:-1]).shape[1]:
+                self._read(self.target, unread)
             result = engine.steps[lookahead].run_verify(drafts).tolist()
         reading, drafting = laps.seconds()
         checked = perf_counter()
@@ -104,7 +105,7 @@ class PreparedRounds:
                 for row, (*_, drafted, accepted, _) in zip(result, rows, strict=True)
             ),
             draft_steps=lookahead,
-            width=lookahead + (transcript.prompt_length if first else 1),
+            width=lookahead + (transcript.prompt_length - known if first else 1),
             draft_seconds=reading + drafting,
             verify_seconds=checked - began - reading - drafting,
             seconds=perf_counter() - began,
@@ -222,8 +223,8 @@ def _passes_compile(decoder: Decoder, transcript: Transcript) -> bool:
         refusal = _refusal_of(target, transcript)
     else:
         refusal = (
-            "they need a static cache. The model has none, or the call goes on from another (past_key_values) or may "
-            "exceed the model's context (lower max_new_tokens)."
+            "they need a static cache. The model has none, or the call may exceed its context (lower max_new_tokens) "
+            "or goes on from a cache (past_key_values) that can't be taken over."
         )
     if refusal is not None:
         tell_once(f"compile=True compiles no passes of this call: {refusal}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.auto_lengths import choose_in_turn
 from helpers.families import prompts
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.models import llama, noisy, t5
@@ -66,7 +67,10 @@ def _plain(target: PreTrainedModel, rows: int, length: int, settings: dict[str, 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_tokens_are_plain_ones_and_warm_calls_compile_nothing(settings, rows: int, compiled: list[int]) -> None:
+def test_tokens_are_plain_ones_and_warm_calls_compile_nothing(
+    settings, rows: int, compiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_in_turn(monkeypatch, 4, 0, 2)  # the lengths of automatic drafts, which times would decide
     target = llama()
     draft = noisy(target)
     calls: list[int] = []
@@ -112,14 +116,40 @@ def test_where_a_pass_can_not_be_compiled_the_call_goes_on(
         assert torch.equal(_call(target, draft, 1, **PROCESSORS), _plain(target, 1, 11, PROCESSORS))
 
 
+@pytest.mark.parametrize("settings", [{}, PROCESSORS], ids=["rounds", "passes"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_chat_goes_on_from_the_caller_s_cache(settings: dict[str, Any], rows: int, compiled: list[int]) -> None:
+    """Its tokens are not read again, and it is left as plain `generate` leaves it."""
+    target = llama()
+    draft = noisy(target)
+    asked = {**GREEDY, **settings, "eos_token_id": None}
+    drafting = {"assistant_model": draft, "generation_strategy": "speculative", "compile": True}
+    text, said = (torch.randint(5, 40, (rows, length), generator=torch.manual_seed(7)) for length in (11, 6))
+    plain, ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
+    with hf_specdec.enable(target):
+        for turn in range(3):
+            compiled.clear()
+            expected = target.generate(text, **asked, past_key_values=plain)
+            out = target.generate(text, **asked, **drafting, past_key_values=ours, return_dict_in_generate=True)
+            assert torch.equal(out.sequences, expected) and out.past_key_values is ours
+            assert out.speculation.rounds[0].width <= 6 + 6 if turn else bool(compiled)
+            assert ours.get_seq_length() == plain.get_seq_length() == expected.shape[1] - 1
+            for one, other in zip(ours.layers, plain.layers, strict=True):
+                torch.testing.assert_close(one.keys, other.keys)
+                torch.testing.assert_close(one.values, other.values)
+            text = torch.cat([expected, said], dim=1)
+    assert not compiled
+
+
 def _going_on(target: PreTrainedModel) -> dict[str, Any]:
-    cache = DynamicCache(config=target.config)
-    target(prompts(1)["input_ids"][:, :5], past_key_values=cache)
-    return {**prompts(1), "past_key_values": cache}
+    """The rest of a text, whose beginning is in the cache alone."""
+    cache, inputs = DynamicCache(config=target.config), prompts(1)
+    target(inputs["input_ids"][:, :5], past_key_values=cache)
+    return {**inputs, "input_ids": inputs["input_ids"][:, 5:], "past_key_values": cache}
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a cache of the caller": (lambda model: _going_on(model), "past_key_values"),
+    "a text in the cache alone": (lambda model: _going_on(model), "past_key_values"),
     "beyond the context": (lambda model: prompts(1) | {"max_new_tokens": 400}, "lower max_new_tokens"),
     "a masked token": (
         lambda model: prompts(1) | {"attention_mask": torch.ones(1, 11).long().index_fill(1, torch.tensor([10]), 0)},
