@@ -333,7 +333,10 @@ stale
 @pytest.fixture
 def folder(results_folder: Path, tmp_path: Path) -> Path:
     """Some results, and a README that quotes them."""
-    shutil.copytree(results_folder, tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    for task in ("benchmark", "engines"):
+        for path in results_folder.glob(f"{task}*"):
+            shutil.copy(path, tmp_path / "results")
     (tmp_path / "README.md").write_text(README.format("results/engines-target-draft-greedy"))
     return tmp_path / "results"
 
@@ -346,7 +349,7 @@ def test_a_readme_shows_what_the_results_hold(folder: Path, results: dict[str, R
     assert "stale" not in text and "![Decoding speed, target + draft, " in text
     assert "(results/engines-target-draft-greedy-by-engine.png)" in text
     summary, pays = (rows_of(part.strip()) for part in re.findall(r"-->\n(\|.*?)\n<!--", text, re.DOTALL)[:2])
-    assert len(summary) == len(results) and all(row["n"].isdigit() for row in summary)
+    assert len(summary) == 2 and all(row["n"].isdigit() for row in summary)
     assert [row["Batch"] for row in pays] == ["1", "2", "3"] and len(pays[0]) == 6
     part = whole(results["engines"]).where(batch=1)
     best = speed.fastest(part, speed.drafting(part))
