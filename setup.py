@@ -21,6 +21,7 @@ setup(
     package_data={
         "hf_specdec": [
             "py.typed",
+            "bench/inputs/alice.txt",
             "prepared/kernels/*.cpp",
             "prepared/kernels/*.h",
             "hub/README.md",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,16 @@ def _template(text: str) -> str:
     return text
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} must be a JSON object, as {{"name": true}}')
+    return value
+
+
 def _argument(text: str, *aliases: str, **more: Any) -> tuple[str, tuple[str, ...], dict[str, Any]]:
     return text, aliases, more
 
@@ -88,6 +99,9 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
         "draft_gguf_file": _argument("a GGUF file of --assistant_model", metavar="FILE"),
         "draft_models": _argument(
             "drafts to compare; default: --assistant_model, or all that are known", nargs="+", metavar="NAME"
+        ),
+        "chat_template_kwargs": _argument(
+            """arguments of the chat template, as '{"enable_thinking": false}'""", type=_json_object, metavar="JSON"
         ),
         "allow_pickle": _argument("also read weights from pytorch_model.bin, where a model has no safetensors"),
         "better_transformer": _argument("use SDPA attention (hf_specdec.to_better_transformer)"),
@@ -126,7 +140,10 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
     },
     "sampling, with --do_sample": {
         "do_sample": _argument("sample tokens instead of taking the most likely one"),
-        "temperature": _argument("0 is greedy decoding", type=between(0, None), metavar="T"),
+        "temperature": _argument(
+            "0 is greedy decoding; default, of the next two as well: what the model's generation_config.json says",
+            type=between(0, None), metavar="T",
+        ),
         "top_k": _argument("sample from the K most likely tokens; 0: from all", type=at_least(0), metavar="K"),
         "top_p": _argument(
             "sample from the most likely tokens whose probabilities add up to P", type=between(0, 1), metavar="P"
@@ -193,8 +210,8 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
 }  # fmt: skip
 
 MODELS = (
-    "model_name", "assistant_model", "gguf_file", "draft_gguf_file", "allow_pickle", "better_transformer",
-    *_GROUPS["precision and place"]
+    "model_name", "assistant_model", "gguf_file", "draft_gguf_file", "chat_template_kwargs", "allow_pickle",
+    "better_transformer", *_GROUPS["precision and place"]
 )  # fmt: skip
 SAMPLING = tuple(_GROUPS["sampling, with --do_sample"])
 STRATEGIC = ("generation_strategy", *KEYWORDS)
@@ -263,7 +280,7 @@ def _add(
         keywords["nargs"] = "+"
     if isinstance(default, tuple) and default:
         keywords["help"] += f" ({' '.join(map(str, default))})"
-    elif default is not None and not isinstance(default, (bool, tuple)):
+    elif default is not None and not isinstance(default, (bool, tuple, Mapping)):
         keywords["help"] += f" ({default})".replace("%", "%%")
     group.add_argument(*flags, dest=name, **keywords)
 
@@ -304,6 +321,10 @@ def _check(parser: OneLineParser, settings: Settings, given: set[str]) -> None:
         parser.error("argument --seed: is for --do_sample, --task align and synthetic pairs")
     if {"draft_models", "assistant_model"} <= given:
         parser.error("argument --assistant_model: is not used with --draft_models; give one of them")
+    if "prompt_lengths" in given and settings.own_lengths:
+        parser.error("argument --prompt_lengths: is not used with --prompt or --dataset, which have their own lengths")
+    if "prompts" in given and "dataset" in given:
+        parser.error("argument --prompt: is not used with --dataset; give one of them")
     if "draft_vocabulary" in given and not settings.assisted_generation:
         parser.error("argument --draft_vocabulary: is for --assisted_generation")
     if settings.task not in ("sweep", "subtasks"):  # which measure several strategies

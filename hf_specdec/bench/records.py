@@ -197,7 +197,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Model:
-    """What a report says of a model; `synthetic` is the sentence that it has to carry where weights are random."""
+    """What a report says of a model.
+
+    Args:
+        synthetic: the sentence that a report has to carry where weights are random.
+        sampling: what its generation_config says of sampling, as temperature 0.2.
+        processors: what its generation_config changes in greedy decoding, too, as repetition_penalty 1.1.
+    """
 
     name: str
     kind: str
@@ -206,6 +212,8 @@ class Model:
     device: str
     attention: str
     synthetic: str | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    processors: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,12 @@ class Settings:
     assistant_model: str | None = None
     gguf_file: str | None = None  # becomes the end of model_name
     draft_gguf_file: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     generation_strategy: str = "speculative"
     do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 50  # transformers' own default
-    top_p: float = 1.0
+    temperature: float | None = None  # of these three the model's own
+    top_k: int | None = None
+    top_p: float | None = None
     seed: int = 0
     num_assistant_tokens: int | str | None = None  # or "auto"
     fallback_threshold: float = _OURS["fallback_threshold"]
@@ -92,7 +93,7 @@ class Settings:
     @property
     def sampling(self) -> bool:
         """Whether tokens are drawn; temperature 0 always means greedy decoding."""
-        return self.do_sample and self.temperature > 0
+        return self.do_sample and self.temperature != 0
 
     @property
     def batch_size(self) -> int:
@@ -103,6 +104,18 @@ class Settings:
     def endless(self) -> bool:
         """Whether EOS is ignored, so that all methods decode exactly `max_new_tokens` tokens."""
         return self.task == "engines"
+
+    @property
+    def uses_draft(self) -> bool:
+        """Whether a draft model is needed: it is named, or some method drafts with one."""
+        named = bool(self.assistant_model or self.draft_models)
+        by_model = any(drafter in (None, "model", "hybrid") for drafter in self.values("drafter"))
+        return self.assisted_generation and (named or by_model)
+
+    @property
+    def own_lengths(self) -> bool:
+        """Whether a task on prompts of exact lengths was given prompts, which have lengths of their own."""
+        return bool(self.prompts) or self.dataset != "embedded"
 
     @property
     def lossy_strategies(self) -> tuple[str, ...]:
@@ -118,4 +131,9 @@ class Settings:
         """The part of generate()'s arguments that is the same for every method."""
         if not self.sampling:
             return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-        return {"do_sample": True, **{name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}}
+        return {"do_sample": True, **self.given_sampling()}
+
+    def given_sampling(self) -> dict[str, float]:
+        """Of temperature, top-k and top-p those that were given; of the others the model has its own."""
+        values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        return {name: value for name, value in values.items() if value is not None}

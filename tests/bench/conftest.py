@@ -75,8 +75,8 @@ def measure_each_task(pair: tuple[Path, Path], folder: Path) -> None:
         run_task(Settings(task="sweep", **data | {"limit": 2, "repeats": 1}, grid=grid))
         run_task(Settings(task="ablation", **data | {"repeats": 1}))
         lookaheads = {"num_assistant_tokens": (2,)}
-        sizes: dict[str, Any] = {"batch_sizes": (1, 2, 3), "prompt_lengths": (20,), "limit": 3}
-        run_task(Settings(task="engines", **common, **sizes, engines=("recorded", "static"), grid=lookaheads))
+        sizes: dict[str, Any] = {"batch_sizes": (1, 2, 3), "prompt_lengths": (20,), "limit": 3, "max_new_tokens": 12}
+        run_task(Settings(task="engines", **common | sizes, engines=("recorded", "static"), grid=lookaheads))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from hf_specdec.bench.figures.frames import acceptance_rate
 from hf_specdec.bench.inputs import prompts
 from hf_specdec.bench.inputs.prompts import benchmark_prompts, decode_prompts
 from hf_specdec.bench.inputs.questions import Question, dialogues
+from hf_specdec.bench.models import names
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.models.names import KNOWN_PAIRS, default_draft, full_name
 from hf_specdec.bench.running.measuring import batches_of, in_turn
@@ -327,7 +328,8 @@ def test_streamer_notes_puts_after_the_prompt_and_passes_all_on() -> None:
     assert streamer.times == sorted(streamer.times)
 
 
-def test_short_names() -> None:
+def test_short_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(names, "real_models_folder", lambda: tmp_path)  # where nothing was brought
     for known in KNOWN_PAIRS:
         for name in (known.target, *known.drafts):
             assert full_name(name.rsplit("/", 1)[-1]) == name

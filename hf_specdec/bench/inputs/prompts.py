@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
 
 from hf_specdec import embedded
-from hf_specdec.bench.inputs.questions import Question
+from hf_specdec.bench.inputs import prose
+from hf_specdec.bench.inputs.questions import Question, dialogues
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.settings import BenchError
+from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.models import traits
 
 # Stands for the filler while a chat template is rendered around it; cut out again before tokenising.
@@ -20,6 +22,7 @@ _MARKER = "\u2042filler\u2042"
 _CHAT_TASK = "\n\nTell in your own words, at length, what the text above says."
 _ENCODER_TASK = "summarize: "
 _PROMPT_SEED = 1
+PRACTICE = 16  # prompts whose answers show which tokens a target writes
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ def benchmark_prompts(
     """`per_length` prompts of exactly each of `lengths` tokens, the same ones at every length.
 
     The embedded pairs get held-out examples of all subtasks in turn, those first whose reference answer has at least
-    `new_tokens` tokens, so that decoding is not over before it can be timed. Other models get text of the same
-    corpus, cut by their own tokenizer, inside their chat template where they have one; synthetic pairs get random
-    tokens, since the last one alone decides what follows. The context has to hold `spare` tokens more. Raises
-    `BenchError` for a length that can't be had.
+    `new_tokens` tokens, so that decoding is not over before it can be timed. Other models get passages of a story, cut
+    by their own tokenizer, inside their chat template where they have one; synthetic pairs get random tokens, since
+    the last one alone decides what follows. The context has to hold `spare` tokens more. Raises `BenchError` for a
+    length that can't be had.
     """
     room = context_length(pair)
     for length in lengths:
@@ -61,11 +64,47 @@ def benchmark_prompts(
         rows = _random_tokens(pair, per_length, max(lengths))
         labelled = [("random tokens", row[-length:]) for length in lengths for row in rows]
     else:
-        numbers = range(per_length)
-        labelled = [("corpus text", _filled_prompt(pair, length, n)) for length in lengths for n in numbers]
+        texts = [prose.passage(number, per_length) for number in range(per_length)]
+        labelled = [("story", _filled_prompt(pair, length, text)) for length in lengths for text in texts]
     return [
         Prompt(index, label, tuple(token_ids), index % per_length) for index, (label, token_ids) in enumerate(labelled)
     ]
+
+
+def asked_prompts(
+    settings: Settings, pair: LoadedPair, count: int, *, spare: int = 0
+) -> tuple[list[Prompt], list[str]]:
+    """The prompts that `settings` name, or `count` ones of each of `prompt_lengths`; and notes on what was cut.
+
+    Of a data set the first turns, its subtasks in turn, `count` of them.
+    """
+    if not settings.own_lengths:
+        return benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens, spare=spare), []
+    if settings.prompts:
+        return decode_prompts(pair, settings.prompts, settings.max_new_tokens + spare)
+    asked = in_turn_by_subtask([dialogue[0] for dialogue in dialogues(replace(settings, limit=count))])
+    found = [question_prompt(pair, one, (), settings.max_new_tokens + spare) for one in asked[:count]]
+    cut = sum(tokens > 0 for _, tokens in found)
+    notes = [f"{cut} of {len(found)} prompts were longer than the context and cut on the left."] if cut else []
+    return [prompt for prompt, _ in found], notes
+
+
+def practice_prompts(pair: LoadedPair, length: int) -> list[Prompt]:
+    """Prompts of about `length` tokens, none of which `asked_prompts` gives: from further on in the story."""
+    texts = [prose.passage(number, PRACTICE, chapter=1) for number in range(PRACTICE)]
+    smallest = sum(map(len, _frame(pair))) + 16
+    rows = [_filled_prompt(pair, max(length, smallest), text) for text in texts]
+    return [Prompt(index, "story", tuple(row)) for index, row in enumerate(rows)]
+
+
+def in_turn_by_subtask(questions: Sequence[Question]) -> list[Question]:
+    """One of each subtask, then the next of each, so that the first few already are of every kind."""
+    seen: Counter[str] = Counter()
+    placed = []
+    for one in questions:
+        seen[one.subtask] += 1
+        placed.append((seen[one.subtask], one.index, one))
+    return [one for *_, one in sorted(placed, key=lambda item: item[:2])]
 
 
 def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> tuple[list[Prompt], list[str]]:
@@ -150,24 +189,17 @@ def _random_tokens(pair: LoadedPair, count: int, length: int) -> list[list[int]]
     return rows
 
 
-def _filled_prompt(pair: LoadedPair, length: int, offset: int) -> list[int]:
-    """Exactly `length` tokens: corpus text inside the model's frame (special tokens, template, task)."""
+def _filled_prompt(pair: LoadedPair, length: int, text: str) -> list[int]:
+    """Exactly `length` tokens: the text, again and again, inside the model's frame (special tokens, template, task)."""
     head, tail = _frame(pair)
-    filler: list[int] = []
     room = length - len(head) - len(tail)
     if room < 1:
         raise BenchError(
             f"--prompt_lengths: {length} leaves no room for text beside the model's template of "
             f"{len(head) + len(tail)} tokens; give a longer length"
         )
-    number = offset * 100
-    while len(filler) < room:
-        subtask = embedded.SUBTASKS[number % len(embedded.SUBTASKS)]
-        example = embedded.examples(subtask, split="heldout", n=1, seed=number)[0]
-        text = " ".join([*example.turns, *example.references]) + "\n"
-        filler += pair.tokenizer(text, add_special_tokens=False).input_ids
-        number += 1
-    return head + filler[:room] + tail
+    filler = list(pair.tokenizer(text, add_special_tokens=False).input_ids)
+    return head + (filler * -(-room // len(filler)))[:room] + tail
 
 
 def _frame(pair: LoadedPair) -> tuple[list[int], list[int]]:
@@ -175,7 +207,7 @@ def _frame(pair: LoadedPair) -> tuple[list[int], list[int]]:
     tokenizer = pair.tokenizer
     if getattr(tokenizer, "chat_template", None):
         chat = [{"role": "user", "content": _MARKER + _CHAT_TASK}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **pair.template)
         before, after = text.split(_MARKER)
         return (
             tokenizer(before, add_special_tokens=False).input_ids,
@@ -205,7 +237,7 @@ def _dialogue(pair: LoadedPair, turns: Sequence[str], answers: Sequence[str]) ->
         chat = [{"role": "user", "content": turns[0]}]
         for answer, turn in zip(answers, turns[1:], strict=True):
             chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **pair.template)
         return list(tokenizer(text, add_special_tokens=False).input_ids)
     text = turns[0] + "".join(f"\n{answer}\n{turn}" for answer, turn in zip(answers, turns[1:], strict=True))
     return list(tokenizer(text).input_ids)

@@ -30,12 +30,25 @@ from hf_specdec.bench.records import Model
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.models.better_transformer import attention_of, better_transformer_refusal, to_better_transformer
 
+# Settings of a generation_config that change what is decoded, with the values at which they do not.
+_SAMPLING = {
+    "temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0, "top_h": None, "typical_p": 1.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+}  # fmt: skip
+_PROCESSORS = {
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0, "bad_words_ids": [], "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None, "suppress_tokens": [], "begin_suppress_tokens": [], "sequence_bias": {},
+    "guidance_scale": 1.0, "min_length": 0, "min_new_tokens": 0,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class LoadedPair:
     """A target with its tokenizer, and with assistance its draft; names are the full ones.
 
-    `synthetic` is the sentence that reports have to carry where weights are random, None otherwise.
+    `template` are arguments of the chat template. `synthetic` is the sentence that reports have to carry where
+    weights are random, None otherwise.
     `loading_seconds` says how long each model took to load, by name.
     """
 
@@ -47,6 +60,7 @@ class LoadedPair:
     draft_tokenizer: PreTrainedTokenizerBase | None = None
     synthetic: str | None = None
     loading_seconds: Mapping[str, float] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def encoder_decoder(self) -> bool:
@@ -76,7 +90,7 @@ def load_pair(settings: Settings) -> LoadedPair:
     if synthetic.is_synthetic(target_name):
         return _synthetic_pair(settings, device, draft_device)
     config = _target_config(settings)
-    draft_name = _draft_name(settings) if settings.assisted_generation else None
+    draft_name = _draft_name(settings) if settings.uses_draft else None
 
     place: dict[str, Any] = {"device_map": settings.device_map, "offload_folder": settings.offload_folder}
     kwargs = load_kwargs(settings.precision, dtype=settings.dtype, **place)
@@ -92,7 +106,10 @@ def load_pair(settings: Settings) -> LoadedPair:
     target = _load_model("--model_name", target_name, config, device, kwargs, settings.allow_pickle)
     check_loaded(target, settings.precision, settings.device_map)
     loading = {target_name: time.perf_counter() - start}
-    pair = LoadedPair(target_name, target, tokenizer, loading_seconds=loading)
+    template = settings.chat_template_kwargs
+    if template and not getattr(tokenizer, "chat_template", None):
+        raise BenchError(f"--chat_template_kwargs: {target_name!r} has no chat template; leave it out")
+    pair = LoadedPair(target_name, target, tokenizer, loading_seconds=loading, template=template)
     if draft_name is not None:
         pair = with_draft(pair, draft_name, settings, draft_device)
     if settings.better_transformer:
@@ -163,7 +180,7 @@ def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torc
     # Its ids are valid in every shape; what they stand for does not matter here.
     tokenizer = _read("--model_name", "target", AutoTokenizer)
     pair = LoadedPair(settings.model_name, target, tokenizer, synthetic=sentence)
-    if settings.assisted_generation:
+    if settings.uses_draft:
         name = f"{settings.model_name} (draft {spec.width}x{spec.layers})"
         pair = replace(pair, draft_name=name, draft=draft, draft_tokenizer=tokenizer)
     if settings.better_transformer:
@@ -268,4 +285,12 @@ def _describe(name: str, model: PreTrainedModel, synthetic: str | None = None) -
     weights = getattr(getattr(model.config, "quantization_config", None), "weights", None)
     dtype = dtype if weights is None else f"{weights} weights, {dtype}"
     parameters, kind = model.num_parameters(), type(model).__name__
-    return Model(name, kind, parameters, dtype, str(model.device), attention_of(model), synthetic)
+    sampling, processors = (_generation_settings(model, names) for names in (_SAMPLING, _PROCESSORS))
+    return Model(name, kind, parameters, dtype, str(model.device), attention_of(model), synthetic, sampling, processors)
+
+
+def _generation_settings(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a model's generation_config that have an effect; of lists of tokens their length."""
+    values = {name: getattr(model.generation_config, name, None) for name in names}
+    told = {name: value for name, value in values.items() if value not in (None, False, names[name])}
+    return {name: value if isinstance(value, (int, float)) else f"of {len(value)}" for name, value in told.items()}

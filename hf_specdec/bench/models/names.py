@@ -157,7 +157,7 @@ def stem(settings: Settings) -> str:
     drafts = settings.draft_models or ((settings.assistant_model,) if settings.assistant_model else ())
     if not drafts and settings.task not in ("sweep", "tune") and (known := default_draft(settings.model_name)):
         drafts = (known,)
-    if settings.assisted_generation:
+    if settings.uses_draft:
         parts += [full_name(name) for name in drafts]
     parts += [kind for kind in (settings.precision, settings.dtype) if kind not in (None, "auto", "float32")]
     if settings.assisted_generation:
@@ -166,7 +166,7 @@ def stem(settings: Settings) -> str:
     if settings.task in ("benchmark", "decode"):
         parts += [f"head_of_{settings.draft_vocabulary}"] if settings.draft_vocabulary else []
         parts.append(settings.generation_strategy if settings.assisted_generation else "plain")
-    elif settings.task != "engines":
+    if settings.task not in ("benchmark", "decode", "engines") or settings.dataset != "embedded":
         parts.append(settings.dataset)
     parts += [] if settings.split is None else [settings.split]
     parts.append("sampling" if settings.sampling else "greedy")

@@ -61,7 +61,7 @@ def command(result: Result, method: Method, task: str = "benchmark") -> str:
     words += ["--better_transformer"] if settings.better_transformer else []
     if settings.sampling:
         words.append("--do_sample")
-        words += [f"--{name}={getattr(settings, name):g}" for name in ("temperature", "top_k", "top_p")]
+        words += [f"--{name}={value:g}" for name, value in settings.given_sampling().items()]
     return shlex.join(words)
 
 

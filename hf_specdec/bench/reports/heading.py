@@ -16,6 +16,7 @@ from hf_specdec.bench.reports.markdown import bullets, percent
 _BY_LENGTH = ("benchmark", "decode", "engines")
 # Repeats of the same work that differ by more than this share of their median were disturbed.
 _CALM = 0.25
+_MOST_LENGTHS = 4  # that are told one by one
 _IDLE = 0.5  # cores at work at the start; a machine with more was not quiet
 
 
@@ -79,6 +80,8 @@ def _prompts(part: Part) -> str:
         decoded = {index for indexes in part.where(batch=batch).calls["indexes"] for index in indexes}
         counts = Counter(lengths[index] for index in decoded)
         words = " and ".join(f"{count} of {tokens} tokens" for tokens, count in sorted(counts.items()))
+        if len(counts) > _MOST_LENGTHS:
+            words = f"{sum(counts.values())} of {min(counts)} to {max(counts)} tokens"
         sizes.setdefault(words, []).append(str(batch))
     if len(sizes) == 1:
         return f"prompts: {next(iter(sizes))}"
@@ -89,8 +92,11 @@ def _shape(part: Part) -> str:
     settings, sizes = part.result.settings, part.batch_sizes or [1]
     how = "greedy"
     if settings.sampling:
-        options = ("temperature", "top_k", "top_p", "seed")
-        how = "sampling (" + ", ".join(f"{name} {getattr(settings, name):g}" for name in options) + ")"
+        options = {**sampling_of(part.result), "seed": settings.seed}
+        how = "sampling (" + ", ".join(f"{name} {value:g}" for name, value in options.items()) + ")"
+    if processors := part.result.models["target"].processors:
+        words = ", ".join(f"{name} {value}" for name, value in processors.items())
+        how += f" after the target's own processors ({words})"
     parts = [how, f"at most {settings.max_new_tokens} new tokens"]
     found = {m.lookahead for m in speed.drafting(part) if m.lookahead is not None and m.role != "floor"}
     if found:
@@ -99,6 +105,12 @@ def _shape(part: Part) -> str:
     if settings.task == "tune":
         return f"{', '.join(parts)}, within {settings.minutes:g} minutes"
     return f"{', '.join(parts)}, {settings.repeats} repeat{'s' if settings.repeats > 1 else ''}"
+
+
+def sampling_of(result: Result) -> dict[str, float]:
+    """The settings of sampling: as given, otherwise the target's own, otherwise those of transformers."""
+    own = result.models["target"].sampling
+    return {"temperature": 1.0, "top_k": 50, "top_p": 1.0, **own, **result.settings.given_sampling()}
 
 
 def _busy(result: Result) -> list[str]:

@@ -32,8 +32,8 @@ class _Pair:
     """A pair written for llama.cpp and read by it, and what its last call decoded."""
 
     def __init__(self, pair: LoadedPair, weights: str):
-        assert pair.draft is not None
-        self.target, self.draft = _loaded(pair.target, weights), _loaded(pair.draft, weights)
+        self.target = _loaded(pair.target, weights)
+        self.draft = None if pair.draft is None else _loaded(pair.draft, weights)
         self.last: Decoded | None = None
 
     def generate(
@@ -50,6 +50,7 @@ class _Pair:
         if lookahead is None:
             self.last = llama_cpp.decode(self.target, prompts, max_new_tokens, delivered)
         else:
+            assert self.draft is not None
             self.last = llama_cpp.decode_with_draft(
                 self.target, self.draft, prompts, max_new_tokens, lookahead, delivered
             )
@@ -87,6 +88,8 @@ def llama_cpp_refusal(settings: Settings, pair: LoadedPair) -> str | None:
         return "llama.cpp is left out: it is compared in greedy decoding only."
     if any(model.device.type != "cpu" for model in pair.models):
         return "llama.cpp is left out: it is compared on a CPU only."
+    if processors := pair.describe()["target"].processors:
+        return f"llama.cpp is left out: it lacks the processors of the target ({', '.join(processors)})."
     return next((refusal for model in pair.models if (refusal := export_refusal(model))), None)
 
 
@@ -99,10 +102,9 @@ def llama_cpp_methods(pair: LoadedPair, engine: str, lookaheads: Sequence[int]) 
     name = f"none {engine}"
     plain = Method(name, f"plain, {engine}", KIND, engine, same_engine=name, role="plain")
     found = [Contender(plain, pair, generate=partial(loaded.generate, None))]
-    assert pair.draft is not None
-    for tokens in lookaheads:
+    for tokens in lookaheads if pair.draft is not None else ():
         title = f"speculative, γ = {tokens}, {engine}"
-        size = pair.draft.num_parameters()
+        size = pair.draft.num_parameters()  # type: ignore[union-attr]
         drafting = Method(title, title, KIND, engine, tokens, name, pair.draft_name, size, role="fixed")
         call = partial(loaded.generate, tokens)
         found.append(Contender(drafting, pair, tokens, generate=call, read_rounds=loaded.read_rounds))

@@ -106,14 +106,17 @@ def batches(dialogues: Sequence[Sequence[Question]], size: int) -> list[list[tup
 
 
 def batches_of(prompts: Sequence[Prompt], settings: Settings, most: int) -> list[list[Batch]]:
-    """The prompts of each length and batch size in batches.
+    """The prompts of each length and batch size in batches; those with lengths of their own in the order given.
+
+    Where there are fewer than a batch holds, they come again.
 
     Args:
         most: about as many rows at every batch size; one batch at least.
     """
     found: list[list[Batch]] = []
-    for length in settings.prompt_lengths:
-        same = [prompt for prompt in prompts if len(prompt.token_ids) == length]
+    by_length = [[one for one in prompts if len(one.token_ids) == length] for length in settings.prompt_lengths]
+    for same in [list(prompts)] if settings.own_lengths else by_length:
+        same *= -(-max(settings.batch_sizes) // len(same))
         for size in settings.batch_sizes:
             count = max(1, min(most, len(same)) // size)
             found.append([tuple(same[number * size : (number + 1) * size]) for number in range(count)])

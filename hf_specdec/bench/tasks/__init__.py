@@ -59,14 +59,18 @@ JUDGED_LIMIT = 50  # a sweep's examples of each embedded subtask, where quality 
 
 
 _PROMPTS = "prompts of each length, at least a batch (default: {})"
+_DATASET = (
+    "ask its questions instead of texts of --prompt_lengths (by default: embedded pairs get those of the embedded "
+    "corpus, other models passages of a story)"
+)
 _DRAFTING = ("assisted_generation",)
 TASKS: Mapping[str, Task] = {
     "benchmark": Task(
         "Compares plain and speculative decoding and transformers' assisted generation, at fixed prompt lengths.",
         Settings(task="benchmark", max_new_tokens=30, repeats=7, prompt_lengths=(256, 512)),
-        (*MODELS, *_DRAFTING, *STRATEGIC, "draft_vocabulary", *SAMPLING, "prompt_lengths", "limit", *WORK),
+        (*MODELS, *_DRAFTING, *STRATEGIC, "draft_vocabulary", *SAMPLING, "prompt_lengths", "prompts", *DATA, *WORK),
         several=("prompt_lengths",),
-        help={"limit": _PROMPTS.format(PROMPTS_PER_LENGTH["benchmark"])},
+        help={"limit": _PROMPTS.format(PROMPTS_PER_LENGTH["benchmark"]), "dataset": _DATASET},
     ),
     "decode": Task(
         "Answers prompts one by one, shows the answers as they come, and compares the methods as benchmark does.",
@@ -115,9 +119,12 @@ TASKS: Mapping[str, Task] = {
             task="engines", max_new_tokens=128, repeats=7, prompt_lengths=(256,), batch_sizes=(1, 4, 8),
             assisted_generation=True,
         ),
-        (*MODELS, *_DRAFTING, "num_assistant_tokens", *SAMPLING, "prompt_lengths", "limit", "engines", *WORK),
+        (
+            *MODELS, *_DRAFTING, "num_assistant_tokens", "drafter", *SAMPLING, "prompt_lengths", "prompts", *DATA,
+            "engines", *WORK,
+        ),
         several=("num_assistant_tokens", "prompt_lengths", "batch_sizes", "engines"),
-        help={"limit": _PROMPTS.format(PROMPTS_PER_LENGTH["engines"])},
+        help={"limit": _PROMPTS.format(PROMPTS_PER_LENGTH["engines"]), "dataset": _DATASET},
     ),
     "align": Task(
         "Fine-tunes a draft on what its target writes, and judges it on prompts that it has not seen.",

@@ -61,7 +61,7 @@ def rows(settings: Settings, pair: LoadedPair) -> list[Contender]:
     found = []
     for cache, better in product((False, True), repeat=2):
         these = list(listed)
-        if cache and assisted_refusal(settings, pair) is None:
+        if cache and pair.draft is not None and assisted_refusal(settings, pair) is None:
             these.insert(2, assisted(settings, pair))
         found += [_switched(one, cache, better) for one in these]
     return found

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from hf_specdec import embedded
 from hf_specdec.bench import results
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.frames import Part, acceptance_rate, tokens_per_round, whole
 from hf_specdec.bench.inputs.likely_tokens import likely_tokens
-from hf_specdec.bench.inputs.prompts import Prompt, benchmark_prompts
+from hf_specdec.bench.inputs.prompts import Prompt, asked_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair, with_trimmed_head
 from hf_specdec.bench.records import Interval, Method, Result
 from hf_specdec.bench.reports import columns
@@ -21,7 +22,7 @@ from hf_specdec.bench.reports.markdown import bullets, capital, number, percent,
 from hf_specdec.bench.running.measuring import batches_of, measured
 from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
-from hf_specdec.bench.running.transformers_methods import assisted_baselines, assisted_refusal
+from hf_specdec.bench.running.transformers_methods import assisted_baselines, assisted_refusal, prompt_lookup
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import PROMPTS_PER_LENGTH
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
@@ -38,6 +39,8 @@ EXAMPLES = (
 _NOTE = "{}: it proposes only {}."
 _SOURCES = (
     "the most frequent tokens of the embedded corpus (split train), the end of text and those of the chat template",
+    "the most frequent tokens of the target's answers to other prompts, and of those prompts, the end of text and the "
+    "tokens of the chat template",
     "tokens that follow the prompts on the target's cycle, so that acceptance stays as imposed",
 )
 
@@ -49,14 +52,15 @@ def run(settings: Settings, shared: Processes) -> None:
     """
     pair = load_pair(settings)
     count = max(settings.limit or PROMPTS_PER_LENGTH[settings.task], settings.batch_size)
-    prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens)
+    prompts, notes = asked_prompts(settings, pair, count)
     contenders, trimmed = compared(settings, pair), _trimmed(settings, pair, prompts)
     for one in trimmed:
         method = ours(settings.generation_strategy, chosen_keywords(settings, one), one, name="trimmed head")
         contenders.append(method.told(title=f"{method.method.title} with {one.draft_name}"))
     result = measured(settings, contenders, batches_of(prompts, settings, len(prompts)))
     assert result is not None
-    result.notes += [_NOTE.format(one.draft_name, _SOURCES[pair.synthetic is not None]) for one in trimmed]
+    source = _SOURCES[2 if pair.synthetic is not None else pair.target_name not in embedded.names()]
+    result.notes += [*notes, *(_NOTE.format(one.draft_name, source) for one in trimmed)]
     if settings.assisted_generation and (refusal := assisted_refusal(settings, pair)):
         result.notes.append(refusal)
     sys.stdout.write(results.finish(result, render))
@@ -67,7 +71,8 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     if not settings.assisted_generation:
         return [plain(pair)]
     strategy = ours(settings.generation_strategy, chosen_keywords(settings, pair), pair)
-    return [one for one in (*baselines(settings, pair), strategy) if one.takes(settings.batch_size)]
+    theirs = [prompt_lookup(settings, pair)] if settings.drafter == "lookup" else []
+    return [one for one in (*baselines(settings, pair), *theirs, strategy) if one.takes(settings.batch_size)]
 
 
 def baselines(settings: Settings, pair: LoadedPair) -> list[Contender]:
@@ -111,9 +116,10 @@ def render(result: Result) -> list[Block]:
 
 
 def by_length(part: Part) -> Mapping[str, Part]:
-    """The calls of each prompt length, and all; for `decode`, whose lengths vary, only all."""
+    """The calls of each prompt length, and all; where lengths vary from prompt to prompt, only all."""
     lengths = sorted(map(int, part.calls["length"].unique()))
-    found = {} if part.result.settings.task == "decode" else {str(n): part.where(length=n) for n in lengths}
+    settings = part.result.settings
+    found = {} if settings.task == "decode" or settings.own_lengths else {str(n): part.where(length=n) for n in lengths}
     return found if len(found) == 1 else {**found, "all": part}
 
 
@@ -185,7 +191,7 @@ def _short_heads(result: Result) -> list[str]:
     """Why a head has fewer tokens than were asked for."""
     asked = result.settings.draft_vocabulary
     return [
-        f"{method.draft}: --draft_vocabulary {asked} asks for more, but the corpus holds no other tokens."
+        f"{method.draft}: --draft_vocabulary {asked} asks for more, but these texts hold no other tokens."
         for method in result.methods
         if asked is not None
         and ", head of " in str(method.draft)

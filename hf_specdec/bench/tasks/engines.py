@@ -11,7 +11,7 @@ from typing import Any
 from hf_specdec.bench import results
 from hf_specdec.bench.figures import passes, speed
 from hf_specdec.bench.figures.frames import Part, whole
-from hf_specdec.bench.inputs.prompts import benchmark_prompts
+from hf_specdec.bench.inputs.prompts import asked_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.records import Interval, Method, Model, Result
 from hf_specdec.bench.reports import columns
@@ -69,17 +69,17 @@ def run(settings: Settings, shared: Processes) -> None:
     """
     check_llama_cpp(settings)
     pair = load_pair(settings)
-    rows = settings.limit or PROMPTS_PER_LENGTH[settings.task]
+    rows = settings.limit or len(settings.prompts) or PROMPTS_PER_LENGTH[settings.task]
     contenders = compared(settings, pair)
     # Room for the drafts beyond the last token, too.
     spare = max(one.longest for one in contenders)
     count = max(rows, *settings.batch_sizes)
-    prompts = benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens, spare=spare)
+    prompts, notes = asked_prompts(settings, pair, count, spare=spare)
     read_rate = partial(memory.device_rate, pair.target.device)
     result = measured(settings, contenders, batches_of(prompts, settings, rows), read_rate=read_rate)
     assert result is not None
-    result.memory = memory.describe(pair, settings.prompt_lengths[0] + settings.max_new_tokens // 2)
-    result.notes += filter(None, (assisted_refusal(settings, pair), llama_cpp_refusal(settings, pair)))
+    result.memory = memory.describe(pair, len(prompts[0].token_ids) + settings.max_new_tokens // 2)
+    result.notes += filter(None, (*notes, assisted_refusal(settings, pair), llama_cpp_refusal(settings, pair)))
     sys.stdout.write(results.finish(result, render))
 
 
@@ -100,7 +100,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
         found.append(replace(static, most_rows=1, models=compiling))
     if assisted_refusal(settings, pair) is None:
         schedules = [schedule for schedule in SCHEDULES if pair.synthetic is None or not schedule.confidence]
-        found += [assisted(settings, pair, schedule) for schedule in schedules]
+        found += [assisted(settings, pair, schedule) for schedule in schedules if pair.draft is not None]
         if pair.synthetic is None:
             found += [ensemble(settings, pair)] if can_ensemble(pair) else []
             found.append(prompt_lookup(settings, pair))
@@ -113,6 +113,8 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
             found += _on_engine(settings, pair, engine, lengths)
         elif llama_cpp_refusal(settings, pair) is None:
             found += llama_cpp_methods(pair, engine, lengths or LOOKAHEADS)
+    if pair.draft is None:
+        return found
     if pair.synthetic is not None:
         return [one for one in found if one.method.role not in ("stopped", "block")]
     # No draft can cost more: what is left to lose where drafting never pays.
@@ -123,10 +125,27 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
 
 
 def _on_engine(settings: Settings, pair: LoadedPair, engine: str, lengths: list[int]) -> list[Contender]:
+    found = [plain_on_engine(ENGINES[engine], pair)]
+    for role, title, keywords in _drafting(settings, pair, engine, lengths):
+        if settings.drafter is not None:
+            title, keywords = f"drafter {settings.drafter}, {title}", keywords | {"drafter": settings.drafter}
+        name = f"{title}, {found[0].method.engine}"
+        found.append(ours("speculative", keywords | ENGINES[engine], pair, name=name, title=title).told(role=role))
+    return found
+
+
+def _drafting(
+    settings: Settings, pair: LoadedPair, engine: str, lengths: list[int]
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """Role, title and keywords of generate() of each way of drafting."""
+    if settings.drafter == "none":
+        return []
     rows: list[tuple[str, str, dict[str, Any]]] = [
         *(("fixed", f"speculative, γ = {tokens}", {"num_assistant_tokens": tokens}) for tokens in lengths),
         ("auto", "speculative, auto", {"num_assistant_tokens": "auto"}),
     ]
+    if settings.drafter in ("lookup", "hybrid"):  # which are never unsure of what they copy
+        return rows
     tokens = fixed_lookahead(settings, pair)
     words, judged = f"γ = {tokens}", {"num_assistant_tokens": tokens}
     stopping: dict[str, Any] = {"num_assistant_tokens": STOP_LOOKAHEAD, "entropy_threshold": STOP_ENTROPY}
@@ -138,11 +157,7 @@ def _on_engine(settings: Settings, pair: LoadedPair, engine: str, lengths: list[
     if settings.sampling:
         # Drafts judged together; in greedy decoding that is the same rule.
         rows.append(("block", f"speculative, {words}, block", judged | {"verification": "block"}))
-    found = [plain_on_engine(ENGINES[engine], pair)]
-    for role, title, keywords in rows:
-        name = f"{title}, {found[0].method.engine}"
-        found.append(ours("speculative", keywords | ENGINES[engine], pair, name=name, title=name).told(role=role))
-    return found
+    return rows
 
 
 def render(result: Result) -> list[Block]:

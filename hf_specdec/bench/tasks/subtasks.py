@@ -16,7 +16,7 @@ from hf_specdec.bench.records import Method, Result
 from hf_specdec.bench.reports import columns
 from hf_specdec.bench.reports.columns import Columns, method_table
 from hf_specdec.bench.reports.document import Block, Picture, section
-from hf_specdec.bench.reports.heading import heading, remarks
+from hf_specdec.bench.reports.heading import heading, remarks, sampling_of
 from hf_specdec.bench.reports.markdown import capital, number, points, ratio, table
 from hf_specdec.bench.running.measuring import measured_questions
 from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours
@@ -203,11 +203,12 @@ def _both(part: Part) -> bool:
 def terminal(part: Part) -> str:
     """The configuration, one line a method for all examples and for each subtask, and the average alpha."""
     settings, models = part.result.settings, part.result.models
+    temperature = f"{sampling_of(part.result)['temperature']:g}"
     lines = [
         "Configuration",
         f"  target:       {models['target'].name}",
-        f"  draft:        {models['draft'].name}",
-        f"  temperature:  {f'{settings.temperature:g}' if settings.sampling else '0 (greedy)'}",
+        f"  draft:        {models['draft'].name if 'draft' in models else 'none'}",
+        f"  temperature:  {temperature if settings.sampling else '0 (greedy)'}",
         f"  max tokens:   {settings.max_new_tokens}",
         f"  gamma:        {part.result.lookahead}",
         f"  thresholds:   fallback {settings.fallback_threshold:g}, rollback {settings.rollback_threshold:g}",

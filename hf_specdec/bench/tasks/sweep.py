@@ -12,7 +12,7 @@ from hf_specdec.bench import results
 from hf_specdec.bench.figures import quality, speed
 from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.inputs import questions
-from hf_specdec.bench.models.loading import LoadedPair, check_target, load_pairs
+from hf_specdec.bench.models.loading import LoadedPair, check_target, load_pair, load_pairs
 from hf_specdec.bench.models.names import full_name, known_drafts, short_name
 from hf_specdec.bench.records import Method, Result
 from hf_specdec.bench.reports import columns
@@ -61,7 +61,7 @@ def run(settings: Settings, shared: Processes) -> None:
     Raises `BenchError` for what the user can put right.
     """
     dialogues = questions.dialogues(asked(settings))
-    pairs = load_pairs(settings, drafts_of(settings))
+    pairs = load_pairs(settings, drafts_of(settings)) if settings.uses_draft else [load_pair(settings)]
     result = measured_questions(settings, grid(settings, pairs), dialogues, shared)
     if result is None:
         return
@@ -116,7 +116,8 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     engines = {one.method.same_engine: plain_on_engine(one.method.keywords, pairs[0]) for one in contenders}
     found = [plain(pairs[0]), *engines.values()]
     for pair in pairs:
-        for one in assisted_baselines(settings, pair) if assisted_refusal(settings, pair) is None else ():
+        takes = pair.draft is not None and assisted_refusal(settings, pair) is None
+        for one in assisted_baselines(settings, pair) if takes else ():
             title = f"{one.method.title} with {short_name(str(pair.draft_name))}"
             found.append(one.told(name=f"{one.name}/{pair.draft_name}", title=title))
     return [*found, *contenders]
@@ -126,7 +127,8 @@ def _speculative(settings: Settings, pair: LoadedPair, lossy: bool) -> Iterator[
     for keywords in _crossed(settings, pair, "speculative", every=not lossy):
         yield named("speculative", keywords, pair)
     # A grid of thresholds is wide enough: its lookahead is the usual one unless several are asked for.
-    if not lossy and not _chosen(settings, "num_assistant_tokens") and not _chosen(settings, "entropy_threshold"):
+    stops = pair.draft is not None and not lossy
+    if stops and not _chosen(settings, "num_assistant_tokens") and not _chosen(settings, "entropy_threshold"):
         for lookahead in (STOP_LOOKAHEAD, "auto"):
             stopping = {"num_assistant_tokens": lookahead, "entropy_threshold": STOP_ENTROPY}
             yield named("speculative", stopping, pair)

@@ -21,7 +21,7 @@ from hf_specdec.bench.figures.bootstrap import ENOUGH
 from hf_specdec.bench.figures.frames import Part, examples, whole
 from hf_specdec.bench.figures.quality import questions_needed
 from hf_specdec.bench.inputs import questions
-from hf_specdec.bench.inputs.prompts import Prompt, question_prompt
+from hf_specdec.bench.inputs.prompts import Prompt, in_turn_by_subtask, question_prompt
 from hf_specdec.bench.models.loading import LoadedPair, load_pair, load_pairs
 from hf_specdec.bench.models.names import known_drafts, short_name
 from hf_specdec.bench.records import Asked, Method, Result, Tuned
@@ -116,15 +116,13 @@ def _pairs(settings: Settings) -> list[LoadedPair]:
 
 
 def _prompts(settings: Settings, pair: LoadedPair, asked: Sequence[questions.Question]) -> list[tuple[Prompt, Asked]]:
-    """First turns, the subtasks in turn, so that the first few already are of every kind."""
-    seen: dict[str, int] = {}
-    ordered = []
-    for one in asked:
-        seen[one.subtask] = seen.get(one.subtask, 0) + 1
+    """First turns, the subtasks in turn."""
+    found = []
+    for one in in_turn_by_subtask(asked):
         prompt, cut = question_prompt(pair, one, (), settings.max_new_tokens)
         about = Asked(one.index, one.index, one.subtask, len(prompt.token_ids), cut, references=one.references)
-        ordered.append((seen[one.subtask], one.index, (prompt, about)))
-    return [both for *_, both in sorted(ordered, key=lambda item: item[:2])]
+        found.append((prompt, about))
+    return found
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
