@@ -9,7 +9,7 @@ oldest = $(shell sed -n 's/.*"$(1)>=\([0-9.]*\).*/\1/p' setup.py).0
 TORCH ?= $(call oldest,torch)
 TRANSFORMERS := $(call oldest,transformers)
 
-.PHONY: benchmark real test test-install test-oldest families fuzz gpu-check gpu-tables lint
+.PHONY: benchmark real real-tables test test-install test-oldest families fuzz gpu-check gpu-tables lint
 
 # ARGS="--repeats 1" and the like are added to both runs.
 benchmark: $(VENV)/.ready
@@ -76,6 +76,20 @@ gpu-tables:
 	done; missing=0; \
 	for batch in $(BATCHES); do ls gpu-tables/$(SHAPE)-$(DTYPE)/batch-$$batch/*.md 2>/dev/null || \
 		{ missing=1; echo "Batch size $$batch is not finished: the same command continues."; }; done; exit $$missing
+
+# Spec-Bench's questions to the models of `make real`: make real-tables QUESTIONS=question.jsonl. Greedy, and with the models'
+# own sampling. A table that is finished is not measured again; one that was stopped is continued.
+QUESTIONS ?= question.jsonl
+PER_KIND ?= 2# questions of each of Spec-Bench's six kinds
+TABLES ?= real-tables
+real-tables: real
+	@for model in smollm2-135m-instruct gemma-3-270m; do for kind in greedy sampling; do \
+		folder=$(TABLES)/real-$$model-$$kind; \
+		if [ -n "$$(ls $$folder/*.json.gz 2>/dev/null)" ]; then echo "$$folder: is there"; continue; fi; \
+		$(RUN) scripts/assisted_generation.py --task subtasks --model_name $$model --drafter lookup --dataset spec_bench \
+			--dataset_path $(QUESTIONS) --limit $(PER_KIND) --repeats 3 --max_new_tokens 64 --output_dir $$folder \
+			$$([ $$kind = greedy ] || echo --do_sample) $(ARGS) || exit; \
+	done; done
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
