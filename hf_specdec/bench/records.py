@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -363,11 +364,17 @@ def as_json(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+@cache
+def _types_of(record: type) -> Mapping[str, Any]:
+    """The types of a record's fields."""
+    return get_type_hints(record)
+
+
 def from_json(kind: Any, value: Any) -> Any:
     """A record of this type from what `as_json` made of it; raises TypeError or AttributeError where it is another."""
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: from_json(hints.get(name, Any), item) for name, item in value.items()})  # type: ignore[operator]
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = _types_of(kind)
+        return kind(**{name: from_json(hints.get(name, Any), item) for name, item in value.items()})
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         kinds = [one for one in inner if one is not type(None)]
