@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 import hf_specdec
 from hf_specdec import embedded, last_speculation
 from hf_specdec.bench import results
+from hf_specdec.bench.figures import bootstrap
 from hf_specdec.bench.reports import readme
 from hf_specdec.bench.tasks import TASKS
 from hf_specdec.checks import VERSIONS
@@ -169,7 +170,8 @@ def test_figures_are_those_of_the_results() -> None:
         assert found and any(found <= figures(line) for line in report), row
 
 
-def test_parts_taken_from_results_are_up_to_date() -> None:
+def test_parts_taken_from_results_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 2000)  # tests of bench in the same process take fewer
     suffix = results.SUFFIX
     texts = read("README.md") + read("results/README.md")
     paths = [ROOT / name for name in tracked() if name.endswith(suffix) and Path(name).name[: -len(suffix)] in texts]
