@@ -35,7 +35,7 @@ test-oldest: $(OLDEST)/.ready
 families: $(VENV)/.ready
 	PYTHONPATH=.:tests $(RUN) tests/families/sweep.py $(CLASSES)
 
-# Random calls against plain generate, in chunks with a seed each. A stopped run goes on behind its last finished chunk.
+# Random calls against plain generate, in chunks with a seed each. A stopped run goes on after its last finished chunk.
 # What fails is kept in .hypothesis and tried first next time.
 CHUNK := 250
 FUZZED := .hypothesis/fuzz# the run's first seed, then the seeds of finished chunks

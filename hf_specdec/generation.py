@@ -34,11 +34,7 @@ from hf_specdec.host.torch_state import KeptTorchState
 from hf_specdec.host.transcript import Transcript, maximum_length
 from hf_specdec.in_order_decoding import InOrderDecoder
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
-from hf_specdec.models.cache_rollback import (
-    copy_out_of_inference_mode,
-    is_static_by_request,
-    is_unused_default,
-)
+from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
 from hf_specdec.models.decoder_states import STATES, decoder_states
 from hf_specdec.models.dynamic_runner import DynamicRunner
 from hf_specdec.models.expert_capacity import most_drafts
@@ -336,11 +332,9 @@ def _run(
             if callers is not None and isinstance(target, StaticRunner):
                 with torch.inference_mode(False), torch.no_grad():
                     target.give(callers, decoder.kept_length(transcript))
-        if callers is not None:
+        if not keep_cache or callers is not None:
             return callers if keep_cache else None
-        if isinstance(target, StaticRunner) and keep_cache:
-            return target.as_dynamic(decoder.kept_length(transcript))
-    return target.cache if keep_cache else None
+        return target.as_dynamic(decoder.kept_length(transcript)) if isinstance(target, StaticRunner) else target.cache
 
 
 def _static_size(

@@ -9,7 +9,7 @@ sliding windows depend on.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache, cache_utils
@@ -141,7 +141,7 @@ def is_unused_default(cache: object) -> bool:
     return type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0
 
 
-def holds_whole_text(cache: object) -> bool:
+def holds_whole_text(cache: object) -> TypeGuard[DynamicCache]:
     """Whether the caller passed this cache and its layers keep all tokens, so that a `RowsCache` can take them over."""
     if not isinstance(cache, DynamicCache) or type(cache) is not DynamicCache or not is_callers_cache(cache):
         return False

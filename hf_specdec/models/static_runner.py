@@ -83,9 +83,8 @@ def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: Cac
 def cache_taken_over(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> DynamicCache | None:
     """The caller's cache, if a `RowsCache` can take its tokens over for a call and give them back; else None."""
     cache = cache_of(model_kwargs)
-    if not isinstance(cache, DynamicCache) or not holds_whole_text(cache):
-        return None
-    return cache if takes_one_causal_mask(model) and supports_rows_cache(model, model_kwargs) else None
+    serves = takes_one_causal_mask(model) and supports_rows_cache(model, model_kwargs)
+    return cache if serves and holds_whole_text(cache) else None
 
 
 class StaticRunner:

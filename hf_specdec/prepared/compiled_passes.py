@@ -88,7 +88,6 @@ class CompiledPasses:
                 tell_going_without("compile=True", error)
                 return
             self._steps[width] = step
-        if self._steps:
             self._buffers.gather_pages()
 
 

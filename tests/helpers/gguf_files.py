@@ -10,6 +10,8 @@ import torch
 from gguf import GGUFWriter
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from hf_specdec.bench.models.gguf_export import add_sizes
+
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -32,14 +34,7 @@ def write_gguf(
 ) -> None:
     """Writes float32 weights, sizes and a byte-level BPE tokenizer."""
     config, writer = model.config, GGUFWriter(path, "qwen2")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_sizes(writer, model)
     tokens = [tokenizer.convert_ids_to_tokens(number) for number in range(config.vocab_size)]
     special = set(tokenizer.all_special_tokens)
     writer.add_tokenizer_model("gpt2")

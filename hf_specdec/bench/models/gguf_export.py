@@ -43,7 +43,9 @@ def write_gguf(model: PreTrainedModel, path: Path, weights: str) -> None:
     architecture = _ARCHITECTURES[model.config.model_type]
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    _add_configuration(writer, model, file_type)
+    writer.add_file_type(file_type)
+    writer.add_tokenizer_model("no_vocab")
+    add_sizes(writer, model)
     kinds = {
         name: matrices if parameter.ndim > 1 else GGMLQuantizationType.F32
         for name, parameter in model.named_parameters()
@@ -63,10 +65,10 @@ def write_gguf(model: PreTrainedModel, path: Path, weights: str) -> None:
     writer.close()
 
 
-def _add_configuration(writer: GGUFWriter, model: PreTrainedModel, file_type: LlamaFileType) -> None:
+def add_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
+    """Adds what a file tells of a model beside its weights and its tokenizer."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_file_type(file_type)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -79,7 +81,6 @@ def _add_configuration(writer: GGUFWriter, model: PreTrainedModel, file_type: Ll
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
 
 
 def _as_llama_cpp_has_it(model: PreTrainedModel, name: str, parameter: Tensor) -> Tensor:
