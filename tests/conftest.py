@@ -9,7 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,13 +18,14 @@ import torch
 from helpers.distributions import VOCABULARY
 from helpers.models import llama, noisy, t5
 from helpers.tiny_pair import save_pair
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 import hf_specdec
 from hf_specdec.prepared import compiled_step, cuda_graphs, own_builds
 from hf_specdec.prepared.prepared_rounds import PreparedRounds
 
 torch.set_num_threads(1)
+GENERATE = GenerationMixin.generate
 
 
 def _no_fork() -> NoReturn:
@@ -42,6 +43,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     refusal = compiled_step.compile_refusal(torch.device("cpu"))
     if refusal is not None and item.get_closest_marker("compiles"):
         pytest.skip(refusal)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, Any, Any]:
+    """A test that leaves `generate` replaced fails itself, instead of whichever runs after it."""
+    result = yield
+    if GenerationMixin.generate is not GENERATE:
+        GenerationMixin.generate = GENERATE
+        raise AssertionError("GenerationMixin.generate is still replaced after this test")
+    return result
 
 
 @pytest.fixture(autouse=True)

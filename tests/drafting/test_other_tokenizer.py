@@ -297,7 +297,7 @@ def test_texts_grow_beyond_what_was_reserved_for_them(family: str, monkeypatch: 
     assert sum(out.speculation.rounds[-2].drafted) > 0
 
 
-def test_the_draft_stays_as_it_was_and_its_own_generate_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_draft_stays_as_it_was_and_its_own_generate_is_not_called() -> None:
     """Head, embeddings and `generation_config` stay the very same."""
     models = strangers("words")
     target, draft = models["target"], models["draft"]
@@ -309,8 +309,9 @@ def test_the_draft_stays_as_it_was_and_its_own_generate_is_not_called(monkeypatc
         return tensors, draft.generation_config.to_dict(), heads
 
     before, called, generate = parts(), [], GenerationMixin.generate
-    monkeypatch.setattr(GenerationMixin, "generate", lambda self, **k: (called.append(self), generate(self, **k))[1])
-    target.generate(**prompts(1), **GREEDY, assistant_model=draft, **SPECULATIVE, **models["tokenizers"])
+    with pytest.MonkeyPatch.context() as patch:  # ends before the plug-in is disabled, which looks for its wrapper
+        patch.setattr(GenerationMixin, "generate", lambda self, **k: (called.append(self), generate(self, **k))[1])
+        target.generate(**prompts(1), **GREEDY, assistant_model=draft, **SPECULATIVE, **models["tokenizers"])
     assert called == [target] and parts() == before
     assert last_speculation(target).accepted > 0
 
