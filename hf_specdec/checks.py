@@ -31,7 +31,7 @@ OTHER_MODES = {
     "constraints": "constrained beam search",
     "dola_layers": "DoLa",
     "force_words_ids": "constrained beam search",
-    "prompt_lookup_num_tokens": "transformers' prompt lookup (ours is drafter='lookup')",
+    "prompt_lookup_num_tokens": "transformers' prompt lookup (ours is drafter='suffix')",
     "speculation_type": "a kind of draft that only transformers' assisted generation knows",
     "use_mtp": "transformers' multi-token prediction",
 }

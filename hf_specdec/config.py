@@ -16,13 +16,14 @@ STRATEGY_SETTINGS: dict[str, tuple[str, ...]] = {
 }
 STRATEGIES = tuple(STRATEGY_SETTINGS)
 LOSSY_STRATEGIES = tuple(name for name, own in STRATEGY_SETTINGS.items() if own)
-DRAFTERS = ("model", "lookup", "hybrid", "none")
+DRAFTERS = ("model", "suffix", "lookup", "hybrid", "none")
+# Those that copy, whatever a model drafts besides.
+COPYING = ("suffix", "lookup", "hybrid")
 VERIFICATIONS = ("token", "block")
 DRAFT_ERRORS = ("raise", "continue")
 
 DEFAULT_ASSISTANT_TOKENS = 4
 T5_ASSISTANT_TOKENS = 7
-LOOKUP_ASSISTANT_TOKENS = 10
 # The longest draft that "auto" chooses.
 MAX_ASSISTANT_TOKENS = 16
 # New tokens that a call takes memory for before it needs it; a larger maximum length is often none.
@@ -61,7 +62,7 @@ class SpeculationConfig:
             `"bild"` (Kim et al. 2023), `"lenient"` (Leviathan et al. 2023, appendix A.5), `"typical"` (Cai et al. 2024,
             Medusa) and `"ensemble"` (transformers' `assistant_ensemble_weight`).
         num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` uses what the draft's
-            own `generation_config` says, else 4, 7 for T5 targets, and 10 for `drafter="lookup"`. `"auto"`
+            own `generation_config` says, else 4, 7 for T5 targets, and `"auto"` for `drafter="suffix"`. `"auto"`
             chooses the length of each round, from 0 to 16, based on the acceptance and the times measured so far,
             including earlier calls of the same models. Sampled text can therefore differ between runs with the same
             seed; its distribution does not. Where rounds are compiled or captured, `"auto"` chooses among 0, 1, 2, 4, 8
@@ -77,11 +78,12 @@ class SpeculationConfig:
             does not rule out.
         assistant_ensemble_weight: ensemble only, w in [0, 1]. Drafts are verified against w · target + (1 - w) · draft.
             1 is lossless; 0 accepts every draft. Requires `drafter="model"`, since copies have no probabilities.
-        drafter: `"model"` drafts with the assistant model. `"lookup"` needs no model: it finds the last tokens earlier
-            in the text (or in the encoder's input) and copies what followed them. `"hybrid"` looks up first and uses
-            the model where nothing matches. `"none"` decodes without drafts in the same loop, as a baseline. Copies
-            have no draft probabilities, so `fallback_threshold`, `entropy_threshold` and
-            `assistant_confidence_threshold` don't apply to them.
+        drafter: `"model"` drafts with the assistant model. `"suffix"` needs no model: it finds the longest end of the
+            text that occurred before, in the text, the other rows or the encoder's input, and copies what mostly
+            followed it, as far as that is likely enough to be worth a wider pass; `"lookup"` is another name for it.
+            `"hybrid"` chooses between such a copy and the model, round by round and row by row. `"none"` decodes
+            without drafts in the same loop, as a baseline. Copies have no draft probabilities, so
+            `fallback_threshold`, `entropy_threshold` and `assistant_confidence_threshold` don't apply to them.
         verification: how sampling verifies drafts; both are lossless. `"token"` decides token by token (Leviathan et
             al. 2023). `"block"` decides on the draft as a whole (Sun et al. 2024) and accepts at least as many tokens
             in expectation. Greedy decoding is the same with both.
@@ -157,11 +159,13 @@ class SpeculationConfig:
             if isinstance(value, Real) and not isinstance(value, bool):
                 # numpy's numbers are not constants to a compiler
                 object.__setattr__(self, one.name, int(value) if isinstance(value, Integral) else float(value))
-        if self.strategy == "ensemble" and self.drafter in ("lookup", "hybrid"):
+        if self.strategy == "ensemble" and self.drafter in COPYING:
             raise ValueError(
                 f"drafter={self.drafter!r} with generation_strategy='ensemble': copies have no probabilities to mix "
                 "with the target's, so choose drafter='model', or another strategy."
             )
+        if self.drafter == "lookup":
+            object.__setattr__(self, "drafter", "suffix")
 
     @property
     def longest_draft(self) -> int:
@@ -196,8 +200,8 @@ class SpeculationConfig:
         """Fill in the default lookahead of the drafter or of the target's model family."""
         if self.num_assistant_tokens is not None:
             return self
-        if self.drafter == "lookup":
-            return replace(self, num_assistant_tokens=LOOKUP_ASSISTANT_TOKENS)
+        if self.drafter == "suffix":
+            return replace(self, num_assistant_tokens="auto")
         default = T5_ASSISTANT_TOKENS if model_type in T5_MODEL_TYPES else DEFAULT_ASSISTANT_TOKENS
         return replace(self, num_assistant_tokens=default)
 

@@ -174,7 +174,7 @@ class SpeculativeDecoding:
             raise ValueError(
                 f"assistant_model=None with generation_strategy={config.strategy!r} and drafter={config.drafter!r}: "
                 "pass the draft, assistant_model=draft, in the call or to hf_specdec.enable(model, "
-                "assistant_model=draft), or choose drafter='lookup', which needs no model."
+                "assistant_model=draft), or choose drafter='suffix', which needs no model."
             )
 
     def _decode(

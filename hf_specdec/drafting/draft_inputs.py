@@ -104,7 +104,7 @@ def _encode(
     if draft.main_input_name == "input_ids" and torch.is_floating_point(inputs_tensor):
         raise ValueError(
             f"inputs_embeds: assistant_model={type(draft).__name__} can't read the target's embeddings, so pass "
-            "input_ids instead, or choose drafter='lookup'."
+            "input_ids instead, or choose drafter='suffix'."
         )
     copies = len(input_ids) // len(inputs_tensor)
     encoder = draft.get_encoder()

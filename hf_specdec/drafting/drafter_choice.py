@@ -15,10 +15,11 @@ from hf_specdec.config import SpeculationConfig
 from hf_specdec.drafting.ahead_payoff import ahead_payoff
 from hf_specdec.drafting.draft_inputs import draft_inputs, source_tokens
 from hf_specdec.drafting.drafter import Drafter, NoDrafter
-from hf_specdec.drafting.lookup import HYBRID_SIZES, LOOKUP_SIZES, HybridDrafter, LookupDrafter
+from hf_specdec.drafting.hybrid import HybridDrafter
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.drafting.other_device import OtherDeviceDrafter, can_draft_ahead, is_on_other_device
 from hf_specdec.drafting.other_tokenizer import OtherTokenizerDrafter, of_any_vocabulary, translated_inputs
+from hf_specdec.drafting.suffix import SuffixDrafter
 from hf_specdec.drafting.tolerant import TolerantDrafter
 from hf_specdec.drafting.two_vocabularies import TwoVocabularies, needs_translation
 from hf_specdec.host.processors import HostProcessors
@@ -80,11 +81,11 @@ def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
     Raises:
         ValueError: the models don't fit together, or the settings don't work with different tokenizers.
     """
-    rule = stop_rule(config, _length_history(config, call))
+    known = _length_history(config, call)
     makers = {
-        "model": lambda: _model(config, call, rule),
-        "lookup": lambda: _lookup(call, rule, LOOKUP_SIZES),
-        "hybrid": lambda: HybridDrafter(_lookup(call, rule, HYBRID_SIZES), _model(config, call, rule)),
+        "model": lambda: _model(config, call, stop_rule(config, known)),
+        "suffix": lambda: _suffix(config, call, known),
+        "hybrid": lambda: _hybrid(config, call, known),
         "none": NoDrafter,
     }
     drafter = makers[config.drafter]()
@@ -95,7 +96,7 @@ def _length_history(config: SpeculationConfig, call: DraftCall) -> LengthHistory
     """The history of earlier calls with the same models, settings and number of rows; None without "auto"."""
     if config.num_assistant_tokens != "auto":
         return None
-    return length_history(call.model, _situation(config, call), copies=config.drafter == "lookup")
+    return length_history(call.model, _situation(config, call))
 
 
 def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
@@ -109,17 +110,20 @@ def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
     return (config, draft, places, sampled, call.transcript.batch_size)
 
 
-def _lookup(call: DraftCall, rule: StopRule, sizes: tuple[int, ...]) -> LookupDrafter:
-    if (most := call.generation_config.max_matching_ngram_size) is not None:
-        sizes = tuple(size for size in sizes if size <= most) or (most,)
-    return LookupDrafter(
-        rule,
+def _suffix(config: SpeculationConfig, call: DraftCall, known: LengthHistory | None) -> SuffixDrafter:
+    return SuffixDrafter(
+        StopRule(config.longest_draft),
         vocabulary=vocabulary_size(call.model),
         processors=call.processors,
         sources=source_tokens(call.model_kwargs, call.transcript.sequences, call.inputs_tensor),
         eos_tokens=call.transcript.eos_tokens,
-        sizes=sizes,
+        known=known,
     )
+
+
+def _hybrid(config: SpeculationConfig, call: DraftCall, known: LengthHistory | None) -> HybridDrafter:
+    rule = stop_rule(config, known)
+    return HybridDrafter(_suffix(config, call, known), _model(config, call, rule), rule)
 
 
 def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:

@@ -37,7 +37,6 @@ class LengthHistory:
     """Estimates from the rounds of all calls in the same situation.
 
     Args:
-        copies: drafts are copied and take no draft steps.
         prepared: rounds are compiled or captured, see `PassTimes`.
 
     Attributes:
@@ -53,8 +52,8 @@ class LengthHistory:
         lock: guards all attributes against concurrent calls.
     """
 
-    def __init__(self, *, copies: bool = False, prepared: bool = False) -> None:
-        self.times = PassTimes(copies=copies, prepared=prepared)
+    def __init__(self, *, prepared: bool = False) -> None:
+        self.times = PassTimes(prepared=prepared)
         self.accepted = PositionRates(PRIOR_ACCEPTANCE)
         self.drafted = PositionRates(1.0)
         self.steps = PositionRates(1.0)
@@ -67,9 +66,9 @@ class LengthHistory:
 _histories: PerTarget[LengthHistory] = PerTarget()
 
 
-def length_history(target: object, situation: Hashable, *, copies: bool) -> LengthHistory:
+def length_history(target: object, situation: Hashable) -> LengthHistory:
     """The history that a target's calls in one situation share."""
-    return _histories.of(target, situation, lambda: LengthHistory(copies=copies))
+    return _histories.of(target, situation, LengthHistory)
 
 
 class AutoLength(StopRule):

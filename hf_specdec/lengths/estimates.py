@@ -86,12 +86,11 @@ class PassTimes:
     occur keep the times of more rows.
 
     Args:
-        copies: drafts are copied and take no draft steps.
         prepared: passes are compiled or captured. The first draft pass of a round, which reads two tokens, takes longer
             than a step.
     """
 
-    def __init__(self, *, copies: bool = False, prepared: bool = False) -> None:
+    def __init__(self, *, prepared: bool = False) -> None:
         self._prepared = prepared
         self._by_width: dict[int, deque[float]] = {}
         self._changed: set[int] = set()  # widths timed since the last fit
@@ -104,7 +103,7 @@ class PassTimes:
         self._drafted = 0  # the last round with draft steps
         self._half_life = HALF_LIFE  # of the times of drafts, in rounds
         self._catch_ups: deque[float] = deque(maxlen=TIMES_KEPT)
-        self._ratio = 0.0 if copies else PRIOR_RATIO
+        self._ratio = PRIOR_RATIO
         self._reading: float | None = None
 
     @property

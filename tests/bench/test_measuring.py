@@ -207,7 +207,7 @@ def test_lookahead_defaults(settings: Settings, pair: LoadedPair, t5: tuple[Sett
     assert lookahead(Settings(num_assistant_tokens=2), t5[1]) == 2
     auto = Settings(num_assistant_tokens="auto")
     assert (lookahead(auto, t5[1]), fixed_lookahead(auto, t5[1])) == ("auto", 7)
-    assert lookahead(Settings(drafter="lookup"), pair) == 10
+    assert lookahead(Settings(drafter="suffix"), pair) == "auto"
 
 
 def test_sampling_depends_on_seed_and_example_only(settings: Settings, pair: LoadedPair) -> None:
@@ -312,9 +312,9 @@ def test_titles_say_what_is_special(settings: Settings, pair: LoadedPair) -> Non
     assert (method.engine, method.same_engine, contender.longest) == ("compiled", "none compiled", 16)
     assert "fallback_threshold" not in method.keywords, "speculative decoding has none"
     assert method.draft == pair.draft_name
-    lookup = ours("speculative", {"drafter": "lookup", "num_assistant_tokens": 5}, pair)
+    lookup = ours("speculative", {"drafter": "suffix", "num_assistant_tokens": 5}, pair)
     assert (lookup.method.draft, lookup.options) == (
-        None, {"generation_strategy": "speculative", "num_assistant_tokens": 5, "drafter": "lookup"},
+        None, {"generation_strategy": "speculative", "num_assistant_tokens": 5, "drafter": "suffix"},
     )  # fmt: skip
 
 

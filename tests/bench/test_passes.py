@@ -51,7 +51,7 @@ def test_cost_ratios_and_what_they_predict() -> None:
     assert passes.predicted(part, methods[1]) == pytest.approx(by_formula)
     # The formula knows neither drafts that end early nor drafts that cost nothing.
     unsteady: list[dict[str, Any]] = [{"lookahead": "auto"}, {"kind": "bild"}, {"kind": "lookup"}]
-    unsteady += [{"keywords": {"entropy_threshold": 0.5}}, {"keywords": {"drafter": "lookup"}}]
+    unsteady += [{"keywords": {"entropy_threshold": 0.5}}, {"keywords": {"drafter": "suffix"}}]
     assert all(passes.predicted(part, replace(methods[1], **change)) is None for change in unsteady)
     assert passes.costs(part.result, "recorded", 1, "another") == {} and passes.costs(part.result, "compiled") == {}
 

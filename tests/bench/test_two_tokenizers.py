@@ -26,4 +26,4 @@ def test_both_tokenizers_reach_the_call(order: int) -> None:
     with method.surroundings(loaded):
         out = target.generate(**prompts(1), **SETTINGS, **method.options)
     assert torch.equal(out, target.generate(**prompts(1), **SETTINGS)) and hf_specdec.last_speculation(target)
-    assert "tokenizer" not in ours("speculative", {"drafter": "lookup"}, loaded).options
+    assert "tokenizer" not in ours("speculative", {"drafter": "suffix"}, loaded).options

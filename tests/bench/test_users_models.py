@@ -63,7 +63,7 @@ def result(script: ModuleType, solo: Path, tmp_path: Path) -> Iterator[object]:
     yield run
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "none"])
+@pytest.mark.parametrize("drafter", ["suffix", "none"])
 @pytest.mark.parametrize(
     "line",
     [

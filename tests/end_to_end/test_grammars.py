@@ -69,7 +69,7 @@ def inputs(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("drafter", "kind", "rows"),
-    pairwise(("none", "lookup", "model", "hybrid"), (hf.LogitsProcessor, Grammar), (1, 4)),
+    pairwise(("none", "suffix", "model", "hybrid"), (hf.LogitsProcessor, Grammar), (1, 4)),
 )
 def test_greedy_tokens_are_plain_s(pair, tokenizer, compiled, rows: int, kind: type, drafter: str) -> None:
     call = {**inputs(tokenizer, rows), "do_sample": False, "max_new_tokens": 32}

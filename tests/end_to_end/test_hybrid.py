@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.copies import copy_wherever_possible
 from helpers.distributions import FALSE_FAILURE, odds
 from helpers.families import pair, prompts
 from helpers.models import EOS as TOY_EOS
@@ -22,7 +23,6 @@ from transformers import PreTrainedModel
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding
-from hf_specdec.drafting import drafter_choice
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.models import recorded_passes, recurrences, recurrent_states
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
@@ -67,7 +67,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "bild": BILD,
     "itself": {},
     "attention only": {},
-    "lookup": {"drafter": "lookup"},
+    "suffix": {"drafter": "suffix"},
     "hybrid": {"drafter": "hybrid"},
     "of an attention target": {},
 }
@@ -83,7 +83,7 @@ def situations() -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("family", [*FAMILIES, *UNEVEN])
 def test_greedy_tokens_are_those_of_plain_generate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where look-up drafts, the draft model's rows fall behind by different numbers of tokens."""
-    monkeypatch.setattr(drafter_choice, "HYBRID_SIZES", (1,))
+    copy_wherever_possible(monkeypatch)
     recurrent, attention = model(family), pair("llama")[0]
     drafts = dict.fromkeys(DRAFTERS, noisy(recurrent))
     drafts |= {"itself": recurrent, "attention only": attention, "of an attention target": recurrent}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers.auto_lengths import choose_in_turn
+from helpers.copies import copy_wherever_possible
 from helpers.families import (
     EAGER,
     EOS,
@@ -40,7 +41,7 @@ GREEDY = {"max_new_tokens": 16, "do_sample": False}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "model": {},
     "bild": {"generation_strategy": "bild", "fallback_threshold": 0.03, "rollback_threshold": 0.0},
-    "lookup": {"drafter": "lookup", "assistant_model": None},
+    "suffix": {"drafter": "suffix", "assistant_model": None},
     "hybrid": {"drafter": "hybrid"},
     "none": {"drafter": "none", "assistant_model": None},
     "entropy": {"entropy_threshold": 0.3},
@@ -75,7 +76,7 @@ def test_greedy_tokens_are_those_of_plain_generate(
     Where little memory is taken, the host looks at drafts every four steps, as on an accelerator.
     """
     choose_in_turn(monkeypatch, 3, 0, 0, 5, 1, 0, 0, 0, 16)
-    monkeypatch.setattr(drafter_choice, "HYBRID_SIZES", (2, 1))
+    copy_wherever_possible(monkeypatch)
     rates, drafted, varied, plain = [], set(), 0, {}
     pairs = {rows: pair(family, dtype=exact_dtype(family, rows)) for rows in (1, 4)}
     for drafter, cache, batch_size, lookahead, seed, foreseen in rows_by_family()[family]:

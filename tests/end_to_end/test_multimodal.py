@@ -153,7 +153,7 @@ def _made(kind: str, batch_size: int, text: dict[str, Any] = TEXT) -> tuple[PreT
 
 def _speculate(target: PreTrainedModel, draft: PreTrainedModel | None, inputs: dict[str, Tensor], **more: Any) -> Any:
     """The output, with a draft or with look-up."""
-    drafter = {"drafter": "lookup"} if draft is None else {}
+    drafter = {"drafter": "suffix"} if draft is None else {}
     return same_as_plain(target, draft, inputs, {**SETTINGS, **more}, num_assistant_tokens=4, **drafter)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import sampled_outputs
+from helpers.copies import copy_wherever_possible
 from helpers.distant import drafting_ahead
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.sampled_outputs import (
@@ -49,7 +50,6 @@ from torch import Tensor
 
 import hf_specdec
 from hf_specdec import decoding
-from hf_specdec.drafting import drafter_choice
 from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.models import recorded_passes, static_runner
@@ -63,7 +63,7 @@ from hf_specdec.rules.verification import SAMPLING_RULES, Verification
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Combination], list[int]]]:
     """Puts a combination's engine, drafter and clock in force; what is returned grows as the engine runs."""
     ran: list[int] = []
-    monkeypatch.setattr(drafter_choice, "HYBRID_SIZES", (1,))  # such short texts repeat single tokens only
+    copy_wherever_possible(monkeypatch)
     # Eta sampling checks scores on the host, unless the process has used torch's compiler.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     numbers, seconds = random.Random(0), [0.0]
@@ -145,7 +145,7 @@ def accepts_everything(
         Combination(engine="captured", cache="static"),
         Combination(engine="compiled"),
         Combination(strategy="typical", drafter="hybrid", processor="repetition", cache="off"),
-        Combination(drafter="lookup", batch="one", stop="auto"),
+        Combination(drafter="suffix", batch="one", stop="auto"),
         Combination(drafter="other pieces", processor="min_p"),
     ],
     ids=", ".join,
@@ -156,7 +156,7 @@ def test_control_a_rule_that_accepts_everything_fails(c: Combination, engines, m
     assert odds_of(c, engines) < FALSE_FAILURE
 
 
-@pytest.mark.parametrize("drafter", ["model", "lookup"])
+@pytest.mark.parametrize("drafter", ["model", "suffix"])
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_control_rejections_replaced_by_any_token_of_the_target_fail(rule: str, drafter: str, engines, monkeypatch):
     """Instead of by one of the residual distribution."""

@@ -17,6 +17,7 @@ from weakref import ref
 
 import pytest
 import torch
+from helpers.copies import copy_wherever_possible
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.models import EOS, PAD, Passes, llama, noisy, prompts
 from helpers.streamer import Streamer
@@ -247,10 +248,11 @@ def test_precedence_is_call_then_generation_config_then_enable(pair) -> None:
         assert speculates(target, token_healing=False)
 
 
-def test_the_draft_s_own_settings_count_where_no_others_are_given(pair) -> None:
+def test_the_draft_s_own_settings_count_where_no_others_are_given(pair, monkeypatch) -> None:
     """As in transformers' assisted generation, which reads them there; copies are not drafted by the model."""
     target, draft = pair
     call = {"assistant_model": draft, **SPECULATIVE}
+    copy_wherever_possible(monkeypatch)
     with hf_specdec.enable():
         assert longest(speculates(target, **call)) == 4
         draft.generation_config.num_assistant_tokens = 6
@@ -259,8 +261,8 @@ def test_the_draft_s_own_settings_count_where_no_others_are_given(pair) -> None:
         assert longest(speculates(target, **call, num_assistant_tokens=2)) == 2
         with hf_specdec.enable(num_assistant_tokens=3):
             assert longest(speculates(target, **call)) == 3
-        copied = speculates(target, **call, drafter="lookup", eos_token_id=None, max_new_tokens=60)
-        assert longest(copied) == 10
+        copied = speculates(target, **call, drafter="suffix", eos_token_id=None, max_new_tokens=60)
+        assert longest(copied) == 16
         draft.generation_config.assistant_confidence_threshold = 1.0
         assert longest(speculates(target, **call)) == 1, "the first unsure token ends a draft"
         assert longest(speculates(target, **call, assistant_confidence_threshold=0.0)) == 6
@@ -359,7 +361,7 @@ def test_settings_of_the_call_precede_those_of_the_hook(pair) -> None:
     with pytest.raises(ValueError, match="num_assistant_tokens=0"):
         speculates(target, custom_generate=decoding, num_assistant_tokens=0)
     with pytest.raises(ValueError, match="assistant_model=None"):
-        speculates(target, custom_generate=SpeculativeDecoding(drafter="lookup"), drafter="model")
+        speculates(target, custom_generate=SpeculativeDecoding(drafter="suffix"), drafter="model")
 
 
 def test_the_hook_takes_every_setting() -> None:

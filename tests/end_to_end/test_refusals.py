@@ -57,7 +57,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("fallback_threshold", math.nan, "number"),
     ("fallback_threshold", "high", "number"),
     ("rollback_threshold", -1, "at least 0"),
-    ("drafter", "beam", "'model', 'lookup'"),
+    ("drafter", "beam", "'model', 'suffix'"),
     ("verification", "tree", "'token', 'block'"),
     ("entropy_threshold", 1.5, "from 0 to 1"),
     ("entropy_threshold", "low", "from 0 to 1"),
@@ -76,7 +76,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
             "generation_strategy": "'speculative', 'bild'",
             "num_assistant_tokens": "integer",
             "lenience": "to 1",
-            "drafter": "'model', 'lookup'",
+            "drafter": "'model', 'suffix'",
             "compile": "boolean",
         }.items()
         for value in (np.array([1, 2]), np.array(["bild", "auto"]), ["auto"], {"bild": 1}, torch.ones(2))
@@ -194,7 +194,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     *(
         ({"drafter": name, "generation_strategy": "ensemble"}, [f"drafter={name!r}", "drafter='model'"])
-        for name in ("lookup", "hybrid")
+        for name in ("suffix", "hybrid")
     ),
     ({"synced_gpus": True}, ["synced_gpus=True"]),
     ({"num_beams": 3}, ["num_beams=3", "num_beams=1"]),
@@ -275,7 +275,7 @@ def without_weights(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator
 def other_models(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Refused]:
     """None, of another kind, and with vocabularies that differ by more than padding."""
     seq2seq, other, way_out = t5(), llama(vocab_size=64 + 1025), "draft of the target's kind"
-    yield target, None, {}, ("assistant_model=None", "generation_strategy='speculative'", "enable(", "drafter='lookup'")
+    yield target, None, {}, ("assistant_model=None", "generation_strategy='speculative'", "enable(", "drafter='suffix'")
     yield target, None, {"drafter": "hybrid"}, ("assistant_model=None", "drafter='hybrid'")
     words = "assistant_model=T5ForConditionalGeneration is an encoder-decoder model", way_out
     yield target, seq2seq, {}, words

@@ -57,7 +57,7 @@ def odds(found: Tensor, expected: dict[tuple[int, ...], float]) -> float:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "lookup": {"drafter": "lookup"},
+    "suffix": {"drafter": "suffix"},
     "hybrid": {"drafter": "hybrid"},
     "block": {"verification": "block"},
     "bild": {"strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.4},

@@ -69,7 +69,7 @@ def compare(
 
 
 HOW: dict[str, dict[str, Any]] = {
-    **{drafter: {"drafter": drafter} for drafter in ("none", "lookup", "model", "hybrid")},
+    **{drafter: {"drafter": drafter} for drafter in ("none", "suffix", "model", "hybrid")},
     "bild": {"strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.05},
     "lenient": {"strategy": "lenient", "lenience": 1.0},
     "typical": {"strategy": "typical", "posterior_threshold": math.inf},
@@ -225,7 +225,7 @@ class CountedWalk:
         return may_follow(self.questions)
 
 
-@pytest.mark.parametrize(("drafter", "rows"), [("lookup", 1), ("model", 4)])
+@pytest.mark.parametrize(("drafter", "rows"), [("suffix", 1), ("model", 4)])
 def test_a_constraint_that_says_it_keeps_state_is_asked_as_in_plain(pair, rows: int, drafter: str, monkeypatch) -> None:
     monkeypatch.setattr(CountedWalk, "stateless", False, raising=False)
     inputs = repetitive(rows)

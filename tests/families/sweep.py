@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 import hf_specdec
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-DRAFTERS = ("none", "lookup", "model")
+DRAFTERS = ("none", "suffix", "model")
 SECONDS = 120  # for a class
 
 

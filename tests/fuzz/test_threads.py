@@ -18,7 +18,7 @@ from hf_specdec import SpeculativeDecoding
 CALLS: list[dict[str, Any]] = [
     {"generation_strategy": "speculative", "num_assistant_tokens": 3},
     {"generation_strategy": "speculative", "num_assistant_tokens": "auto"},
-    {"generation_strategy": "speculative", "drafter": "lookup"},
+    {"generation_strategy": "speculative", "drafter": "suffix"},
     {"generation_strategy": "speculative", "drafter": "hybrid", "num_assistant_tokens": 5},
     {"generation_strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.3},
     {"generation_strategy": "speculative", "cache_implementation": "static"},

@@ -39,7 +39,7 @@ TOKENIZERS = {
     "other ids": (word_tokenizer(VOCABULARY), word_tokenizer(VOCABULARY + 2, order=-1)),
     "other pieces": (piece_tokenizer(["a", "b"]), piece_tokenizer(["ab", "ba", "aa", "bb"], "[P]", "[E]")),
 }
-DRAFTERS = ("model", "lookup", "hybrid", "none", "larger vocabulary", "trimmed head", "other device", *TOKENIZERS)
+DRAFTERS = ("model", "suffix", "hybrid", "none", "larger vocabulary", "trimmed head", "other device", *TOKENIZERS)
 STOPS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "entropy": {"entropy_threshold": 0.55},
@@ -78,11 +78,11 @@ class Combination(NamedTuple):
 
 EXCLUDED: dict[str, Callable[[Combination], bool]] = {
     # refused by the package
-    "an ensemble with copies": lambda c: c.strategy == "ensemble" and c.drafter in ("lookup", "hybrid"),
+    "an ensemble with copies": lambda c: c.strategy == "ensemble" and c.drafter in ("suffix", "hybrid"),
     "an ensemble across tokenizers": lambda c: c.strategy == "ensemble" and c.drafter in TOKENIZERS,
     # without effect
     "a stop rule where nothing is drafted": lambda c: c.drafter == "none" and c.stop != "fixed",
-    "entropy of copies": lambda c: c.drafter == "lookup" and "entropy" in c.stop,
+    "entropy of copies": lambda c: c.drafter == "suffix" and "entropy" in c.stop,
     "processors that another device can't run": lambda c: (
         c.drafter == "other device" and c.processor in ("repetition", "eta")
     ),

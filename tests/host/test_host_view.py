@@ -77,7 +77,7 @@ def test_no_more_is_drafted_than_the_text_has_room_for(pair) -> None:
 def test_an_absurd_lookahead_takes_no_memory(pair, lookahead: int) -> None:
     call = {**prompts(2), "do_sample": False, "max_new_tokens": NEW_TOKENS}
     plain = pair[0].generate(**call)
-    for drafter in ("model", "lookup"):
+    for drafter in ("model", "suffix"):
         decoding = hf_specdec.SpeculativeDecoding(pair[1], num_assistant_tokens=lookahead, drafter=drafter)
         with LargeStorages(1 << 18) as large:
             assert torch.equal(pair[0].generate(**call, custom_generate=decoding), plain)
@@ -124,7 +124,7 @@ def test_constraints_are_asked_for_their_own_row_and_allowed_text_only(pair, str
     assert torch.equal(pair[0].generate(**call, prefix_allowed_tokens_fn=walk), expected)
 
 
-@pytest.mark.parametrize(("drafter", "do_sample"), [("model", True), ("lookup", False), ("hybrid", True)])
+@pytest.mark.parametrize(("drafter", "do_sample"), [("model", True), ("suffix", False), ("hybrid", True)])
 def test_a_constraint_is_asked_once_for_each_text(pair, drafter: str, do_sample: bool, monkeypatch) -> None:
     """And more often where answers are not kept. It may fill one list again and again."""
     inputs, asked, filled = prompts(4), [], []

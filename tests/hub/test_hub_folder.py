@@ -91,7 +91,7 @@ def test_settings_of_the_call_and_of_the_generation_config_reach_it(
     for name, value in (BILD | {"fallback_threshold": 1.0}).items():
         setattr(target.generation_config, name, value)
     assert longest() == 0, "its strategy counts before the default one"
-    lookup = from_folder(folder, target, drafter="lookup", generation_strategy="speculative")
+    lookup = from_folder(folder, target, drafter="suffix", generation_strategy="speculative")
     assert torch.equal(lookup, target.generate(**prompts(2), **CALL))
 
 

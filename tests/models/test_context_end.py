@@ -67,7 +67,7 @@ def with_longer_draft(build, positions: int, longer: int) -> tuple[PreTrainedMod
 def test_texts_reach_the_last_position_of_a_table(build) -> None:
     """Rows accept unevenly, so that one stands at the end while another's drafts are as long as ever."""
     target, draft = with_longer_draft(build, POSITIONS, 2 * POSITIONS)
-    for settings in ({}, {"drafter": "lookup", "num_assistant_tokens": 16}, {"num_assistant_tokens": 16}):
+    for settings in ({}, {"drafter": "suffix", "num_assistant_tokens": 16}, {"num_assistant_tokens": 16}):
         out = same_as_plain(target, draft, prompts(4), {**GREEDY, "max_length": POSITIONS}, **settings)
         assert out.sequences.shape[1] == POSITIONS
 

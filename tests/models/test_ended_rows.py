@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.copies import copy_wherever_possible
 from helpers.families import PAD, VOCABULARY, exact_dtype, pair, prompts
 from helpers.pairwise import pairwise
 from torch import Tensor
@@ -24,7 +25,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "model": {},
     "bild": {"strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.2},
     "hybrid": {"drafter": "hybrid"},
-    "lookup": {"drafter": "lookup"},
+    "suffix": {"drafter": "suffix"},
     "auto": {"num_assistant_tokens": "auto"},
     "entropy": {"entropy_threshold": 0.5},
 }
@@ -101,7 +102,7 @@ def test_rows_are_left_out_whoever_drafts(
     family: str, drafts: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hybrid's model and `auto`'s read in some rounds only: rows end before it has read them, or anything."""
-    monkeypatch.setattr("hf_specdec.drafting.drafter_choice.HYBRID_SIZES", (2, 1))
+    copy_wherever_possible(monkeypatch)
     (target, draft), inputs, call = ragged_call(family, first)
     plain = target.generate(**inputs, **call).sequences
     passes, draft_passes = rows_fed(target), rows_fed(draft)

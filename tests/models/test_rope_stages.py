@@ -78,7 +78,7 @@ KINDS: dict[str, Callable[[int], PreTrainedModel]] = {
         {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, max_position_embeddings=limit
     ),
 }
-DRAFTERS: dict[str, dict[str, Any]] = {"none": {"drafter": "none"}, "lookup": {"drafter": "lookup"}, "model": {}}
+DRAFTERS: dict[str, dict[str, Any]] = {"none": {"drafter": "none"}, "suffix": {"drafter": "suffix"}, "model": {}}
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
     "no cache": {"use_cache": False},
@@ -192,7 +192,7 @@ def chat(
 
 def test_chats_go_on_from_a_cache_across_the_change() -> None:
     """The change comes in the first turn, in what is said to the second, and in its answer; plain may go on, too."""
-    settings = ((None, {}), ({}, None), ({}, {"drafter": "lookup"}))
+    settings = ((None, {}), ({}, None), ({}, {"drafter": "suffix"}))
     for case in pairwise(tuple(KINDS), (14, 19, 26), settings, (1, 3), (0, 2), (4, 9), (True, False)):
         kind, limit, by_turn, rows, columns, new_tokens, whole = case
         (target, draft), inputs = changing(kind, limit), padded(rows, columns)

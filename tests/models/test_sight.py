@@ -30,7 +30,7 @@ def _pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def _speculated(target: PreTrainedModel, draft: PreTrainedModel | None, inputs: dict[str, Tensor], **call: Any) -> Any:
-    drafter = {"drafter": "lookup"} if draft is None else {}
+    drafter = {"drafter": "suffix"} if draft is None else {}
     return same_as_plain(target, draft, inputs, GREEDY | call, num_assistant_tokens=4, **drafter)
 
 

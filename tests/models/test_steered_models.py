@@ -53,7 +53,7 @@ def _model(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
 
 
 def _speculated(model: LlamaForCausalLM) -> Tensor:
-    output: Tensor = same_as_plain(model, None, prompts(1), SETTINGS, drafter="lookup").sequences
+    output: Tensor = same_as_plain(model, None, prompts(1), SETTINGS, drafter="suffix").sequences
     return output
 
 

@@ -70,7 +70,7 @@ def test_a_transposed_weight_is_seen_by_recorded_passes_in_the_kernels(monkeypat
     """Those of the general round, for drafts that are looked up."""
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     target, draft = pair("llama")
-    settings = {"compile": True, "drafter": "lookup"}
+    settings = {"compile": True, "drafter": "suffix"}
     for _ in range(2):
         _decodes_as_plain(target, draft, **settings)
     assert recorded_passes.recordings_of(target)
@@ -119,7 +119,7 @@ def _replace(model: PreTrainedModel) -> None:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("change", [_replace, int8_weights.quantize])
-@pytest.mark.parametrize("how", [{"compile": True}, {"compile": True, "drafter": "lookup"}, {}], ids=str)
+@pytest.mark.parametrize("how", [{"compile": True}, {"compile": True, "drafter": "suffix"}, {}], ids=str)
 def test_nothing_of_replaced_weights_stays(
     change: Callable[[PreTrainedModel], None], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

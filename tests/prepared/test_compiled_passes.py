@@ -26,7 +26,7 @@ PROCESSORS = {"repetition_penalty": 1.3, "min_new_tokens": 5, "suppress_tokens":
 SETTINGS: dict[str, dict[str, Any]] = {
     "text": PROCESSORS,
     "no draft": {"drafter": "none", **PROCESSORS},
-    "lookup": {"drafter": "lookup"},
+    "suffix": {"drafter": "suffix", "num_assistant_tokens": 4},
     "hybrid": {"drafter": "hybrid"},
     "careful": {"on_draft_error": "continue"},
     "scores": {"output_scores": True, "return_dict_in_generate": True},
@@ -50,7 +50,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _call(target: PreTrainedModel, draft: PreTrainedModel, rows: int, length: int = 11, **settings: Any) -> Tensor:
-    given = {} if settings.get("drafter") in ("lookup", "none") else {"assistant_model": draft}
+    given = {} if settings.get("drafter") in ("suffix", "none") else {"assistant_model": draft}
     with hf_specdec.enable(target):
         out = target.generate(
             **prompts(rows, length), **GREEDY, **given, generation_strategy="speculative", compile=True, **settings

@@ -26,7 +26,7 @@ GREEDY = {"max_new_tokens": 24, "do_sample": False, "disable_tqdm": True, "gener
 
 # Settings whose rounds are not compiled.
 UNCOMPILED: dict[str, dict[str, Any]] = {
-    "lookup": {"drafter": "lookup"},
+    "suffix": {"drafter": "suffix"},
     "hybrid": {"drafter": "hybrid"},
     "no draft": {"drafter": "none", "repetition_penalty": 1.3},
     "text": {"repetition_penalty": 1.3},
@@ -49,7 +49,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _call(target: PreTrainedModel, draft: PreTrainedModel, rows: int, **settings: Any) -> Tensor:
-    given = {} if settings.get("drafter") in ("lookup", "none") else {"assistant_model": draft}
+    given = {} if settings.get("drafter") in ("suffix", "none") else {"assistant_model": draft}
     with hf_specdec.enable(target):
         out = target.generate(**prompts(rows), **GREEDY, **given, **settings)
     return out if isinstance(out, Tensor) else out.sequences
@@ -111,7 +111,7 @@ def test_int8_weights_never_meet_their_own_library(monkeypatch: pytest.MonkeyPat
     plain = _plain(target, 1, {})
     assert widened
     widened.clear()
-    assert torch.equal(_call(target, draft, 1, drafter="lookup", compile=True), plain) and not widened
+    assert torch.equal(_call(target, draft, 1, drafter="suffix", compile=True), plain) and not widened
 
 
 @pytest.mark.parametrize("reason", ["no compiler", "autocast", "another processor"])
@@ -128,7 +128,7 @@ def test_where_there_are_none_passes_run_as_before(
         monkeypatch.setattr(few_token_products, "supported", lambda: False)
     with torch.autocast("cpu", enabled=reason == "autocast"):
         plain = _plain(target, 1, {})
-        assert torch.equal(_call(target, draft, 1, drafter="lookup", compile=True), plain)
+        assert torch.equal(_call(target, draft, 1, drafter="suffix", compile=True), plain)
     pass_kernels._loaded.cache_clear()
     assert not products
 

@@ -71,7 +71,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     if not settings.assisted_generation:
         return [plain(pair)]
     strategy = ours(settings.generation_strategy, chosen_keywords(settings, pair), pair)
-    theirs = [prompt_lookup(settings, pair)] if settings.drafter == "lookup" else []
+    theirs = [prompt_lookup(settings, pair)] if settings.drafter in ("suffix", "lookup") else []
     return [one for one in (*baselines(settings, pair), *theirs, strategy) if one.takes(settings.batch_size)]
 
 

@@ -49,6 +49,7 @@ from hf_specdec.bench.running.transformers_methods import (
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks import PROMPTS_PER_LENGTH
 from hf_specdec.compat.transformers_private import compiled_on_any_device
+from hf_specdec.config import COPYING
 
 LOOKAHEADS = (2, 4, 6, 8)
 
@@ -144,7 +145,7 @@ def _drafting(
         *(("fixed", f"speculative, γ = {tokens}", {"num_assistant_tokens": tokens}) for tokens in lengths),
         ("auto", "speculative, auto", {"num_assistant_tokens": "auto"}),
     ]
-    if settings.drafter in ("lookup", "hybrid"):  # which are never unsure of what they copy
+    if settings.drafter in COPYING:  # which are never unsure of what they copy
         return rows
     tokens = fixed_lookahead(settings, pair)
     words, judged = f"γ = {tokens}", {"num_assistant_tokens": tokens}

@@ -37,6 +37,7 @@ from hf_specdec.bench.running.transformers_methods import assisted_baselines, as
 from hf_specdec.bench.settings import KEYWORDS, BenchError, Settings
 from hf_specdec.bench.tasks import JUDGED_LIMIT
 from hf_specdec.bench.tasks.subtasks import MEASURES, NO_LOSS, by_subtask
+from hf_specdec.config import COPYING
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, "auto")
 
@@ -110,7 +111,7 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     listed = [one for pair in pairs for one in _speculative(settings, pair, bool(lossy))]
     for strategy, pair in product(lossy, pairs):
         for keywords in _crossed(settings, pair, strategy):
-            if strategy != "ensemble" or keywords["drafter"] not in ("lookup", "hybrid"):
+            if strategy != "ensemble" or keywords["drafter"] not in COPYING:
                 listed.append(named(strategy, keywords, pair))
     contenders = list({one.name: one for one in listed}.values())  # methods without a draft come with every pair
     engines = {one.method.same_engine: plain_on_engine(one.method.keywords, pairs[0]) for one in contenders}

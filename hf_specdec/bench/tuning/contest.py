@@ -38,7 +38,7 @@ LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12)
 # The most promising first: where the time is short, the last ones are not tried.
 _STOP: Keywords = {"entropy_threshold": STOP_ENTROPY}
 _FIRST: Keywords = {"num_assistant_tokens": 4}
-_LOOKUP: Sequence[Keywords] = [{"num_assistant_tokens": n, "drafter": "lookup"} for n in (10, 4)]
+_COPIES: Sequence[Keywords] = [{"num_assistant_tokens": "auto", "drafter": "suffix"}]
 _SPECULATIVE: Sequence[Keywords] = [
     {"num_assistant_tokens": "auto", **_STOP},
     {"num_assistant_tokens": "auto"},
@@ -78,7 +78,7 @@ def candidates(settings: Settings, pairs: Sequence[LoadedPair]) -> list[Contende
         return [named(strategy, {**one, **ENGINES[engine]}, pair) for one in listed for pair in some]
 
     found = [plain_on_engine(ENGINES[engine], pairs[0]), *crossed("speculative", [_FIRST])]
-    found += crossed("speculative", _LOOKUP, pairs[:1]) + crossed("speculative", _SPECULATIVE)
+    found += crossed("speculative", _COPIES, pairs[:1]) + crossed("speculative", _SPECULATIVE)
     if settings.max_quality_loss is not None:
         # In the middle, so that a short time leaves out some of both.
         found[len(found) // 2 : len(found) // 2] = crossed("bild", _BILD)

@@ -1,0 +1,159 @@
+"""Drafts without a model: find the longest end of the text that occurred before, and copy what mostly followed it.
+
+Looking copies up needs no forward pass. They are verified as point masses, which every verification rule accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+
+from torch import Tensor
+
+from hf_specdec.drafting.drafter import BaseDrafter, DraftProposal, point_masses, usable
+from hf_specdec.drafting.suffix_automaton import Step, SuffixAutomaton
+from hf_specdec.host.processors import HostProcessors
+from hf_specdec.host.relaxations import CertainWhereKept
+from hf_specdec.lengths.auto_length import LengthHistory
+from hf_specdec.lengths.copy_chances import PRIOR_SLOPE, CopyChances, worthwhile
+from hf_specdec.lengths.stop_rules import StopRule
+from hf_specdec.rules.round_statistics import Round
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What may follow a row's text.
+
+    Args:
+        tokens: the copied tokens.
+        reach: for each, the chance that it and those before it are right.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    reach: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Row:
+    read: int = 0  # tokens of its text that the automaton has
+    state: int = 0
+    places: list[tuple[int, int]] = field(default_factory=list)  # in the remembered answers, see `advance`
+    foreseen: list[Step] = field(default_factory=list)
+
+
+class SuffixDrafter(BaseDrafter):
+    """Draft what mostly followed the longest end of a row's text where that occurred before.
+
+    A draft is as long as its expected value pays for a wider pass of the target. The chances are learned from every
+    round, whether the copy was drafted or not.
+
+    Args:
+        rule: limits the number of drafts. It can't stop them by probabilities, since copies have none.
+        vocabulary: V, the size of the target's vocabulary. A copy ends before a token outside it, such as an image
+            placeholder.
+        processors: the caller's logits processors. A copy ends before a token that a `prefix_allowed_tokens_fn` among
+            them forbids.
+        sources: `[B, S]`, the encoder's input ids; None for decoder-only models.
+        eos_tokens: a copy ends after one of these.
+        remembered: earlier answers, which are looked up too.
+        known: pass times of this and of earlier calls, measured in `observe`; None assumes some, so that drafts depend
+            on the text alone.
+        max_length, rollback: see `BaseDrafter`.
+    """
+
+    def __init__(
+        self,
+        rule: StopRule,
+        *,
+        vocabulary: int,
+        processors: HostProcessors | None = None,
+        sources: Tensor | None = None,
+        eos_tokens: frozenset[int] = frozenset(),
+        remembered: Sequence[SuffixAutomaton] = (),
+        known: LengthHistory | None = None,
+        max_length: int = 0,
+        rollback: CertainWhereKept | None = None,
+    ) -> None:
+        super().__init__(rule, max_length=max_length, rollback=rollback)
+        self.vocabulary = vocabulary
+        self.processors = processors
+        self.eos_tokens = eos_tokens
+        self.known = known
+        self._remembered = remembered
+        self._chances = CopyChances()
+        self._texts = SuffixAutomaton()
+        for source in {} if sources is None else {tuple(row): None for row in sources.tolist()}:
+            self._texts.extend(0, source)
+        self._rows: list[_Row] = []
+        self._timed = False  # whether the round that reads the prompts is over
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """Copy as much as is worth verifying; all rows' drafts pay for the width together."""
+        copies = self.find(ids, lengths, room)
+        width = worthwhile([copies[row].reach for row, space in enumerate(room) if space > 0], self.cost)
+        return self.proposal(ids, lengths, [copy.tokens[:width] for copy in copies])
+
+    def proposal(self, ids: Tensor, lengths: Sequence[int], copies: Sequence[list[int]]) -> DraftProposal:
+        """A proposal of each row's copied tokens, as far as constraints allow them; see `point_masses`."""
+        if self.processors:
+            allowed = self.processors.allowed
+            copies = [
+                copied[: allowed(row, ids[row, : lengths[row]], copied)] if copied else copied
+                for row, copied in enumerate(copies)
+            ]
+        return point_masses(ids, lengths, copies, self.processors)
+
+    def find(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> list[Copy]:
+        """What may follow each row's text; nothing where the row has no room. Arguments as in `propose`."""
+        self._rows = self._rows or [_Row(places=[(0, 0)] * len(self._remembered)) for _ in room]
+        copies = [Copy()] * len(room)
+        live = [row for row, space in enumerate(room) if space > 0]
+        first = min((self._rows[row].read for row in live), default=0)
+        fresh = ids[:, first : max(lengths)].tolist()
+        for row in live:
+            self._read(self._rows[row], fresh[row][self._rows[row].read - first : lengths[row] - first])
+        for row in live:
+            copy = self._foreseen(self._rows[row])
+            tokens = usable(copy.tokens[: room[row]], self.vocabulary, self.eos_tokens)
+            copies[row] = Copy(tokens, copy.reach[: len(tokens)])
+        return copies
+
+    def cost(self, width: int) -> float:
+        """The time of a target's pass over `width` tokens per row."""
+        if self.known is None or not self.known.elapsed:
+            return 1.0 + PRIOR_SLOPE * (width - 1)
+        with self.known.lock:
+            return self.known.times.target(width)
+
+    def observe(self, finished: Round) -> None:
+        """Learn what a pass takes. The text itself tells what was accepted."""
+        if self.known is not None and self._timed:
+            with self.known.lock:
+                self.known.times.add(finished, 0.0)
+                self.known.elapsed += finished.seconds
+        self._timed = True
+
+    def _read(self, row: _Row, tokens: Sequence[int]) -> None:
+        """Append new tokens of a row, and learn whether they were foreseen."""
+        for step, token in zip(row.foreseen, tokens, strict=False):
+            self._chances.learn(step, step.token == token)
+            if step.token != token:
+                break
+        row.read += len(tokens)
+        row.state = self._texts.extend(row.state, tokens)
+        for at, answers in enumerate(self._remembered):
+            for token in tokens:
+                row.places[at] = answers.advance(*row.places[at], token)
+
+    def _foreseen(self, row: _Row) -> Copy:
+        """The continuation of which most tokens are expected to be right, of the texts and of remembered answers."""
+        found: list[Iterator[Step]] = [self._texts.follow(row.state)]
+        found += [answers.follow(*place) for answers, place in zip(self._remembered, row.places, strict=True)]
+        best = Copy()
+        row.foreseen = []
+        for steps in (list(islice(one, self.rule.limit)) for one in found):
+            reach = list(accumulate(map(self._chances.chance, steps), float.__mul__))
+            if sum(reach) > sum(best.reach):
+                row.foreseen, best = steps, Copy([step.token for step in steps], reach)
+        return best
