@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_specdec.drafting.drafter import Drafter, DraftProposal, last_tokens
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import Relaxation
+from hf_specdec.host.torch_threads import fitting_threads
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.models.runner_choice import Runner
 from hf_specdec.rules import sampling
@@ -92,11 +93,13 @@ class Decoder:
         """
         rounds = rounds or self
         try:
-            while not transcript.finished:
-                with rounds.mode():
-                    stats.rounds.append(with_shared_times(rounds.make_round(transcript)))
-                self.drafter.observe(stats.rounds[-1])
-                transcript.show()
+            with fitting_threads(transcript.ids.device) as fit:
+                while not transcript.finished:
+                    with rounds.mode():
+                        stats.rounds.append(with_shared_times(rounds.make_round(transcript)))
+                    fit()
+                    self.drafter.observe(stats.rounds[-1])
+                    transcript.show()
         finally:
             # Only once, at the end: after a sliding window has dropped tokens, it can't be rolled back again.
             self.target.end(self.kept_length(transcript))

@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 
 from hf_specdec.compat import inductor
 from hf_specdec.compat.torch_private import fake_tensors
+from hf_specdec.host.torch_threads import all_threads
 from hf_specdec.prepared import code_on_disk
 from hf_specdec.prepared.code_on_disk import Code
 from hf_specdec.prepared.compile_progress import progress_bar
@@ -130,7 +131,8 @@ def _filled(structure: Any, leaves: Iterator[Tensor]) -> Any:
 def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str, lent: Lent) -> Step:
     graph, structure = _traced(step, args, device)
     segments = segments_of(graph)
-    codes = _codes_of(segments, device, name)
+    with all_threads():
+        codes = _codes_of(segments, device, name)
     # Uses of a constant are nodes of their own.
     constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
     numbers: dict[Any, int] = {target: at for at, target in enumerate(constants)}
