@@ -163,6 +163,9 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
         "prompt_column": _argument(
             "column of the prompts; a dot enters a nested one: translation.de", metavar="COLUMN"
         ),
+        "answer_column": _argument(
+            "column of the answers that the target gave; default: it answers now", metavar="COLUMN"
+        ),
         "reference_column": _argument("column of the reference answers, for quality", metavar="COLUMN"),
         "prompt_template": _argument(
             "text around each prompt; {prompt} is its place", type=_template, metavar="TEXT"
@@ -203,6 +206,12 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
         ),
         "prompts": _argument(
             "the prompt; give it several times for several prompts", action="append", metavar="TEXT"
+        ),
+        "check": _argument("also decode, and compare what was predicted with what is measured"),
+        "pass_times": _argument(
+            "milliseconds of the target's passes by their tokens, and of a draft step, instead of timing them: "
+            """'{"target": {"1": 20, "5": 24}, "draft": 4}'""",
+            type=_json_object, metavar="JSON",
         ),
         "repeats": _argument("how often each measurement is repeated", type=at_least(1), metavar="N"),
         "output_dir": _argument("where JSON, markdown and pictures go", type=Path, metavar="DIR"),

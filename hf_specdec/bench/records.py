@@ -333,6 +333,7 @@ class Result:
     encoder_decoder: bool = False
     prompts: list[Asked] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    replayed: list[Call] = field(default_factory=list)  # not made: what they would have been
     passes: list[Pass] = field(default_factory=list)
     cold: list[ColdStart] = field(default_factory=list)
     quality: list[Score] = field(default_factory=list)

@@ -18,7 +18,7 @@ from hf_specdec.bench.settings import BenchError, Settings
 FORMAT = 3
 SUFFIX = ".json.gz"
 # Records of which there are many are kept as columns.
-_COLUMNS = ("calls", "passes", "prompts")
+_COLUMNS = ("calls", "replayed", "passes", "prompts")
 
 
 def check_output(settings: Settings) -> None:
@@ -80,7 +80,8 @@ def to_bytes(result: Result) -> bytes:
     for name in _COLUMNS:
         rows = told[name]
         told[name] = {column: [row[column] for row in rows] for column in rows[0]} if rows else {}
-    told["calls"].pop("tokens", None)
+    for name in ("calls", "replayed"):
+        told[name].pop("tokens", None)
     texts = zip(told["calls"].get("outputs", ()), told["calls"].pop("texts", ()), strict=True)
     told["texts"] = {digest: text for outputs, row in texts for digest, text in zip(outputs, row or (), strict=False)}
     told["format"] = FORMAT
@@ -98,7 +99,7 @@ def from_bytes(data: bytes) -> Result:
         raise ValueError("it has another format")
     texts = told.pop("texts")
     for name in _COLUMNS:
-        columns = told[name]
+        columns = told.get(name, {})
         told[name] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for call in told["calls"]:
         call["texts"] = [texts[digest] for digest in call["outputs"]] if set(call["outputs"]) <= texts.keys() else None

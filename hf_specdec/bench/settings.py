@@ -67,6 +67,7 @@ class Settings:
     dataset_path: Path | None = None
     split: str | None = None  # embedded: heldout; hub: test
     prompt_column: str | None = None
+    answer_column: str | None = None
     reference_column: str | None = None
     prompt_template: str = "{prompt}"
     limit: int | None = None
@@ -88,6 +89,8 @@ class Settings:
     top_k_targets: int | None = None
     lora_rank: int | None = None
     on_policy: float = 0.0
+    check: bool = False
+    pass_times: Mapping[str, Any] = field(default_factory=dict)  # milliseconds
     output_dir: Path = Path("runs")
 
     @property
@@ -109,7 +112,8 @@ class Settings:
     def uses_draft(self) -> bool:
         """Whether a draft model is needed: it is named, or some method drafts with one."""
         named = bool(self.assistant_model or self.draft_models)
-        by_model = any(drafter in (None, "model", "hybrid") for drafter in self.values("drafter"))
+        # Answers are replayed with the draft model that is named, if any.
+        by_model = self.task != "replay" and any(one in (None, "model", "hybrid") for one in self.values("drafter"))
         return self.assisted_generation and (named or by_model)
 
     @property

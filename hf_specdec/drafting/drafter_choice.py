@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,7 @@ class DraftCall:
         media: pictures and video as they were passed to `generate`, as far as they are known.
         static_size: the size of the static caches; None for dynamic ones.
         kernels: what passes run in.
+        stand_in: makes a drafter that takes the draft model's place.
     """
 
     model: PreTrainedModel
@@ -68,6 +69,7 @@ class DraftCall:
     media: Mapping[str, Any] = field(default_factory=dict)
     static_size: CacheSize | None = None
     kernels: Kernels = onednn_linears
+    stand_in: Callable[[StopRule], Drafter] | None = None
 
     @property
     def models(self) -> tuple[PreTrainedModel, ...]:
@@ -127,6 +129,8 @@ def _hybrid(config: SpeculationConfig, call: DraftCall, known: LengthHistory | N
 
 
 def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:
+    if call.stand_in is not None:
+        return call.stand_in(rule)
     draft, input_ids = call.draft, call.transcript.sequences
     assert draft is not None, "checked by SpeculativeDecoding"
     if needs_translation(call.model, draft, *call.tokenizers):

@@ -24,7 +24,6 @@ from hf_specdec.bench.aligning.losses import DIVERGENCES, cross_entropy, on_toke
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import Training, as_json, from_json
 from hf_specdec.bench.running.processes import Processes
-from hf_specdec.bench.running.timed_call import up_to_eos
 from hf_specdec.bench.settings import Settings
 from hf_specdec.compat.transformers_private import use_one_gpu
 
@@ -99,7 +98,7 @@ class AlignmentTrainer(Trainer):
         start = 1 if self.pair.encoder_decoder else prompts["input_ids"].shape[1]
         rows = []
         for ids, mask, row in zip(*prompts.values(), sequences[:, start:].tolist(), strict=True):
-            rows.append({"prompt": ids[mask.bool()].tolist(), "answer": up_to_eos(row, self.pair)})
+            rows.append({"prompt": ids[mask.bool()].tolist(), "answer": self.pair.up_to_eos(row)})
         return {name: tensor.to(inputs["input_ids"].device) for name, tensor in self.collator(rows).items()}
 
 

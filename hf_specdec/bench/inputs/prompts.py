@@ -134,13 +134,18 @@ def question_prompt(
 
     What does not fit into the context together with `new_tokens` is cut on the left, behind a `<bos>`.
     """
-    token_ids = _dialogue(pair, question.turns, answers)
+    token_ids, cut = fitted(pair, _dialogue(pair, question.turns, answers), new_tokens)
+    return Prompt(question.index, question.subtask, tuple(token_ids)), cut
+
+
+def fitted(pair: LoadedPair, token_ids: list[int], new_tokens: int) -> tuple[list[int], int]:
+    """What of a prompt fits into the context together with `new_tokens`, and how many tokens were cut on the left."""
     room = _room(pair, new_tokens)
     cut = 0 if room is None else max(0, len(token_ids) - room)
     if cut:
         keep_first = token_ids[0] == pair.tokenizer.bos_token_id and room is not None and room > 1
         token_ids = [*token_ids[:1], *token_ids[cut + 1 :]] if keep_first else token_ids[cut:]
-    return Prompt(question.index, question.subtask, tuple(token_ids)), cut
+    return token_ids, cut
 
 
 def _room(pair: LoadedPair, new_tokens: int) -> int | None:

@@ -47,7 +47,7 @@ def dialogues(settings: Settings) -> list[list[Question]]:
             f"--dataset_path: {str(settings.dataset_path)!r} is only read by --dataset spec_bench; give that too, or "
             "name the file by --dataset itself"
         )
-    for option in ("prompt_column", "reference_column", "prompt_template"):
+    for option in ("prompt_column", "answer_column", "reference_column", "prompt_template"):
         value = getattr(settings, option)
         if value not in (None, "{prompt}") and (is_embedded(name) or name == "spec_bench"):
             raise BenchError(
@@ -128,10 +128,10 @@ def _spec_bench(path: Path) -> Iterator[Raw]:
         # A text would pass for a list of its letters.
         turns = turns if isinstance(turns, list) else []
         if not isinstance(category, str) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise _malformed(path, number, "it needs a category and a list of turns")
+            raise malformed(path, number, "it needs a category and a list of turns")
         references = item.get("reference") or []
         if not isinstance(references, list):
-            raise _malformed(path, number, "its reference is no list with an entry for each turn")
+            raise malformed(path, number, "its reference is no list with an entry for each turn")
         # One a turn; where a single turn has several right answers they stand in a list of their own.
         per_turn = [_texts(references[k]) if k < len(references) else () for k in range(len(turns))]
         # In one line, since it names rows of tables.
@@ -139,19 +139,23 @@ def _spec_bench(path: Path) -> Iterator[Raw]:
 
 
 def _columns(settings: Settings) -> Iterator[Raw]:
-    if settings.prompt_column is None:
-        raise BenchError(f"--prompt_column: not given; name the column of {settings.dataset!r} that holds the prompts")
     name = settings.dataset
-    rows: Iterable[tuple[int, Mapping[str, Any]]]
-    rows = json_lines(Path(name), "--dataset") if name.endswith(_JSON_LINES) else enumerate(_load(settings), start=1)
-    for number, row in rows:
-        text = _cell(row, settings.prompt_column, "--prompt_column", number)
+    for number, row in rows(settings):
+        text = cell(row, settings, "prompt_column", number)
         if not isinstance(text, str) or not text.strip():
-            raise _malformed(name, number, f"its {settings.prompt_column!r} is no text")
+            raise malformed(name, number, f"its {settings.prompt_column!r} is no text")
         references: tuple[str, ...] = ()
         if settings.reference_column is not None:
-            references = _texts(_cell(row, settings.reference_column, "--reference_column", number))
+            references = _texts(cell(row, settings, "reference_column", number))
         yield (Path(name).name, (settings.prompt_template.replace("{prompt}", text),), (references,))
+
+
+def rows(settings: Settings) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    """The rows of a data set that `settings` name by its columns, with their numbers from 1; errors as `dialogues`."""
+    name = settings.dataset
+    if settings.prompt_column is None:
+        raise BenchError(f"--prompt_column: not given; name the column of {name!r} that holds the prompts")
+    return json_lines(Path(name), "--dataset") if name.endswith(_JSON_LINES) else enumerate(_load(settings), start=1)
 
 
 def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
@@ -221,23 +225,29 @@ def json_lines(path: Path, argument: str) -> Iterator[tuple[int, Mapping[str, An
             item = json.loads(line)
             json.dumps(item, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise _malformed(path, number, "it holds half a surrogate pair, which UTF-8 cannot hold") from error
+            raise malformed(path, number, "it holds half a surrogate pair, which UTF-8 cannot hold") from error
         except ValueError as error:
-            raise _malformed(path, number, "it is not JSON") from error
+            raise malformed(path, number, "it is not JSON") from error
         except RecursionError as error:
-            raise _malformed(path, number, "it is nested too deeply") from error
+            raise malformed(path, number, "it is nested too deeply") from error
         if not isinstance(item, dict):
-            raise _malformed(path, number, "it is not a JSON object")
+            raise malformed(path, number, "it is not a JSON object")
         yield number, item
 
 
-def _cell(row: Mapping[str, Any], column: str, argument: str, number: int) -> Any:
-    """A column's value; dots lead into nested columns, as in translation.de."""
+def cell(row: Mapping[str, Any], settings: Settings, argument: str, number: int) -> Any:
+    """The value of the column that an argument names; dots lead into nested columns, as in translation.de.
+
+    Raises:
+        BenchError: the row, of this number, has no such column.
+    """
+    column = getattr(settings, argument)
     value: Any = row
     for key in [column] if column in row else column.split("."):
         if not isinstance(value, Mapping) or key not in value:
             raise BenchError(
-                f"{argument}: {column!r} is not in row {number}, which has {', '.join(sorted(row))}; name one of these"
+                f"--{argument}: {column!r} is not in row {number}, which has {', '.join(sorted(row))}; name one of "
+                "these"
             )
         value = value[key]
     return value
@@ -251,5 +261,6 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(str(text) for text in listed if str(text).strip())
 
 
-def _malformed(path: Path | str, number: int, why: str) -> BenchError:
+def malformed(path: Path | str, number: int, why: str) -> BenchError:
+    """The error of a line that can't be read."""
     return BenchError(f"--dataset: line {number} of {str(path)!r} is malformed: {why}; correct or remove it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -24,7 +26,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MA
 import hf_specdec
 from hf_specdec import embedded
 from hf_specdec.bench.models import synthetic
-from hf_specdec.bench.models.names import REAL_MODELS, default_draft, full_name, is_gguf, location, real_models_folder
+from hf_specdec.bench.models.names import (
+    REAL_MODELS,
+    WHERE,
+    default_draft,
+    full_name,
+    is_gguf,
+    location,
+    real_models_folder,
+)
 from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantize_made
 from hf_specdec.bench.records import Model
 from hf_specdec.bench.settings import BenchError, Settings
@@ -70,6 +80,17 @@ class LoadedPair:
     def models(self) -> list[PreTrainedModel]:
         return [self.target] if self.draft is None else [self.target, self.draft]
 
+    @property
+    def eos_tokens(self) -> tuple[int, ...]:
+        """The tokens that end the target's texts."""
+        stored: Any = self.target.generation_config.eos_token_id
+        return () if stored is None else tuple(stored) if isinstance(stored, (list, tuple)) else (int(stored),)
+
+    def up_to_eos(self, row: list[int]) -> list[int]:
+        """A row of new tokens without what stands behind its EOS."""
+        ends = self.eos_tokens
+        return row[: next((place for place, token in enumerate(row, start=1) if token in ends), len(row))]
+
     def describe(self) -> dict[str, Model]:
         """What reports say of the models, by role."""
         found = {"target": _describe(self.target_name, self.target, self.synthetic)}
@@ -78,8 +99,10 @@ class LoadedPair:
         return found
 
 
-def load_pair(settings: Settings) -> LoadedPair:
+def load_pair(settings: Settings, *, weights: bool = True) -> LoadedPair:
     """Loads what `settings` name; raises `BenchError` where a model, a device or a draft can't be had.
+
+    Without `weights` the target has none, see `without_weights`.
 
     Both configurations are read before any weights are, so that a wrong draft name costs no time; the target's first,
     since no draft is known for a mistyped target.
@@ -103,8 +126,13 @@ def load_pair(settings: Settings) -> LoadedPair:
             )
     tokenizer = _read("--model_name", target_name, AutoTokenizer)
     start = time.perf_counter()
-    target = _load_model("--model_name", target_name, config, device, kwargs, settings.allow_pickle)
-    check_loaded(target, settings.precision, settings.device_map)
+    if weights:
+        target = _load_model("--model_name", target_name, config, device, kwargs, settings.allow_pickle)
+        check_loaded(target, settings.precision, settings.device_map)
+    else:
+        target = without_weights(config)
+        with suppress(OSError):  # a model need not have one
+            target.generation_config = GenerationConfig.from_pretrained(location(target_name)[WHERE])
     loading = {target_name: time.perf_counter() - start}
     template = settings.chat_template_kwargs
     if template and not getattr(tokenizer, "chat_template", None):
@@ -115,6 +143,13 @@ def load_pair(settings: Settings) -> LoadedPair:
     if settings.better_transformer:
         better_transformer(pair)
     return pair
+
+
+def without_weights(config: Any) -> PreTrainedModel:
+    """A model of this configuration on the device `meta`: it has settings, and can't be run."""
+    with torch.device("meta"):
+        model: PreTrainedModel = _auto(config).from_config(config, trust_remote_code=False)
+    return model
 
 
 def load_pairs(settings: Settings, drafts: Sequence[str]) -> list[LoadedPair]:
@@ -236,7 +271,6 @@ def _load_model(
     argument: str, name: str, config: Any, device: torch.device, kwargs: dict[str, Any], allow_pickle: bool
 ) -> PreTrainedModel:
     """Weights are read from safetensors or GGUF, which hold nothing but numbers; from pickles only on request."""
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
         raise BenchError(
             f"{argument}: {name!r} writes down speech, and all tasks ask in writing; give a model that reads text, or "
@@ -246,7 +280,7 @@ def _load_model(
     quantized = kwargs.pop("quantization_config", None) if is_gguf(name) else None
     formats = {} if allow_pickle or is_gguf(name) else {"use_safetensors": True}
     try:
-        model = auto.from_pretrained(**location(name), trust_remote_code=False, **formats, **kwargs)
+        model = _auto(config).from_pretrained(**location(name), trust_remote_code=False, **formats, **kwargs)
     except Exception as error:
         if formats and "safetensors" in str(error):
             raise BenchError(
@@ -258,6 +292,10 @@ def _load_model(
         quantize_made(model, quantized.weights, argument=argument)
     # What accelerate has spread over devices must stay where it is.
     return model.eval() if "device_map" in kwargs else model.to(device).eval()
+
+
+def _auto(config: Any) -> Any:
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def _unreachable(argument: str, name: str, error: Exception) -> BenchError:
@@ -286,7 +324,8 @@ def _describe(name: str, model: PreTrainedModel, synthetic: str | None = None) -
     dtype = dtype if weights is None else f"{weights} weights, {dtype}"
     parameters, kind = model.num_parameters(), type(model).__name__
     sampling, processors = (_generation_settings(model, names) for names in (_SAMPLING, _PROCESSORS))
-    return Model(name, kind, parameters, dtype, str(model.device), attention_of(model), synthetic, sampling, processors)
+    device = "not loaded" if model.device.type == "meta" else str(model.device)
+    return Model(name, kind, parameters, dtype, device, attention_of(model), synthetic, sampling, processors)
 
 
 def _generation_settings(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ _NICKNAMES = {
 }
 
 
-_WHERE = "pretrained_model_name_or_path"
+WHERE = "pretrained_model_name_or_path"
 
 # What `make real` brings, by the names of their folders.
 REAL_MODELS = ("smollm2-135m-instruct", "gemma-3-270m", "whisper-base")
@@ -112,16 +112,16 @@ def full_name(name: str) -> str:
 def location(name: str) -> dict[str, Any]:
     """The arguments of `from_pretrained` for a full name, which may end with a GGUF file of a folder or on the hub."""
     if name in embedded.names():
-        return {_WHERE: embedded.model_path(name)}
+        return {WHERE: embedded.model_path(name)}
     if name in REAL_MODELS:
-        return {_WHERE: real_models_folder() / name}
+        return {WHERE: real_models_folder() / name}
     if not is_gguf(name):
-        return {_WHERE: name}
+        return {WHERE: name}
     folder, _, file = name.rpartition("/")
     if not Path(name).is_file() and name.count("/") > 1:  # OWNER/NAME/FILE, where the file may lie in a folder
         owner, repository, file = name.split("/", 2)
         folder = f"{owner}/{repository}"
-    return {_WHERE: folder or ".", "gguf_file": file}
+    return {WHERE: folder or ".", "gguf_file": file}
 
 
 def is_gguf(name: str) -> bool:

@@ -94,8 +94,9 @@ def engine_of(keywords: Mapping[str, Any], pair: LoadedPair) -> str:
         return "compiled"
     if keywords.get("cache_implementation") == "static":
         return "static"
-    # Passes are recorded on a CPU only.
-    return "recorded" if keywords.get("recordings", True) and pair.target.device.type == "cpu" else "eager"
+    # Passes are recorded on a CPU only, which is also what a model without weights stands for.
+    on_cpu = pair.target.device.type in ("cpu", "meta")
+    return "recorded" if keywords.get("recordings", True) and on_cpu else "eager"
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ def timed_call(
     ids, mask = _padded(prompts, pair)
     streamer = TimingStreamer(inner)
     # From the example's index: the same draws whatever ran before, and whoever else shares the examples.
-    torch.manual_seed(settings.seed + prompts[0].index + settings.endless * _REPEATS_APART * repeat)
+    torch.manual_seed(seed_of(settings, prompts[0], repeat if settings.endless else 0))
     with _ending(pair, settings.endless), contender.surroundings(pair) as log:
         synchronize(pair)
         _reset_peak(pair)
@@ -100,7 +99,7 @@ def timed_call(
         synchronize(pair)
         seconds = time.perf_counter() - start
     new = sequences[:, 1 if pair.encoder_decoder else ids.shape[1] :].tolist()
-    tokens = new if settings.endless else [up_to_eos(row, pair) for row in new]
+    tokens = new if settings.endless else [pair.up_to_eos(row) for row in new]
     if len(prompts) == 1 and len(tokens[0]) != sum(streamer.counts):
         raise RuntimeError(f"{contender.name} streamed {sum(streamer.counts)} tokens but returned {len(tokens[0])}")
     rounds = contender.read_rounds(pair, tokens, streamer.counts, log)
@@ -117,6 +116,11 @@ def timed_call(
         peak_bytes=_peak(pair),
         **({"first_tokens": len(prompts)} if rounds is None else vars(rounds)),
     )
+
+
+def seed_of(settings: Settings, prompt: Prompt, repeat: int) -> int:
+    """Of the draws for a prompt; each repeat has another one."""
+    return settings.seed + prompt.index + _REPEATS_APART * repeat
 
 
 def with_texts(call: Call, pair: LoadedPair) -> Call:
@@ -165,14 +169,6 @@ def _ending(pair: LoadedPair, endless: bool) -> Iterator[None]:
     finally:
         for model, token in zip(pair.models, saved, strict=True):
             model.generation_config.eos_token_id = token
-
-
-def up_to_eos(row: list[int], pair: LoadedPair) -> list[int]:
-    """A row without the padding behind its EOS."""
-    stored: Any = pair.target.generation_config.eos_token_id
-    ends = set(stored) if isinstance(stored, (list, tuple)) else {stored}
-    length = next((place for place, token in enumerate(row, start=1) if token in ends), len(row))
-    return row[:length]
 
 
 def _pad_token(pair: LoadedPair) -> int | None:

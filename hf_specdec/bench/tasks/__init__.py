@@ -105,6 +105,16 @@ TASKS: Mapping[str, Task] = {
         ),
         several=("batch_sizes", "engines"),
     ),
+    "replay": Task(
+        "Tells what each drafter would have brought on answers that the target gave before, without decoding.",
+        Settings(task="replay", max_new_tokens=128, assisted_generation=True, engines=("recorded",), embedded_limit=3),
+        (
+            *MODELS, "num_assistant_tokens", "drafter", *SAMPLING, *DATA, "answer_column", "engines", "check",
+            "pass_times", *(name for name in WORK if name != "batch_sizes"),
+        ),
+        several=("num_assistant_tokens", "drafter", "engines"),
+        help={"limit": "answers, or examples per subtask (default: all; embedded: 3)"},
+    ),
     "ablation": Task(
         "Measures what speculation, the KV cache and Better Transformer each contribute: each switched on and off.",
         Settings(task="ablation", max_new_tokens=64, repeats=7, assisted_generation=True, embedded_limit=3),

@@ -1,0 +1,120 @@
+"""Rounds over an answer that is known: a drafter drafts, and is accepted as far as it agrees with the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from time import perf_counter
+
+import torch
+from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
+
+from hf_specdec.bench.figures.passes import Costs
+from hf_specdec.config import SpeculationConfig
+from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
+from hf_specdec.host.processors import HostProcessors
+from hf_specdec.host.transcript import Transcript
+from hf_specdec.lengths.stop_rules import StopRule
+from hf_specdec.rules.round_statistics import Round, reached_overlap
+
+
+@dataclass(frozen=True)
+class Known:
+    """A text that was decoded before.
+
+    Args:
+        prompt, answer: their tokens.
+        eos_tokens: those that end texts.
+        max_new_tokens: how long the answer might have become.
+    """
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    eos_tokens: Sequence[int]
+    max_new_tokens: int
+
+    def transcript(self, spare: int) -> Transcript:
+        """The text as a call begins it; without an EOS it ends at its last token."""
+        ended = self.answer[-1] in self.eos_tokens
+        most = len(self.prompt) + (self.max_new_tokens if ended else len(self.answer))
+        criteria = StoppingCriteriaList([MaxLengthCriteria(most)])
+        if self.eos_tokens:
+            criteria.append(EosTokenCriteria(list(self.eos_tokens)))
+        return Transcript(torch.tensor([self.prompt]), criteria, None, spare=spare)
+
+
+def replayed(
+    config: SpeculationConfig,
+    known: Known,
+    target: PreTrainedModel,
+    costs: Costs,
+    *,
+    by_model: Callable[[StopRule], Drafter] | None = None,
+    overlap: Sequence[float] | None = None,
+) -> list[Round]:
+    """The rounds in which a target that gives this answer would have decoded it.
+
+    In greedy decoding these are the rounds of a real call. In sampling they are those of a call that happened to draw
+    this answer: a copied token is accepted if and only if it is the one that was drawn.
+
+    Args:
+        config: resolved settings; whether they compile does not matter here.
+        target: is asked for its settings only, so that its weights may be missing.
+        costs: of passes, from which the rounds' times are made. Finding copies takes as long as it takes here.
+        by_model: makes what drafts in the draft model's place, see `PredictedDrafter`.
+        overlap: of both models' distributions at the answer's places, where drafts are sampled.
+    """
+    transcript = known.transcript(config.longest_draft + 1)
+    call = DraftCall(
+        model=target,
+        draft=None,
+        tokenizers=(None, None),
+        transcript=transcript,
+        processors=HostProcessors(LogitsProcessorList()),
+        generation_config=target.generation_config,
+        model_kwargs={},
+        inputs_tensor=transcript.sequences,
+        stand_in=by_model,
+    )
+    drafter = make_drafter(config, call)
+    rounds = []
+    while not transcript.finished:
+        rounds.append(_round(drafter, transcript, known.answer, costs, overlap))
+        drafter.observe(rounds[-1])
+        transcript.show()
+    return rounds
+
+
+def _round(
+    drafter: Drafter,
+    transcript: Transcript,
+    answer: Sequence[int],
+    costs: Costs,
+    overlap: Sequence[float] | None,
+) -> Round:
+    began, length = perf_counter(), transcript.lengths[0]
+    rest, room = answer[length - transcript.prompt_length :], max(transcript.room[0] - 1, 0)
+    drafter.retain([0])
+    proposal = drafter.propose(transcript.ids, [length], [room])
+    drafts = proposal.tokens[0, : proposal.lengths[0]].tolist()
+    agreeing = takewhile(lambda both: both[0] == both[1], zip(drafts, rest, strict=False))
+    accepted = sum(1 for _ in agreeing)
+    finding = perf_counter() - began
+    agreed = [1.0] * accepted + [0.0] if overlap is None else overlap[len(answer) - len(rest) :]
+    width = max(len(drafts), proposal.steps) + 1
+    drafting, verifying = finding + costs.drafting(proposal.steps), costs.verification(width)
+    (new,) = transcript.append([rest[: accepted + 1]])
+    return Round(
+        drafted=(len(drafts),),
+        accepted=(accepted,),
+        new_tokens=(new,),
+        overlap=(reached_overlap(agreed, accepted, len(drafts)),),
+        draft_steps=proposal.steps,
+        width=width,
+        draft_seconds=drafting,
+        verify_seconds=verifying,
+        seconds=drafting + verifying,
+        room=(room,),
+    )
