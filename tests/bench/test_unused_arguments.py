@@ -35,12 +35,15 @@ def test_every_task_takes_what_it_uses() -> None:
     assert found["report"] == set()
     only = {
         "prompts": {"decode", "benchmark", "engines"},
+        "answer_column": {"replay"},
+        "check": {"replay"},
+        "pass_times": {"replay"},
         "minutes": {"tune"},
         "max_quality_loss": {"tune"},
         "draft_vocabulary": {"benchmark"},
     }
     only |= {name: {"align"} for name in TRAINING}
-    only |= {"draft_models": {"sweep", "tune"}, "engines": {"engines", "tune"}}
+    only |= {"draft_models": {"sweep", "tune"}, "engines": {"engines", "replay", "tune"}}
     only |= {"prompt_lengths": {"benchmark", "engines"}, "reference_column": {"subtasks", "sweep", "tune"}}
     only |= {name: {*TASKS} - {"decode", "report"} for name in ("dataset", "split")}
     for name, tasks in only.items():

@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 
-from hf_specdec.bench.figures.passes import Costs
+from hf_specdec.bench.replaying.times import Times
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
@@ -49,7 +49,7 @@ def replayed(
     config: SpeculationConfig,
     known: Known,
     target: PreTrainedModel,
-    costs: Costs,
+    times: Times,
     *,
     by_model: Callable[[StopRule], Drafter] | None = None,
     overlap: Sequence[float] | None = None,
@@ -62,7 +62,7 @@ def replayed(
     Args:
         config: resolved settings; whether they compile does not matter here.
         target: is asked for its settings only, so that its weights may be missing.
-        costs: of passes, from which the rounds' times are made. Finding copies takes as long as it takes here.
+        times: of which rounds are made. Finding copies takes as long as it takes here.
         by_model: makes what drafts in the draft model's place, see `PredictedDrafter`.
         overlap: of both models' distributions at the answer's places, where drafts are sampled.
     """
@@ -81,7 +81,7 @@ def replayed(
     drafter = make_drafter(config, call)
     rounds = []
     while not transcript.finished:
-        rounds.append(_round(drafter, transcript, known.answer, costs, overlap))
+        rounds.append(_round(drafter, transcript, known.answer, times, overlap))
         drafter.observe(rounds[-1])
         transcript.show()
     return rounds
@@ -91,7 +91,7 @@ def _round(
     drafter: Drafter,
     transcript: Transcript,
     answer: Sequence[int],
-    costs: Costs,
+    times: Times,
     overlap: Sequence[float] | None,
 ) -> Round:
     began, length = perf_counter(), transcript.lengths[0]
@@ -101,10 +101,11 @@ def _round(
     drafts = proposal.tokens[0, : proposal.lengths[0]].tolist()
     agreeing = takewhile(lambda both: both[0] == both[1], zip(drafts, rest, strict=False))
     accepted = sum(1 for _ in agreeing)
-    finding = perf_counter() - began
+    # Of a model's drafts the times say how long they take.
+    finding = perf_counter() - began if not proposal.steps else 0.0
     agreed = [1.0] * accepted + [0.0] if overlap is None else overlap[len(answer) - len(rest) :]
     width = max(len(drafts), proposal.steps) + 1
-    drafting, verifying = finding + costs.drafting(proposal.steps), costs.verification(width)
+    drafting, verifying = finding + times.drafting(proposal.steps), times.verification(width)
     (new,) = transcript.append([rest[: accepted + 1]])
     return Round(
         drafted=(len(drafts),),

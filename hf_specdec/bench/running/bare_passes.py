@@ -14,11 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.bench.inputs.prompts import Prompt, context_length
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.records import Pass
 from hf_specdec.bench.running.methods import GENERATE, Contender, without_recordings
 from hf_specdec.bench.running.timed_call import synchronize
-from hf_specdec.bench.running.warming import warm_up
-from hf_specdec.bench.settings import Settings
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import has_recurrent_layers, new_cache
 from hf_specdec.models.recorded_passes import recorded_passes
@@ -43,8 +40,6 @@ _WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 _ENGINES = (GENERATE, "eager", "recorded", "static", "compiled")
 _STEPS = 4  # draft steps before each verification at most; more of them tell nothing new
 _PREPARED_SAMPLES = 3
-_SAMPLES = 9  # of passes that are timed without a run
-_WARM_CALLS = 2
 
 
 class BarePasses:
@@ -112,21 +107,6 @@ class BarePasses:
                 times += [("draft", 1, timed(self.pair, drafting)[1]) for _ in range(min(width - 1, _STEPS))]
             times.append(("target", width, timed(self.pair, partial(steps["target"], width))[1]))
         return times
-
-
-def bare_passes(pair: LoadedPair, contenders: Sequence[Contender], prompt: Prompt, settings: Settings) -> list[Pass]:
-    """Passes on the engine of these contenders, timed without a run; what it prepares, they prepare in a call."""
-    engine = contenders[0].method.engine
-    bare = BarePasses(pair, settings.max_new_tokens, widths_for(contenders))
-    with keeping_engines(len(contenders), pair.target.device):
-        for one in contenders if engine in ("static", "compiled") else ():
-            warm_up(one, [prompt], settings, most=_WARM_CALLS)
-        samples = [bare.sample(engine, [prompt]) for _ in range(_SAMPLES)]
-    return [
-        Pass(engine, pair.draft_name, (prompt.index,), repeat, len(prompt.token_ids), *one)
-        for repeat, times in enumerate(samples)
-        for one in times
-    ]
 
 
 def widths_for(contenders: Sequence[Contender]) -> list[int]:

@@ -12,18 +12,19 @@ from hf_specdec.bench import results
 from hf_specdec.bench.arguments import LLAMA_CPP
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.frames import Part, acceptance_rate, frame, tokens_per_round, whole
+from hf_specdec.bench.figures.passes import costs, nearest
 from hf_specdec.bench.inputs.logs import Logged, logged
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.models.synthetic import is_synthetic
 from hf_specdec.bench.records import Asked, Method, Result
-from hf_specdec.bench.replaying.calls import given_passes, replayed_calls
+from hf_specdec.bench.replaying.calls import replayed_calls
 from hf_specdec.bench.replaying.rounds import Known
+from hf_specdec.bench.replaying.times import Times, given_times, measured_times
 from hf_specdec.bench.reports import columns
 from hf_specdec.bench.reports.columns import Cell, method_table
 from hf_specdec.bench.reports.document import Block, section
 from hf_specdec.bench.reports.heading import heading, remarks, terminal
 from hf_specdec.bench.reports.markdown import bullets, capital, number, percent, ratio
-from hf_specdec.bench.running.bare_passes import bare_passes
 from hf_specdec.bench.running.measuring import measured, new
 from hf_specdec.bench.running.methods import ENGINES, Contender, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
@@ -31,14 +32,14 @@ from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.config import DRAFTERS, SpeculationConfig
 from hf_specdec.drafting.two_vocabularies import needs_translation
 
-LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16, "auto")
+LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 LEGEND = (
     "Nothing was decoded with a draft: drafters drafted along answers that are known, and a draft counts as accepted "
     "as far as it agrees with the answer. n: different examples. Tokens/Round includes the target's own token. α: "
     "share of the drafted positions reached that were accepted; in sampling with a draft model, the overlap of both "
-    "distributions. Predicted: from the times of bare passes, and the time that looking up took here; what a loop "
-    "needs besides is left out. As in every task, the first round and its tokens don't count in speeds."
+    "distributions. Predicted: from the times of bare passes, of what rounds need besides in a few calls on one prompt "
+    "(none where times were given), and of looking up here. As in every task, the first round doesn't count in speeds."
 )
 COMPARED = "The same methods, decoded: what was replayed, what was measured, and how far the first is from the second."
 
@@ -53,8 +54,9 @@ def run(settings: Settings, shared: Processes) -> None:
     check_pair(pair)
     contenders = compared(settings, pair)
     result, known = answered(settings, contenders, logged(settings, pair))
+    times = timed(settings, contenders, known, result)
     start = time.perf_counter()
-    result.replayed = replayed_calls(settings, contenders, known, result)
+    result.replayed = replayed_calls(settings, contenders, known, times)
     result.notes.append(f"Replaying took {time.perf_counter() - start:.1f} s.")
     results.finish(result, render)
     sys.stdout.write(terminal(render(result)))
@@ -89,7 +91,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     """
     by_name = {name: SpeculationConfig(drafter=name).drafts_by_model for name in DRAFTERS if name != "none"}
     able = [name for name, by_model in by_name.items() if pair.draft is not None or not by_model]
-    drafters = settings.grid.get("drafter") or able
+    drafters = [one for one in settings.grid.get("drafter") or able if one != "none"]
     if lacking := [name for name in drafters if name not in able]:
         raise BenchError(f"--drafter: {lacking[0]!r} needs a draft model here; give it by --assistant_model")
     found = [plain(pair)]
@@ -105,12 +107,12 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
 def answered(
     settings: Settings, contenders: Sequence[Contender], log: Sequence[Logged]
 ) -> tuple[Result, list[tuple[Logged, Known]]]:
-    """A result with what was measured and with the times of bare passes; and the answers, logged or measured."""
+    """A result, with the calls that were made; and the answers, logged or measured."""
     pair = contenders[0].pair
     answers = [one.answer for one in log]
     if settings.check or settings.answer_column is None:
         decoding = contenders if settings.check else contenders[:1]
-        found = measured(settings, decoding, [[(one.prompt,) for one in log]])
+        found = measured(settings, decoding, [[(one.prompt,) for one in log]], passes_of=set())
         assert found is not None, "one process alone"
         result = found
         told = {call.prompts[0]: call for call in result.calls if (call.method, call.repeat) == ("plain", 0)}
@@ -127,16 +129,29 @@ def answered(
             for one in log
         ]
     result.methods = [one.method for one in contenders]
-    middling = sorted(log, key=lambda one: len(one.prompt.token_ids))[len(log) // 2].prompt
-    for engine in dict.fromkeys(one.method.engine for one in contenders[1:]):
-        here = [one for one in contenders if one.method.engine == engine]
-        if settings.pass_times:
-            result.passes += given_passes(settings, pair, engine, middling)
-        elif not any(one.engine == engine for one in result.passes):
-            result.passes += bare_passes(pair, here, middling, settings)
     texts = zip(log, answers, strict=True)
     eos, most = pair.eos_tokens, settings.max_new_tokens
     return result, [(one, Known(one.prompt.token_ids, answer, eos, most)) for one, answer in texts if answer]
+
+
+def timed(
+    settings: Settings, contenders: Sequence[Contender], known: Sequence[tuple[Logged, Known]], result: Result
+) -> dict[str, dict[str, Times]]:
+    """The times of rounds by engine and drafter: given, or measured on the prompt with the longest answer."""
+    found: dict[str, dict[str, Times]] = {}
+    longest = max(known, key=lambda one: len(one[1].answer))[0].prompt
+    for engine in dict.fromkeys(one.method.engine for one in contenders[1:]):
+        here = [one for one in contenders if one.method.engine == engine]
+        if settings.pass_times:
+            result.passes += given_times(settings, here[0].pair, engine, longest)
+            passes = nearest(costs(result, engine), len(longest.token_ids))
+            found[engine] = {one.method.keywords["drafter"]: Times(passes) for one in here}
+        else:
+            found[engine] = measured_times(settings, here, longest, result)
+            for drafter, one in found[engine].items():
+                beside = f"{1000 * one.round:.2f} ms a round and {1000 * one.step:.2f} ms a draft step"
+                result.notes.append(f"Beside its passes, {drafter} takes {beside} on the {engine} engine.")
+    return found
 
 
 def render(result: Result) -> list[Block]:

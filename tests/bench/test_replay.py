@@ -1,0 +1,189 @@
+"""Answers are replayed in exactly the rounds in which they were decoded, without decoding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import EOS, VOCABULARY, llama, noisy
+from helpers.tiny_pair import save_pair, tokenizer
+
+import hf_specdec
+from hf_specdec.bench import results
+from hf_specdec.bench.figures.frames import frame
+from hf_specdec.bench.figures.passes import Costs
+from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.records import Result
+from hf_specdec.bench.replaying.draft_models import PredictedDrafter, predicted
+from hf_specdec.bench.replaying.rounds import Known, replayed
+from hf_specdec.bench.replaying.times import Times
+from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.tasks import run_task
+from hf_specdec.rules.round_statistics import Round
+
+NEW_TOKENS = 40
+TIMES = Times(Costs({1: 0.25}, {1: 1.0, 2: 1.0, 17: 2.5}))
+FLAT = {"target": {"1": 10, "17": 10}}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedPair:
+    target = llama()
+    return LoadedPair("target", target, tokenizer(), "draft", noisy(target, 0.1), tokenizer())
+
+
+@pytest.fixture(params=[None, 1.3], ids=["", "penalty"])
+def pair(loaded: LoadedPair, request: pytest.FixtureRequest) -> Iterator[LoadedPair]:
+    loaded.target.generation_config.repetition_penalty = request.param
+    yield loaded
+    loaded.target.generation_config.repetition_penalty = None
+
+
+def decoded(pair: LoadedPair, row: int, tokens: int, drafter: str, **how: Any) -> tuple[Known, list[Round]]:
+    """A real call's text and rounds."""
+    ids = torch.randint(2, VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(row))
+    torch.manual_seed(row)
+    with hf_specdec.enable(pair.target):
+        output = pair.target.generate(
+            ids, max_new_tokens=NEW_TOKENS, assistant_model=pair.draft, drafter=drafter, num_assistant_tokens=tokens,
+            generation_strategy="speculative", return_dict_in_generate=True, **how,
+        )  # fmt: skip
+    text = output.sequences[0].tolist()
+    return Known(text[:12], text[12:], (EOS,), NEW_TOKENS), output.speculation.rounds
+
+
+def rounds_of(pair: LoadedPair, text: Known, tokens: int, drafter: str, answer: Known | None = None) -> list[Round]:
+    """The replay, of this text with the drafts for another `answer`."""
+    shown = answer or text
+    view = predicted(pair, shown.prompt, shown.answer, Settings(task="replay", max_new_tokens=NEW_TOKENS))
+    by_model = partial(PredictedDrafter, start=len(text.prompt), found=view, eos_tokens=frozenset(text.eos_tokens))
+    config = hf_specdec.SpeculationConfig(drafter=drafter, num_assistant_tokens=tokens)
+    return replayed(config, text, pair.target, TIMES, by_model=by_model)
+
+
+def told(rounds: list[Round]) -> list[tuple[Any, ...]]:
+    return [(one.accepted, one.new_tokens, one.overlap) for one in rounds]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("drafter", ["model", "lookup", "hybrid", "none"])
+def test_a_replay_makes_the_rounds_of_a_greedy_call(pair: LoadedPair, drafter: str, tokens: int) -> None:
+    accepted = 0
+    for row in range(4):
+        text, real = decoded(pair, row, tokens, drafter, do_sample=False)
+        found = rounds_of(pair, text, tokens, drafter)
+        assert told(found) == told(real)
+        for one, other in zip(found, real, strict=True):
+            # Behind its first mistake a draft may end in an EOS, which can't be known without drafting.
+            mistaken = one.accepted[0] < min(one.drafted[0], other.drafted[0]) and drafter in ("model", "hybrid")
+            assert mistaken or (one.drafted, one.draft_steps) == (other.drafted, other.draft_steps)
+        accepted += sum(one.accepted[0] for one in real)
+    assert accepted > 0 or drafter == "none" or pair.target.generation_config.repetition_penalty
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+def test_other_answers_are_replayed_in_other_rounds(loaded: LoadedPair, drafter: str) -> None:
+    text, real = decoded(loaded, 0, 3, drafter, do_sample=False)
+    other, _ = decoded(loaded, 1, 3, drafter, do_sample=False)
+    mixed = Known(text.prompt, other.answer, (EOS,), NEW_TOKENS)
+    assert told(rounds_of(loaded, mixed, 3, drafter, answer=text)) != told(real)
+
+
+def test_the_overlap_is_that_of_a_call_that_drew_the_answer(loaded: LoadedPair) -> None:
+    text, real = decoded(loaded, 2, 4, "model", do_sample=True, temperature=0.8, top_k=20)
+    sampled = Settings(task="replay", do_sample=True, temperature=0.8, top_k=20, max_new_tokens=NEW_TOKENS)
+    view = predicted(loaded, text.prompt, text.answer, sampled)
+    assert view.overlap is not None
+    place = 0
+    for one in real:
+        reached = view.overlap[place : place + one.reached[0]]
+        assert one.overlap[0] == pytest.approx(sum(reached), abs=1e-5)
+        place += one.new_tokens[0]
+    draws = [view.drawn(text.answer, 64, seed).tokens for seed in range(500)]
+    agreed = torch.tensor(draws).eq(torch.tensor(text.answer)).double().mean(dim=0)
+    assert torch.allclose(agreed, torch.tensor(view.overlap).double(), atol=0.12)  # five standard deviations
+    own = LoadedPair("target", loaded.target, loaded.tokenizer, "target", loaded.target, loaded.tokenizer)
+    assert predicted(own, text.prompt, text.answer, sampled).overlap == pytest.approx((1.0,) * len(text.answer))
+
+
+def test_rounds_take_the_times_of_their_passes(loaded: LoadedPair) -> None:
+    text, _ = decoded(loaded, 0, 3, "model", do_sample=False)
+    for one in rounds_of(loaded, text, 3, "model"):
+        assert one.draft_seconds == pytest.approx(0.25 * one.draft_steps, abs=0.01)
+        assert one.verify_seconds == pytest.approx(1.0 + 0.1 * (one.width - 2) if one.width > 1 else 1.0)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replay") / "log.jsonl"
+    texts = ["the cat sat and the cat sat and the cat sat", "one two one two one two one two", "no and yes and no"]
+    rows = [{"q": f"Say {text}", "a": text, "ids": [9, 8, 9, 8, 9, 8, 9]} for text in texts]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def run(log: Path, models: tuple[Path, Path], folder: Path, **more: Any) -> Result:
+    settings: dict[str, Any] = {
+        "task": "replay", "model_name": str(models[0]), "assisted_generation": True, "engines": ("recorded",),
+        "dataset": str(log), "prompt_column": "q", "answer_column": "a", "max_new_tokens": 24, "output_dir": folder,
+    }  # fmt: skip
+    run_task(Settings(**settings | {"grid": {"num_assistant_tokens": (2, 4)}} | more))
+    return results.load(next(folder.glob("replay-*.json.gz")))
+
+
+def test_a_log_is_replayed_without_the_target(saved_pair: tuple[Path, Path], log: Path, tmp_path: Path) -> None:
+    result = run(log, saved_pair, tmp_path, pass_times=FLAT)
+    assert result.models["target"].device == "not loaded" and not result.calls
+    assert {one.method for one in result.replayed} >= {"none recorded", "lookup 2 recorded", "lookup 4 recorded"}
+    calls = frame(result.replayed, result.prompts)
+    assert set(calls["accepted"][calls["method"] == "lookup 4 recorded"]) != {0}
+    plain = calls[calls["method"] == "none recorded"]
+    assert (plain["seconds"] - 0.01 * plain["new_tokens"]).abs().max() < 1e-3
+    report = next(tmp_path.glob("*.md")).read_text()
+    assert "Best by prediction" in report and "Replayed and measured" not in report
+
+
+def test_token_ids_are_taken_as_they_are(saved_pair: tuple[Path, Path], log: Path, tmp_path: Path) -> None:
+    result = run(log, saved_pair, tmp_path, pass_times=FLAT, prompt_column="ids", answer_column="ids")
+    assert {one.tokens for one in result.prompts} == {7} and {one.new_tokens for one in result.replayed} == {7}
+
+
+def test_a_check_decodes_too(saved_pair: tuple[Path, Path], log: Path, tmp_path: Path) -> None:
+    more = {"assistant_model": str(saved_pair[1]), "dtype": "float64", "answer_column": None, "check": True}
+    result = run(log, saved_pair, tmp_path, **more)
+    calls, measured = (frame(some, result.prompts).groupby("method") for some in (result.replayed, result.calls))
+    for name in ("model 4 recorded", "lookup 2 recorded", "hybrid 4 recorded", "none recorded"):
+        for column in ("accepted", "row_rounds", "new_tokens"):
+            assert calls[column].sum()[name] == measured[column].sum()[name]
+    report = next(tmp_path.glob("*.md")).read_text()
+    assert "Tokens/Round: at most 0.0% apart." in report and "Beside its passes" in report
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"answer_column": "b"}, "--answer_column: 'b' is not in row 1, which has a, ids, q"),
+        ({"pass_times": {"target": {"2": 3}}}, "--pass_times: give milliseconds of the target's passes"),
+        ({"pass_times": {"target": 3}}, "--pass_times: give milliseconds of the target's passes"),
+        ({"grid": {"drafter": ("hybrid",)}}, "--drafter: 'hybrid' needs a draft model here"),
+        ({"engines": ("llama.cpp-f32",)}, "--engines: llama.cpp-f32 is for --task engines"),
+        ({"model_name": "synthetic:tiny-llama"}, "--model_name: 'synthetic:tiny-llama' writes texts that mean nothing"),
+        ({"dataset": "embedded"}, "--prompt_column: 'q' can't be had from embedded"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(
+    more: dict[str, Any], words: str, saved_pair: tuple[Path, Path], log: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(BenchError) as caught:
+        run(log, saved_pair, tmp_path, **{"pass_times": FLAT} | more)
+    assert str(caught.value).startswith(words)
+
+
+def test_an_encoder_decoder_is_refused(log: Path, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="give a decoder-only one"):
+        run(log, save_pair(tmp_path, encoder_decoder=True), tmp_path, pass_times=FLAT)
