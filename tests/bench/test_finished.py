@@ -53,7 +53,7 @@ def test_a_file_that_cannot_be_read_is_kept_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "task",
-    ["benchmark", "decode", "subtasks", "sweep", "ablation", "engines", "tune", "align"],
+    ["benchmark", "decode", "subtasks", "sweep", "ablation", "engines", "tune", "align", "replay"],
 )
 def test_every_task_looks_before_it_loads_models(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class LoadedError(Exception):

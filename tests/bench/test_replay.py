@@ -71,7 +71,7 @@ def told(rounds: list[Round]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])
-@pytest.mark.parametrize("drafter", ["model", "lookup", "hybrid", "none"])
+@pytest.mark.parametrize("drafter", ["model", "suffix", "hybrid", "none"])
 def test_a_replay_makes_the_rounds_of_a_greedy_call(pair: LoadedPair, drafter: str, tokens: int) -> None:
     accepted = 0
     for row in range(4):
@@ -86,7 +86,7 @@ def test_a_replay_makes_the_rounds_of_a_greedy_call(pair: LoadedPair, drafter: s
     assert accepted > 0 or drafter == "none" or pair.target.generation_config.repetition_penalty
 
 
-@pytest.mark.parametrize("drafter", ["model", "lookup"])
+@pytest.mark.parametrize("drafter", ["model", "suffix"])
 def test_other_answers_are_replayed_in_other_rounds(loaded: LoadedPair, drafter: str) -> None:
     text, real = decoded(loaded, 0, 3, drafter, do_sample=False)
     other, _ = decoded(loaded, 1, 3, drafter, do_sample=False)
@@ -139,9 +139,9 @@ def run(log: Path, models: tuple[Path, Path], folder: Path, **more: Any) -> Resu
 def test_a_log_is_replayed_without_the_target(saved_pair: tuple[Path, Path], log: Path, tmp_path: Path) -> None:
     result = run(log, saved_pair, tmp_path, pass_times=FLAT)
     assert result.models["target"].device == "not loaded" and not result.calls
-    assert {one.method for one in result.replayed} >= {"none recorded", "lookup 2 recorded", "lookup 4 recorded"}
+    assert {one.method for one in result.replayed} >= {"none recorded", "suffix 2 recorded", "suffix 4 recorded"}
     calls = frame(result.replayed, result.prompts)
-    assert set(calls["accepted"][calls["method"] == "lookup 4 recorded"]) != {0}
+    assert set(calls["accepted"][calls["method"] == "suffix 4 recorded"]) != {0}
     plain = calls[calls["method"] == "none recorded"]
     assert (plain["seconds"] - 0.01 * plain["new_tokens"]).abs().max() < 1e-3
     report = next(tmp_path.glob("*.md")).read_text()
@@ -157,11 +157,11 @@ def test_a_check_decodes_too(saved_pair: tuple[Path, Path], log: Path, tmp_path:
     more = {"assistant_model": str(saved_pair[1]), "dtype": "float64", "answer_column": None, "check": True}
     result = run(log, saved_pair, tmp_path, **more)
     calls, measured = (frame(some, result.prompts).groupby("method") for some in (result.replayed, result.calls))
-    for name in ("model 4 recorded", "lookup 2 recorded", "hybrid 4 recorded", "none recorded"):
+    for name in ("model 4 recorded", "suffix 2 recorded", "hybrid 4 recorded", "none recorded"):
         for column in ("accepted", "row_rounds", "new_tokens"):
             assert calls[column].sum()[name] == measured[column].sum()[name]
     report = next(tmp_path.glob("*.md")).read_text()
-    assert "Tokens/Round: at most 0.0% apart." in report and "Beside its passes" in report
+    assert "Tokens/Round, fixed lookahead: at most 0.0% apart." in report and "Beside its passes" in report
 
 
 @pytest.mark.parametrize(

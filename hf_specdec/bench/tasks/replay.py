@@ -32,7 +32,7 @@ from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.config import DRAFTERS, SpeculationConfig
 from hf_specdec.drafting.two_vocabularies import needs_translation
 
-LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16)
+LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16, "auto")
 
 LEGEND = (
     "Nothing was decoded with a draft: drafters drafted along answers that are known, and a draft counts as accepted "
@@ -89,11 +89,11 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
 
     Drafters that need a draft model take part where there is one.
     """
-    by_name = {name: SpeculationConfig(drafter=name).drafts_by_model for name in DRAFTERS if name != "none"}
-    able = [name for name, by_model in by_name.items() if pair.draft is not None or not by_model]
-    drafters = [one for one in settings.grid.get("drafter") or able if one != "none"]
-    if lacking := [name for name in drafters if name not in able]:
+    asked = [SpeculationConfig(drafter=name) for name in settings.grid.get("drafter") or DRAFTERS]
+    lacking = [one.drafter for one in asked if one.drafts_by_model and pair.draft is None]
+    if lacking and "drafter" in settings.grid:
         raise BenchError(f"--drafter: {lacking[0]!r} needs a draft model here; give it by --assistant_model")
+    drafters = dict.fromkeys(one.drafter for one in asked if one.drafter not in ("none", *lacking))
     found = [plain(pair)]
     for engine in settings.engines:
         found.append(plain_on_engine(ENGINES[engine], pair))
@@ -229,7 +229,9 @@ def _apart(title: str, part: Part, calls: Part, method: Method) -> float | None:
 def _differences(part: Part, calls: Part, methods: Sequence[Method]) -> list[str]:
     """The largest difference of each figure."""
     lines = []
-    for title in FIGURES:
-        found = [abs(one) for method in methods if (one := _apart(title, part, calls, method)) is not None]
-        lines.append(f"{title}: at most {percent(max(found))} apart." if found else f"{title}: not measured.")
+    for words in ("fixed", "automatic"):
+        some = [method for method in methods if (method.lookahead == "auto") == (words == "automatic")]
+        for title in FIGURES:
+            found = [abs(one) for method in some if (one := _apart(title, part, calls, method)) is not None]
+            lines += [f"{title}, {words} lookahead: at most {percent(max(found))} apart."] if found else []
     return lines
