@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_specdec.config import SpeculationConfig
+    from hf_specdec.drafting.suffix_memory import SuffixMemory
     from hf_specdec.generation import SpeculativeDecoding, last_speculation
     from hf_specdec.models.better_transformer import to_better_transformer
     from hf_specdec.models.trimmed_head import TrimmedDraft, frequent_tokens, trim_draft_head
@@ -20,6 +21,7 @@ _PLACES = {
     "SpeculationConfig": "config",
     "SpeculationStats": "rules.round_statistics",
     "SpeculativeDecoding": "generation",
+    "SuffixMemory": "drafting.suffix_memory",
     "TrimmedDraft": "models.trimmed_head",
     "disable": "plugin",
     "enable": "plugin",
@@ -35,6 +37,7 @@ __all__ = [
     "SpeculationConfig",
     "SpeculationStats",
     "SpeculativeDecoding",
+    "SuffixMemory",
     "TrimmedDraft",
     "__version__",
     "disable",

@@ -103,6 +103,8 @@ class SpeculationConfig:
             without drafts; with it, rounds are neither compiled nor captured.
         disable_tqdm: show no progress bar while `compile=True` compiles. `transformers.utils.logging.
             disable_progress_bar()` does the same for all calls.
+        suffix_memory: a `SuffixMemory` of earlier answers, from which `"suffix"` and `"hybrid"` copy as well, and to
+            which the call's answers are added. None, the default, remembers nothing.
 
     Raises:
         ValueError: a value is out of range; the message names it and the valid ones.
@@ -151,6 +153,9 @@ class SpeculationConfig:
     compile: bool = _setting(False, "compile the rounds")
     on_draft_error: str = _setting("raise", "what follows an error of the draft", choices=DRAFT_ERRORS)
     disable_tqdm: bool = _setting(False, "show no progress bar while compiling")
+    suffix_memory: Any = field(
+        default=None, metadata={"setting": Setting("earlier answers to copy from, a SuffixMemory")}
+    )
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -236,6 +241,9 @@ def _check(name: str, value: Any, setting: Setting, *, optional: bool) -> None:
             raise ValueError(
                 f"num_assistant_tokens={value!r} is not a length: pass an integer of at least 1, or 'auto'."
             )
+    elif name == "suffix_memory":
+        if not hasattr(value, "automata"):
+            raise ValueError(f"suffix_memory={value!r} is no memory: pass a hf_specdec.SuffixMemory(), or None.")
     elif setting.choices:
         if not (isinstance(value, str) and value in setting.choices):
             shown, none = (

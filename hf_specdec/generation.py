@@ -27,6 +27,7 @@ from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafting.draft_settings import with_settings_of
 from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
+from hf_specdec.drafting.suffix_memory import TOKENS_BEFORE
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.outputs import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput
 from hf_specdec.host.processors import HostProcessors
@@ -218,6 +219,7 @@ class SpeculativeDecoding:
             media=self.media,
             static_size=static_size,
             kernels=pass_kernels if config.compile else onednn_linears,
+            remembered=() if config.suffix_memory is None else config.suffix_memory.automata(model),
         )
         if static_size is not None:
             model_kwargs[cache_argument(model)] = static_cache(model, model_kwargs, static_size, "model")
@@ -227,6 +229,8 @@ class SpeculativeDecoding:
         with among(tensor_parallel_group(*call.models)), tqdm_disabled(config.disable_tqdm):
             cache = _run(decoder, transcript, stats, callers, compile=config.compile, keep_cache=returns_dict)
         transcript.end()
+        if config.suffix_memory is not None:
+            config.suffix_memory.add(model, transcript.answers(TOKENS_BEFORE))
         if not returns_dict:
             return transcript.sequences.clone()
         asked = [name for name in STATES if getattr(generation_config, name, None)]

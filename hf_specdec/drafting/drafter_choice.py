@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.drafting.other_device import OtherDeviceDrafter, can_draft_ahead, is_on_other_device
 from hf_specdec.drafting.other_tokenizer import OtherTokenizerDrafter, of_any_vocabulary, translated_inputs
 from hf_specdec.drafting.suffix import SuffixDrafter
+from hf_specdec.drafting.suffix_automaton import SuffixAutomaton
 from hf_specdec.drafting.tolerant import TolerantDrafter
 from hf_specdec.drafting.two_vocabularies import TwoVocabularies, needs_translation
 from hf_specdec.host.processors import HostProcessors
@@ -56,6 +57,7 @@ class DraftCall:
         static_size: the size of the static caches; None for dynamic ones.
         kernels: what passes run in.
         stand_in: makes a drafter that takes the draft model's place.
+        remembered: earlier answers to copy from.
     """
 
     model: PreTrainedModel
@@ -70,6 +72,7 @@ class DraftCall:
     static_size: CacheSize | None = None
     kernels: Kernels = onednn_linears
     stand_in: Callable[[StopRule], Drafter] | None = None
+    remembered: Sequence[SuffixAutomaton] = ()
 
     @property
     def models(self) -> tuple[PreTrainedModel, ...]:
@@ -109,7 +112,7 @@ def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
         draft = weakref.ref(call.draft), head_tokens(call.draft)
     places = tuple((str(model.device), model.dtype) for model in call.models)
     sampled = call.generation_config.do_sample and call.generation_config.temperature
-    return (config, draft, places, sampled, call.transcript.batch_size)
+    return (replace(config, suffix_memory=None), draft, places, sampled, call.transcript.batch_size)
 
 
 def _suffix(config: SpeculationConfig, call: DraftCall, known: LengthHistory | None) -> SuffixDrafter:
@@ -119,6 +122,7 @@ def _suffix(config: SpeculationConfig, call: DraftCall, known: LengthHistory | N
         processors=call.processors,
         sources=source_tokens(call.model_kwargs, call.transcript.sequences, call.inputs_tensor),
         eos_tokens=call.transcript.eos_tokens,
+        remembered=call.remembered,
         known=known,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from hf_specdec.lengths.auto_length import LengthHistory
 from hf_specdec.lengths.copy_chances import PRIOR_SLOPE, CopyChances, worthwhile
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
+
+# A copy goes no further than to this chance that all of it is right.
+LEAST_REACH = 0.02
 
 
 @dataclass(frozen=True)
@@ -150,10 +153,16 @@ class SuffixDrafter(BaseDrafter):
         """The continuation of which most tokens are expected to be right, of the texts and of remembered answers."""
         found: list[Iterator[Step]] = [self._texts.follow(row.state)]
         found += [answers.follow(*place) for answers, place in zip(self._remembered, row.places, strict=True)]
-        best = Copy()
-        row.foreseen = []
-        for steps in (list(islice(one, self.rule.limit)) for one in found):
-            reach = list(accumulate(map(self._chances.chance, steps), float.__mul__))
-            if sum(reach) > sum(best.reach):
-                row.foreseen, best = steps, Copy([step.token for step in steps], reach)
-        return best
+        best: tuple[list[Step], list[float]] = [], []
+        for one in found:
+            steps, reach, reached = [], [], 1.0
+            for step in islice(one, self.rule.limit):
+                reached *= self._chances.chance(step)
+                steps.append(step)
+                reach.append(reached)
+                if reached < LEAST_REACH:
+                    break
+            if sum(reach) > sum(best[1]):
+                best = steps, reach
+        row.foreseen = best[0]
+        return Copy([step.token for step in best[0]], best[1])

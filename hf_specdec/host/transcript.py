@@ -194,6 +194,12 @@ class Transcript:
         if self._streamer is not None:
             self._streamer.end()
 
+    def answers(self, before: int) -> list[list[int]]:
+        """Each row's new tokens so far, after the last `before` tokens of its prompt."""
+        first = max(self.prompt_length - before, 0)
+        rows = self.sequences[:, first:].tolist()
+        return [row[: length - first] for row, length in zip(rows, self.lengths, strict=True)]
+
     def _ended(self, row: int) -> bool:
         """Whether a row is finished, so that plain `generate` would pad it."""
         return self._at_eos[row] or (self._done[row] and self._pads_ends)

@@ -6,8 +6,8 @@ Copies take no draft steps, so the width of the target's pass is all they cost. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
+from typing import NamedTuple
 
 # The chance that a copied token is right, before it is learned: as in the greedy answers of a small chat model. By the
 # number of tokens before it that were found (1, 2, 3, 4 to 7, more), and by what followed these: one token once, the
@@ -26,19 +26,18 @@ PRIOR_SLOPE = 0.06  # each further token's share of a pass, before passes are ti
 WORTH = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One token of a copy.
 
     Args:
         token: what most often followed, the latest of several.
         length: the number of tokens before it that were found elsewhere.
-        count, total: how often it followed them, and how often any token did.
+        seen, total: how often it followed them, and how often any token did.
     """
 
     token: int
     length: int
-    count: int
+    seen: int
     total: int
 
 
@@ -65,7 +64,7 @@ class CopyChances:
 
 def _situation(step: Step) -> tuple[int, int]:
     """Row and column of a step in `PRIOR_CHANCES`."""
-    followed = int(step.total > 1) if step.count == step.total else 2 if 2 * step.count >= step.total else 3
+    followed = int(step.total > 1) if step.seen == step.total else 2 if 2 * step.seen >= step.total else 3
     return followed, step.length - 1 if step.length < 4 else 3 if step.length < 8 else 4
 
 
@@ -77,8 +76,7 @@ def worthwhile(reaches: Sequence[Sequence[float]], cost: Callable[[int], float])
         cost: the time of a pass by its width.
     """
     plain, best, most = cost(1), 0, 0.0
-    longest = max(map(len, reaches), default=0)
-    gains = accumulate(sum(reach[at] for reach in reaches if at < len(reach)) for at in range(longest))
+    gains = accumulate(map(sum, zip_longest(*reaches, fillvalue=0.0)))
     for count, gain in enumerate(gains, start=1):
         worth = gain - WORTH * len(reaches) * (cost(count + 1) / plain - 1.0)
         if worth > most:

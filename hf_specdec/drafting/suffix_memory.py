@@ -1,0 +1,129 @@
+"""`SuffixMemory`: earlier answers that drafts are copied from, where the caller asks for that."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_specdec.drafting.suffix_automaton import SuffixAutomaton
+from hf_specdec.models.traits import vocabulary_size
+
+# Tokens of the prompt that are kept before an answer, so that its beginning is found too.
+TOKENS_BEFORE = 8
+_FORMAT = "hf_specdec.SuffixMemory 1"
+
+
+class SuffixMemory:
+    """Answers of earlier calls, for `suffix_memory=` of `enable`, `generate` and `SpeculativeDecoding`.
+
+    Calls with `drafter="suffix"` or `"hybrid"` copy from it; every call that it is passed to adds its answers at its
+    end, each with the last few tokens of its prompt. The output stays the target's, but its speed tells whether
+    something like it was answered before: share a memory only among users who may know each other's answers.
+
+    A memory serves one model, told by name, vocabulary size and special tokens, since other tokenizers have other
+    tokens. It may be used from several threads.
+
+    Args:
+        max_tokens: how many tokens it holds at most, at about half a kilobyte each. Where more come, the older half
+            goes.
+
+    Raises:
+        ValueError: `max_tokens` is not at least 2.
+    """
+
+    def __init__(self, max_tokens: int = 65_536) -> None:
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 2:
+            raise ValueError(f"max_tokens={max_tokens!r} is no number of tokens: pass an integer of at least 2.")
+        self.max_tokens = max_tokens
+        self._lock = threading.Lock()
+        self._forget()
+
+    def __len__(self) -> int:
+        """The number of tokens that it holds."""
+        with self._lock:
+            return sum(map(len, self._texts()))
+
+    def clear(self) -> None:
+        """Forget all answers, and which model they are of. Calls that are running copy from them until they end."""
+        with self._lock:
+            self._forget()
+
+    def automata(self, model: PreTrainedModel) -> tuple[SuffixAutomaton, ...]:
+        """What a call of a model looks copies up in. It may be read while other calls add to it.
+
+        Raises:
+            ValueError: it holds answers of another model.
+        """
+        with self._lock:
+            self._bind(model)
+            return tuple(automaton for automaton, texts in (self._young, self._old) if texts)
+
+    def add(self, model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> None:
+        """Add a model's answers; of one that is longer than half of `max_tokens`, the end.
+
+        Raises:
+            ValueError: it holds answers of another model.
+        """
+        with self._lock:
+            self._bind(model)
+            for text in texts:
+                self._add(list(text)[-(self.max_tokens // 2) :])
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the answers to a JSON file, as token ids, not encrypted."""
+        with self._lock:
+            saved = {"format": _FORMAT, "max_tokens": self.max_tokens, "model": self._model, "texts": self._texts()}
+        Path(path).write_text(json.dumps(saved), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> SuffixMemory:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is something else.
+        """
+        try:
+            saved = json.loads(Path(path).read_text(encoding="utf-8"))
+            assert saved["format"] == _FORMAT
+            memory = cls(saved["max_tokens"])
+            assert all(type(token) is int for text in saved["texts"] for token in text)
+            for text in saved["texts"]:
+                memory._add(text)
+            memory._model = saved["model"]
+        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            raise ValueError(f"{path} is not what SuffixMemory.save writes, or was changed.") from error
+        return memory
+
+    def _forget(self) -> None:
+        self._model: list[Any] | None = None
+        # The newer answers, and the older ones, which go first.
+        self._young: tuple[SuffixAutomaton, list[list[int]]] = (SuffixAutomaton(), [])
+        self._old: tuple[SuffixAutomaton, list[list[int]]] = (SuffixAutomaton(), [])
+
+    def _bind(self, model: PreTrainedModel) -> None:
+        config = model.generation_config
+        special = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+        wanted = [model.config.name_or_path or type(model).__name__, vocabulary_size(model), *special]
+        if self._model not in (None, wanted):
+            raise ValueError(
+                f"suffix_memory holds answers of another model, {self._model}, than this one, {wanted} (name, "
+                "vocabulary size, special tokens): use a memory for each, or call its clear()."
+            )
+        self._model = wanted
+
+    def _texts(self) -> list[list[int]]:
+        return self._old[1] + self._young[1]
+
+    def _add(self, text: list[int]) -> None:
+        automaton, texts = self._young
+        if sum(map(len, texts)) + len(text) > self.max_tokens // 2:
+            self._old, self._young = self._young, (SuffixAutomaton(), [])
+            automaton, texts = self._young
+        texts.append(text)
+        automaton.extend(0, text)
