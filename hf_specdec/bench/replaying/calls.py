@@ -10,12 +10,12 @@ from itertools import product
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from hf_specdec.bench.figures.passes import Costs
 from hf_specdec.bench.inputs.logs import Logged
 from hf_specdec.bench.models.loading import without_weights
 from hf_specdec.bench.records import Call, Method
 from hf_specdec.bench.replaying.draft_models import Predicted, PredictedDrafter, predicted
 from hf_specdec.bench.replaying.rounds import Known, replayed
-from hf_specdec.bench.replaying.times import Times
 from hf_specdec.bench.running.methods import Contender
 from hf_specdec.bench.running.rounds import summary
 from hf_specdec.bench.running.timed_call import digest, seed_of
@@ -30,12 +30,12 @@ def replayed_calls(
     settings: Settings,
     contenders: Sequence[Contender],
     known: Sequence[tuple[Logged, Known]],
-    times: Mapping[str, Mapping[str, Times]],
+    times: Mapping[str, Mapping[str, Costs]],
 ) -> list[Call]:
     """What the calls of our contenders would have been.
 
     Args:
-        times: by engine and drafter.
+        times: of rounds, by engine and drafter.
     """
     pair = contenders[0].pair
     views: list[Predicted | None] = [None] * len(known)
@@ -66,7 +66,7 @@ def replayed_calls(
     return calls
 
 
-def _rounds(method: Method, text: Known, target: PreTrainedModel, times: Times, view: Predicted | None) -> list[Round]:
+def _rounds(method: Method, text: Known, target: PreTrainedModel, times: Costs, view: Predicted | None) -> list[Round]:
     keywords = method.keywords
     config = SpeculationConfig(drafter=keywords["drafter"], num_assistant_tokens=method.lookahead)  # type: ignore[arg-type]
     config = config.resolve(target.config.model_type).within(text.max_new_tokens)

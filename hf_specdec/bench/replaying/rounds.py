@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 
-from hf_specdec.bench.replaying.times import Times
+from hf_specdec.bench.figures.passes import Costs
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
@@ -49,7 +49,7 @@ def replayed(
     config: SpeculationConfig,
     known: Known,
     target: PreTrainedModel,
-    times: Times,
+    times: Costs,
     *,
     by_model: Callable[[StopRule], Drafter] | None = None,
     overlap: Sequence[float] | None = None,
@@ -91,7 +91,7 @@ def _round(
     drafter: Drafter,
     transcript: Transcript,
     answer: Sequence[int],
-    times: Times,
+    times: Costs,
     overlap: Sequence[float] | None,
 ) -> Round:
     began, length = perf_counter(), transcript.lengths[0]

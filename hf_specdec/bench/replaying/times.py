@@ -1,108 +1,87 @@
-"""How long rounds take: times of bare passes, timed here or given, and what the loop needs besides."""
+"""How long rounds take: seen in a few short calls, or made of times of passes that are given."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
+from typing import Any
 
-from hf_specdec.bench.figures.passes import Costs, costs, nearest
+import hf_specdec
+from hf_specdec.bench.figures.passes import Costs
 from hf_specdec.bench.inputs.prompts import Prompt
-from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.records import Call, Pass, Result
-from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
+from hf_specdec.bench.running.bare_passes import keeping_engines
 from hf_specdec.bench.running.methods import Contender
+from hf_specdec.bench.running.turns import turn
 from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.rules.round_statistics import Round
 
-_SAMPLES = 5  # calls of each drafter, and passes after each
-_LOOKAHEAD = 4  # of these calls, or the next one that is compared
+_CALLS, _TOKENS = 4, 48  # of each contender, and new tokens of a call
+_FEW = 4  # rounds of a width; fewer tell little
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of a drafter's rounds on an engine.
+def given_times(given: Mapping[str, Any], *, drafts: bool) -> Costs:
+    """The times of `pass_times`; raises `BenchError` where they are none.
 
     Args:
-        passes: of target and draft.
-        step, round: what a draft step and a round take beyond their passes.
+        drafts: whether that of a draft step is needed.
     """
-
-    passes: Costs
-    step: float = 0.0
-    round: float = 0.0
-
-    def drafting(self, steps: int) -> float:
-        """Of this many draft steps in a row."""
-        return self.passes.drafting(steps) + steps * self.step
-
-    def verification(self, width: int) -> float:
-        """Of the rest of a round, whose pass over the target has so many tokens."""
-        return self.passes.verification(width) + self.round
-
-
-def given_times(settings: Settings, pair: LoadedPair, engine: str, prompt: Prompt) -> list[Pass]:
-    """The times of `pass_times`, as if measured on an engine; raises `BenchError` where they are none."""
-    target, step = settings.pass_times.get("target"), settings.pass_times.get("draft")
     try:
-        times = [("target", int(tokens), float(value)) for tokens, value in (target or {}).items()]
-        times += [] if step is None else [("draft", 1, float(step))]
-    except (TypeError, ValueError, AttributeError):
-        times = []
-    if not any(one[:2] == ("target", 1) for one in times) or (step is None and pair.draft is not None):
+        target = {int(tokens): float(value) / 1000 for tokens, value in given["target"].items()}
+        costs = Costs({1: float(given["draft"]) / 1000} if drafts or "draft" in given else {}, target)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        target = {}
+    if 1 not in target:
         raise BenchError(
             "--pass_times: give milliseconds of the target's passes by tokens, of one token among them, and of a draft "
             """step where there is a draft: '{"target": {"1": 20, "5": 24}, "draft": 4}'"""
         )
-    place = engine, pair.draft_name, (prompt.index,), 0, len(prompt.token_ids)
-    return [Pass(*place, role, tokens, milliseconds / 1000) for role, tokens, milliseconds in times]
+    return costs
 
 
-def measured_times(
-    settings: Settings, contenders: Sequence[Contender], prompt: Prompt, result: Result
-) -> dict[str, Times]:
-    """The times of an engine by drafter, from a few short calls of each on one prompt, and bare passes between them.
+def measured_times(settings: Settings, contenders: Sequence[Contender], prompt: Prompt) -> dict[str, Costs]:
+    """What rounds of an engine take by drafter, drafting and the rest, from a few short calls on one prompt.
 
-    The passes are added to the result.
+    Each drafter is called with its shortest, a middling and its longest lookahead; what lies between is interpolated.
 
     Args:
-        contenders: all that run on this engine.
+        contenders: those on this engine.
+
+    Raises:
+        BenchError: the models refuse, or the answer is too short to have rounds after the first.
     """
-    engine, pair, shown = contenders[0].method.engine, contenders[0].pair, len(result.passes)
-    chosen: dict[str, Contender] = {}
-    for one in sorted(contenders, key=_distance):
-        chosen.setdefault(one.method.keywords["drafter"], one)
-    bare = BarePasses(pair, settings.max_new_tokens, widths_for(contenders))
-    calls: dict[str, list[Call]] = {name: [] for name in chosen}
-    with keeping_engines(len(contenders), pair.target.device):
-        # Compiled passes are those of the calls before; of other engines any width can be timed.
-        for one in contenders if engine in ("static", "compiled") else chosen.values():
-            warm_up(one, [prompt], settings, most=2)
-        for repeat in range(_SAMPLES):
-            for name, one in chosen.items():
-                calls[name].append(warm_call(one, [prompt], settings, repeat=repeat))
-            place = engine, pair.draft_name, (prompt.index,), repeat, len(prompt.token_ids)
-            result.passes += [Pass(*place, *timed) for timed in bare.sample(engine, [prompt])]
-    if len(result.passes) == shown:
-        raise BenchError(f"--engines: {engine!r} runs no passes of its own here (a warning says why); leave it out")
-    passes = nearest(costs(result, engine), len(prompt.token_ids))
-    return {name: _beyond(passes, made) for name, made in calls.items()}
+    short = replace(settings, max_new_tokens=min(settings.max_new_tokens, _TOKENS))
+    chosen: list[Contender] = []
+    for drafter in dict.fromkeys(one.method.keywords["drafter"] for one in contenders):
+        its = [one for one in contenders if one.method.keywords["drafter"] == drafter]
+        fixed = [one for one in its if isinstance(one.method.lookahead, int)] or its
+        chosen += {place: fixed[place] for place in (0, len(fixed) // 2, len(fixed) - 1)}.values()
+    rounds: dict[str, list[Round]] = {one.method.keywords["drafter"]: [] for one in chosen}
+    with keeping_engines(len(chosen), contenders[0].pair.target.device):
+        for one in chosen:
+            warm_up(one, [prompt], short, most=2)
+        for number in range(_CALLS):
+            for one in turn(chosen, number):
+                warm_call(one, [prompt], short)
+                stats = hf_specdec.last_speculation(one.pair.target)
+                assert stats is not None, "a call of ours leaves statistics"
+                rounds[one.method.keywords["drafter"]] += stats.rounds[1:]
+    if not all(rounds.values()):
+        raise BenchError("--dataset: no answer is long enough to time its rounds; give longer ones, or --pass_times")
+    return {drafter: _medians(some) for drafter, some in rounds.items()}
 
 
-def _distance(one: Contender) -> float:
-    tokens = one.method.lookahead
-    return abs(tokens - _LOOKAHEAD) if isinstance(tokens, int) else float("inf")
+def _medians(rounds: Sequence[Round]) -> Costs:
+    steps: dict[int, list[float]] = {}
+    widths: dict[int, list[float]] = {}
+    for one in rounds:
+        widths.setdefault(one.width, []).append(one.seconds - one.draft_seconds)
+        if one.draft_steps:
+            steps.setdefault(one.draft_steps, []).append(one.draft_seconds / one.draft_steps)
+    return Costs(*({key: median(some) for key, some in _often(side).items()} for side in (steps, widths)))
 
 
-def _beyond(passes: Costs, calls: Sequence[Call]) -> Times:
-    """Passes, and the medians over calls of what their later rounds took beyond them; less than they is noise."""
-    step, round = [], []
-    for call in calls:
-        steps, rounds = sum(n * times for n, times in enumerate(call.steps)), call.rounds - 1
-        drafting, whole = call.draft_seconds, call.round_seconds
-        if rounds > 0 and drafting is not None and whole is not None:
-            needed = sum(times * passes.verification(width) for width, times in enumerate(call.widths) if times)
-            round.append((whole - drafting - needed) / rounds)
-            drafted = sum(times * passes.drafting(n) for n, times in enumerate(call.steps) if times)
-            step += [(drafting - drafted) / steps] if steps else []
-    return Times(passes, max(median(step or [0.0]), 0.0), max(median(round or [0.0]), 0.0))
+def _often(seen: Mapping[int, list[float]]) -> Mapping[int, list[float]]:
+    """Without what was seen seldom, unless all was."""
+    return {key: some for key, some in seen.items() if len(some) >= _FEW} or seen

@@ -12,14 +12,14 @@ from hf_specdec.bench import results
 from hf_specdec.bench.arguments import LLAMA_CPP
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.frames import Part, acceptance_rate, frame, tokens_per_round, whole
-from hf_specdec.bench.figures.passes import costs, nearest
+from hf_specdec.bench.figures.passes import Costs
 from hf_specdec.bench.inputs.logs import Logged, logged
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.models.synthetic import is_synthetic
 from hf_specdec.bench.records import Asked, Method, Result
 from hf_specdec.bench.replaying.calls import replayed_calls
 from hf_specdec.bench.replaying.rounds import Known
-from hf_specdec.bench.replaying.times import Times, given_times, measured_times
+from hf_specdec.bench.replaying.times import given_times, measured_times
 from hf_specdec.bench.reports import columns
 from hf_specdec.bench.reports.columns import Cell, method_table
 from hf_specdec.bench.reports.document import Block, section
@@ -38,8 +38,8 @@ LEGEND = (
     "Nothing was decoded with a draft: drafters drafted along answers that are known, and a draft counts as accepted "
     "as far as it agrees with the answer. n: different examples. Tokens/Round includes the target's own token. α: "
     "share of the drafted positions reached that were accepted; in sampling with a draft model, the overlap of both "
-    "distributions. Predicted: from the times of bare passes, of what rounds need besides in a few calls on one prompt "
-    "(none where times were given), and of looking up here. As in every task, the first round doesn't count in speeds."
+    "distributions. Predicted: from what rounds took in a few short calls on one prompt, by tokens drafted and "
+    "verified, or from the times of passes that were given. As in every task, the first round doesn't count in speeds."
 )
 COMPARED = "The same methods, decoded: what was replayed, what was measured, and how far the first is from the second."
 
@@ -54,10 +54,10 @@ def run(settings: Settings, shared: Processes) -> None:
     check_pair(pair)
     contenders = compared(settings, pair)
     result, known = answered(settings, contenders, logged(settings, pair))
-    times = timed(settings, contenders, known, result)
+    times, notes = timed(settings, contenders, known)
     start = time.perf_counter()
     result.replayed = replayed_calls(settings, contenders, known, times)
-    result.notes.append(f"Replaying took {time.perf_counter() - start:.1f} s.")
+    result.notes += [*notes, f"Replaying took {time.perf_counter() - start:.1f} s."]
     results.finish(result, render)
     sys.stdout.write(terminal(render(result)))
 
@@ -135,23 +135,30 @@ def answered(
 
 
 def timed(
-    settings: Settings, contenders: Sequence[Contender], known: Sequence[tuple[Logged, Known]], result: Result
-) -> dict[str, dict[str, Times]]:
-    """The times of rounds by engine and drafter: given, or measured on the prompt with the longest answer."""
-    found: dict[str, dict[str, Times]] = {}
+    settings: Settings, contenders: Sequence[Contender], known: Sequence[tuple[Logged, Known]]
+) -> tuple[dict[str, dict[str, Costs]], list[str]]:
+    """The times of rounds by engine and drafter, given or measured on the prompt with the longest answer; and notes."""
+    found: dict[str, dict[str, Costs]] = {}
     longest = max(known, key=lambda one: len(one[1].answer))[0].prompt
     for engine in dict.fromkeys(one.method.engine for one in contenders[1:]):
         here = [one for one in contenders if one.method.engine == engine]
         if settings.pass_times:
-            result.passes += given_times(settings, here[0].pair, engine, longest)
-            passes = nearest(costs(result, engine), len(longest.token_ids))
-            found[engine] = {one.method.keywords["drafter"]: Times(passes) for one in here}
+            given = given_times(settings.pass_times, drafts=any(one.method.draft for one in here))
+            found[engine] = dict.fromkeys((one.method.keywords["drafter"] for one in here), given)
         else:
-            found[engine] = measured_times(settings, here, longest, result)
-            for drafter, one in found[engine].items():
-                beside = f"{1000 * one.round:.2f} ms a round and {1000 * one.step:.2f} ms a draft step"
-                result.notes.append(f"Beside its passes, {drafter} takes {beside} on the {engine} engine.")
-    return found
+            found[engine] = measured_times(settings, here, longest)
+    notes = [
+        f"Times of {drafter} on the {engine} engine, in ms: {_milliseconds(costs)}."
+        for engine, by_drafter in found.items()
+        for drafter, costs in by_drafter.items()
+    ]
+    return found, notes
+
+
+def _milliseconds(costs: Costs) -> str:
+    verifying = ", ".join(f"{width} {1000 * seconds:.2f}" for width, seconds in sorted(costs.target.items()))
+    drafting = ", ".join(f"{steps} {1000 * seconds:.2f}" for steps, seconds in sorted(costs.draft.items()))
+    return f"by tokens verified {verifying}" + (f"; a draft step, by their number {drafting}" if drafting else "")
 
 
 def render(result: Result) -> list[Block]:
