@@ -128,11 +128,11 @@ def _filled(structure: Any, leaves: Iterator[Tensor]) -> Any:
     return next(leaves) if structure is None else tuple(_filled(part, leaves) for part in structure)
 
 
+@all_threads()
 def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str, lent: Lent) -> Step:
     graph, structure = _traced(step, args, device)
     segments = segments_of(graph)
-    with all_threads():
-        codes = _codes_of(segments, device, name)
+    codes = _codes_of(segments, device, name)
     # Uses of a constant are nodes of their own.
     constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
     numbers: dict[Any, int] = {target: at for at, target in enumerate(constants)}

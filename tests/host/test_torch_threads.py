@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -118,6 +119,22 @@ def test_code_is_compiled_for_the_users_number(three_threads: None, monkeypatch:
     with torch_threads.fitting_threads(torch.device("cpu")):
         assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.compiles
+def test_compiling_while_threads_are_given_up(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = llama()
+    expected = target.generate(**prompts(1), **GREEDY)
+    monkeypatch.setattr(torch_threads, "seconds_waited", waits := Waits(2.0))
+    with (
+        hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"),
+        warnings.catch_warnings(),
+    ):
+        target.generate(**prompts(1), **GREEDY)
+        waits.used.clear()
+        warnings.simplefilter("error", UserWarning)  # of what is not compiled, and why
+        assert torch.equal(target.generate(**prompts(1), **GREEDY, compile=True), expected)
+    assert waits.used[1] == 1, "compiled in the first round, with the number that the first call ended with"
 
 
 def test_where_waiting_is_not_known_nothing_changes(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
