@@ -136,9 +136,9 @@ def run(log: Path, models: tuple[Path, Path], folder: Path, **more: Any) -> Resu
 
 
 def test_a_log_is_replayed_without_the_target(saved_pair: tuple[Path, Path], log: Path, tmp_path: Path) -> None:
-    result = run(log, saved_pair, tmp_path, pass_times=FLAT)
+    result = run(log, saved_pair, tmp_path, pass_times={**FLAT, "draft": 0}, assistant_model=str(saved_pair[1]))
     assert result.models["target"].device == "not loaded" and not result.calls
-    assert {one.method for one in result.replayed} >= {"none recorded", "suffix 2 recorded", "suffix 4 recorded"}
+    assert {one.method for one in result.replayed} >= {"none recorded", "suffix 2 recorded", "hybrid 4 recorded"}
     calls = frame(result.replayed, result.prompts)
     assert set(calls["accepted"][calls["method"] == "suffix 4 recorded"]) != {0}
     plain = calls[calls["method"] == "none recorded"]

@@ -129,6 +129,8 @@ def answered(
             for one in log
         ]
     result.methods = [one.method for one in contenders]
+    if cut := sum(one.cut > 0 for one in log):
+        result.notes.append(f"{cut} of {len(log)} prompts were longer than the context and cut on the left.")
     texts = zip(log, answers, strict=True)
     eos, most = pair.eos_tokens, settings.max_new_tokens
     return result, [(one, Known(one.prompt.token_ids, answer, eos, most)) for one, answer in texts if answer]
