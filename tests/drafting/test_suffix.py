@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec import SpeculationConfig, SpeculativeDecoding
+from hf_specdec.drafting.drafter import BaseDrafter, DraftProposal
+from hf_specdec.drafting.hybrid import HybridDrafter
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.drafting.suffix import SuffixDrafter
 from hf_specdec.lengths.auto_length import LengthHistory
@@ -168,3 +170,36 @@ def test_the_part_works_in_transformers_own_loop(monkeypatch) -> None:
         output = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, prompt_lookup_num_tokens=4)
     assert torch.equal(output, plain)
     assert passes.count < NEW_TOKENS
+
+
+class Drafts(BaseDrafter):
+    """A draft model that writes one token all the time."""
+
+    TOKEN = 90
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        counts = tuple(min(space, self.rule.limit) for space in room)
+        return DraftProposal(torch.full((len(room), max(counts)), self.TOKEN), counts, steps=max(counts))
+
+
+def test_a_hybrid_takes_in_each_row_what_is_expected_to_bring_more() -> None:
+    """A model that was right is preferred to a short match, but not to a long one; after rejections neither."""
+    known, unknown = [*range(3, 30)] * 2, [*range(40, 67)]
+    texts = known, unknown, [*range(100, 127)], [*unknown[:-1], unknown[0]]
+    ids = torch.tensor([[*text, *[0] * (70 - len(text))] for text in texts])
+    rule = StopRule(4)
+    made = HybridDrafter(SuffixDrafter(StopRule(8), vocabulary=200), Drafts(rule), rule)
+
+    def drafted_by_model(accepted: int) -> list[int]:
+        proposal = made.propose(ids, [*map(len, texts)], [8] * 4)
+        rows = [row for row in range(4) if proposal.lengths[row] and proposal.tokens[row, 0] == Drafts.TOKEN]
+        counts = tuple(accepted if row in rows else 0 for row in range(4))
+        made.observe(Round(proposal.lengths, counts, (1,) * 4, (0.0,) * 4, proposal.steps, 9, 0.0, 0.0, 0.0))
+        return rows
+
+    assert drafted_by_model(4) == [0, 1, 2, 3], "the first round is the model's"
+    for _ in range(5):
+        assert drafted_by_model(4) == [1, 2, 3]
+    for _ in range(20):
+        drafted_by_model(0)
+    assert drafted_by_model(0) == []
