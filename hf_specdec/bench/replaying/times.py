@@ -18,7 +18,8 @@ from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.rules.round_statistics import Round
 
 _CALLS, _TOKENS = 4, 48  # of each contender, and new tokens of a call
-_FEW = 4  # rounds of a width; fewer tell little
+_PERIOD = 24  # tokens of a text that repeats itself
+_FEW = 3  # rounds of a width; fewer tell little
 
 
 def given_times(given: Mapping[str, Any], *, drafts: bool) -> Costs:
@@ -40,10 +41,13 @@ def given_times(given: Mapping[str, Any], *, drafts: bool) -> Costs:
     return costs
 
 
-def measured_times(settings: Settings, contenders: Sequence[Contender], prompt: Prompt) -> dict[str, Costs]:
+def measured_times(
+    settings: Settings, contenders: Sequence[Contender], prompt: Prompt, answer: Sequence[int]
+) -> dict[str, Costs]:
     """What rounds of an engine take by drafter, drafting and the rest, from a few short calls on one prompt.
 
     Each drafter is called with its shortest, a middling and its longest lookahead; what lies between is interpolated.
+    Half of the calls go on from the beginning of its answer, again and again, where copies are as long as they may be.
 
     Args:
         contenders: those on this engine.
@@ -57,13 +61,15 @@ def measured_times(settings: Settings, contenders: Sequence[Contender], prompt: 
         its = [one for one in contenders if one.method.keywords["drafter"] == drafter]
         fixed = [one for one in its if isinstance(one.method.lookahead, int)] or its
         chosen += {place: fixed[place] for place in (0, len(fixed) // 2, len(fixed) - 1)}.values()
+    length = len(prompt.token_ids)
+    repeating = replace(prompt, token_ids=(tuple(answer[:_PERIOD]) * length)[:length])
     rounds: dict[str, list[Round]] = {one.method.keywords["drafter"]: [] for one in chosen}
     with keeping_engines(len(chosen), contenders[0].pair.target.device):
         for one in chosen:
             warm_up(one, [prompt], short, most=2)
         for number in range(_CALLS):
             for one in turn(chosen, number):
-                warm_call(one, [prompt], short)
+                warm_call(one, [repeating if number % 2 else prompt], short)
                 stats = hf_specdec.last_speculation(one.pair.target)
                 assert stats is not None, "a call of ours leaves statistics"
                 rounds[one.method.keywords["drafter"]] += stats.rounds[1:]

@@ -141,14 +141,14 @@ def timed(
 ) -> tuple[dict[str, dict[str, Costs]], list[str]]:
     """The times of rounds by engine and drafter, given or measured on the prompt with the longest answer; and notes."""
     found: dict[str, dict[str, Costs]] = {}
-    longest = max(known, key=lambda one: len(one[1].answer))[0].prompt
+    longest, text = max(known, key=lambda one: len(one[1].answer))
     for engine in dict.fromkeys(one.method.engine for one in contenders[1:]):
         here = [one for one in contenders if one.method.engine == engine]
         if settings.pass_times:
             given = given_times(settings.pass_times, drafts=any(one.method.draft for one in here))
             found[engine] = dict.fromkeys((one.method.keywords["drafter"] for one in here), given)
         else:
-            found[engine] = measured_times(settings, here, longest)
+            found[engine] = measured_times(settings, here, longest.prompt, text.answer)
     notes = [
         f"Times of {drafter} on the {engine} engine, in ms: {_milliseconds(costs)}."
         for engine, by_drafter in found.items()
