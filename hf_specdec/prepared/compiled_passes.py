@@ -44,6 +44,11 @@ class CompiledPasses:
         self._lacking: set[int] = set()
         self.failed = False
 
+    @property
+    def made(self) -> int:
+        """How many widths are compiled."""
+        return len(self._steps)
+
     def run(self, tokens: Tensor, slots: Tensor) -> Tensor | None:
         """Logits `[B, k, V]` after reading `tokens` into `slots`, both `[B, k]`; None where no pass is compiled for it.
 

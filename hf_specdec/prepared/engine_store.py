@@ -136,6 +136,12 @@ class EngineStore:
         """The idle engines of a target for calls with or without `compile`."""
         return [engine for engine in self.of_all() if engine.target.held() is target and engine.compile == compile]
 
+    def compiled_passes(self, target: PreTrainedModel) -> int:
+        """How many passes of general rounds are compiled for a target and its drafts."""
+        with self._lock:
+            mine = [group for group in self._groups() if group.buffers.target.held() is target]
+            return sum(passes.made for group in mine for passes in group.passes.values())
+
     def _groups(self) -> Iterator[EngineGroup]:
         return (group for groups in self._kept.values() for group in groups)
 

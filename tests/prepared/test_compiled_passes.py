@@ -18,6 +18,7 @@ import hf_specdec
 from hf_specdec.prepared import own_builds
 from hf_specdec.prepared.compiled_passes import WIDEST, CompiledPasses
 from hf_specdec.prepared.compiled_step import CompiledStep
+from hf_specdec.prepared.engine_store import STORE
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 PROCESSORS = {"repetition_penalty": 1.3, "min_new_tokens": 5, "suppress_tokens": [3, 4]}
@@ -100,6 +101,7 @@ def test_a_pass_runs_in_one_of_up_to_twice_its_width_and_no_prompt_is_compiled(c
     _call(target, draft, 1, 40, num_assistant_tokens=6, **PROCESSORS)
     assert max(compiled) <= WIDEST and not {4, 5, 6} & set(compiled)
     assert 7 in compiled
+    assert STORE.compiled_passes(target) == len(compiled) and STORE.compiled_passes(draft) == 0
 
 
 def test_where_a_pass_can_not_be_compiled_the_call_goes_on(

@@ -15,7 +15,7 @@ from hf_specdec.bench.running.methods import Contender
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.models.recorded_passes import recordings_of
-from hf_specdec.prepared.engine_store import kept_engines
+from hf_specdec.prepared.engine_store import STORE, kept_engines
 
 SETTLED = 0.05  # two warm-up calls in a row differ by less than this share
 MOST_WARM_UPS = 12
@@ -65,8 +65,9 @@ def warm_call(contender: Contender, prompts: Sequence[Prompt], settings: Setting
 
 
 def prepared_so_far(pair: LoadedPair) -> tuple[int, ...]:
-    """How many graphs were compiled in this process, steps prepared, and passes of each model recorded."""
+    """How many graphs were compiled in this process, steps and passes prepared, and passes of each model recorded."""
     compiled = sys.modules.get("torch._dynamo.utils")
     graphs = 0 if compiled is None else compiled.counters["stats"]["unique_graphs"]
     kept = (engine for compile in (False, True) for engine in kept_engines(pair.target, compile=compile))
-    return (graphs, sum(len(engine.steps) for engine in kept), *(recordings_of(model) for model in pair.models))
+    steps = sum(len(engine.steps) for engine in kept) + STORE.compiled_passes(pair.target)
+    return (graphs, steps, *(recordings_of(model) for model in pair.models))
