@@ -133,7 +133,9 @@ class SuffixDrafter(BaseDrafter):
         """Learn what a pass takes. The text itself tells what was accepted."""
         if self.known is not None and self._timed:
             with self.known.lock:
-                self.known.times.add(finished, 0.0)
+                if finished.width in self.known.widths:
+                    self.known.times.add(finished, 0.0)
+                self.known.widths.add(finished.width)
                 self.known.elapsed += finished.seconds
         self._timed = True
 

@@ -49,6 +49,7 @@ class LengthHistory:
         since_plain: number of rounds with drafts since the last plain one.
         refresh: the number of them after which plain decoding is timed again.
         prepared: the estimates for prepared rounds, whose passes take different times; None before the first.
+        widths: those of passes of copies so far. The first of each is not timed, since it may not be compiled yet.
         lock: guards all attributes against concurrent calls.
     """
 
@@ -60,6 +61,7 @@ class LengthHistory:
         self.elapsed = self.balance = self.probed = 0.0
         self.since_plain, self.refresh = 0, FIRST_REFRESH
         self.prepared: LengthHistory | None = None
+        self.widths: set[int] = set()
         self.lock = threading.RLock()
 
 

@@ -91,6 +91,17 @@ def test_a_copy_is_as_long_as_it_pays_for_at_the_times_of_passes(slope: float, e
     assert len(copied(made, text)[0]) == expected
 
 
+def test_the_first_pass_of_a_width_is_not_timed() -> None:
+    """It may be one that is not compiled yet; the second one counts."""
+    made, text = drafter(8, known=LengthHistory()), [*range(3, 30), *range(3, 7)]
+    for width, seconds in ((30, 1.0), (1, 1.0), (1, 1.0), (9, 9.0)):
+        made.observe(finished(width, seconds))
+    assert len(copied(made, text)[0]) > 0
+    for _ in range(3):
+        made.observe(finished(9, 9.0))
+    assert copied(made, text) == [[]]
+
+
 def test_without_times_drafts_depend_on_the_text_alone() -> None:
     made = drafter(8)
     for width in (30, *(1, 2, 3, 5, 9) * 5):
