@@ -19,6 +19,7 @@ from hf_specdec.bench.figures.frames import frame
 from hf_specdec.bench.figures.passes import Costs
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import Result
+from hf_specdec.bench.replaying import rounds
 from hf_specdec.bench.replaying.draft_models import PredictedDrafter, predicted
 from hf_specdec.bench.replaying.rounds import Known, replayed
 from hf_specdec.bench.settings import BenchError, Settings
@@ -110,10 +111,16 @@ def test_the_overlap_is_that_of_a_call_that_drew_the_answer(loaded: LoadedPair) 
     assert predicted(own, text.prompt, text.answer, sampled).overlap == pytest.approx((1.0,) * len(text.answer))
 
 
-def test_rounds_take_the_times_of_their_passes(loaded: LoadedPair) -> None:
+@pytest.fixture
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding copies takes no time, so that times are exactly those of passes."""
+    monkeypatch.setattr(rounds, "perf_counter", lambda: 0.0)
+
+
+def test_rounds_take_the_times_of_their_passes(loaded: LoadedPair, no_time_passes: None) -> None:
     text, _ = decoded(loaded, 0, 3, "model", do_sample=False)
     for one in rounds_of(loaded, text, 3, "model"):
-        assert one.draft_seconds == pytest.approx(0.25 * one.draft_steps, abs=0.01)
+        assert one.draft_seconds == pytest.approx(0.25 * one.draft_steps)
         assert one.verify_seconds == pytest.approx(1.0 + 0.1 * (one.width - 2) if one.width > 1 else 1.0)
 
 
@@ -135,14 +142,16 @@ def run(log: Path, models: tuple[Path, Path], folder: Path, **more: Any) -> Resu
     return results.load(next(folder.glob("replay-*.json.gz")))
 
 
-def test_a_log_is_replayed_without_the_target(saved_pair: tuple[Path, Path], log: Path, tmp_path: Path) -> None:
+def test_a_log_is_replayed_without_the_target(
+    saved_pair: tuple[Path, Path], log: Path, tmp_path: Path, no_time_passes: None
+) -> None:
     result = run(log, saved_pair, tmp_path, pass_times={**FLAT, "draft": 0}, assistant_model=str(saved_pair[1]))
     assert result.models["target"].device == "not loaded" and not result.calls
     assert {one.method for one in result.replayed} >= {"none recorded", "suffix 2 recorded", "hybrid 4 recorded"}
     calls = frame(result.replayed, result.prompts)
     assert set(calls["accepted"][calls["method"] == "suffix 4 recorded"]) != {0}
     plain = calls[calls["method"] == "none recorded"]
-    assert (plain["seconds"] - 0.01 * plain["new_tokens"]).abs().max() < 1e-3
+    assert list(plain["seconds"]) == pytest.approx(list(0.01 * plain["new_tokens"]))
     report = next(tmp_path.glob("*.md")).read_text()
     assert "Best by prediction" in report and "Replayed and measured" not in report
 
