@@ -90,13 +90,13 @@ class SuffixMemory:
         """
         try:
             saved = json.loads(Path(path).read_text(encoding="utf-8"))
-            assert saved["format"] == _FORMAT
+            if saved["format"] != _FORMAT or any(type(token) is not int for text in saved["texts"] for token in text):
+                raise ValueError("not the format, or not token ids")
             memory = cls(saved["max_tokens"])
-            assert all(type(token) is int for text in saved["texts"] for token in text)
             for text in saved["texts"]:
                 memory._add(text)
             memory._model = saved["model"]
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not what SuffixMemory.save writes, or was changed.") from error
         return memory
 
