@@ -86,7 +86,7 @@ real-tables: real
 	@for model in smollm2-135m-instruct gemma-3-270m; do for kind in greedy sampling; do \
 		folder=$(TABLES)/real-$$model-$$kind; \
 		if [ -n "$$(ls $$folder/*.json.gz 2>/dev/null)" ]; then echo "$$folder: is there"; continue; fi; \
-		$(RUN) scripts/assisted_generation.py --task subtasks --model_name $$model --drafter lookup --dataset spec_bench \
+		$(RUN) scripts/assisted_generation.py --task subtasks --model_name $$model --drafter suffix --compile --dataset spec_bench \
 			--dataset_path $(QUESTIONS) --limit $(PER_KIND) --repeats 3 --max_new_tokens 64 --output_dir $$folder \
 			$$([ $$kind = greedy ] || echo --do_sample) $(ARGS) || exit; \
 	done; done

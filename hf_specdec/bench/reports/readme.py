@@ -65,12 +65,12 @@ def _summary(linked: Linked, words: list[str]) -> str:
 
 
 def _pays(linked: Linked, words: list[str]) -> str:
-    """When drafting pays: of each result and batch size, the engine that is fastest with a draft."""
+    """When drafting pays: of each result and batch size, the engine that is fastest with drafts, at no loss."""
     rows = []
     for _, result in _chosen(linked, words):
         for batch in whole(result).batch_sizes:
             part = whole(result).where(batch=batch)
-            best = speed.fastest(part, speed.drafting(part))
+            best = speed.fastest(part, [one for one in speed.drafting(part) if one.kind == "speculative"])
             base = None if best is None else speed.baseline(part, best, "engine")
             if best is not None and base is not None:
                 rate = speed.decode_rate(part.of(base.name))
@@ -103,8 +103,10 @@ def setting(result: Result) -> str:
 
 
 def pair_sizes(result: Result) -> str:
-    """`162.8M + 13.1M, int8, synthetic`."""
+    """`162.8M + 13.1M, int8, synthetic`, or a model's name and `no draft model`."""
     sizes = " + ".join(size(model.parameters) for model in result.models.values())
+    if "draft" not in result.models:
+        sizes = f"{short_name(result.models['target'].name)}, no draft model"
     return ", ".join(filter(None, [sizes, _weights(result), "synthetic" if result.synthetic else ""]))
 
 
