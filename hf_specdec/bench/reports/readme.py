@@ -103,10 +103,10 @@ def setting(result: Result) -> str:
 
 
 def pair_sizes(result: Result) -> str:
-    """`162.8M + 13.1M, int8, synthetic`, or a model's name and `no draft model`."""
+    """`162.8M + 13.1M, int8, synthetic`, or a model's name and `no draft`."""
     sizes = " + ".join(size(model.parameters) for model in result.models.values())
     if "draft" not in result.models:
-        sizes = f"{short_name(result.models['target'].name)}, no draft model"
+        sizes = f"{short_name(result.models['target'].name)}, no draft"
     return ", ".join(filter(None, [sizes, _weights(result), "synthetic" if result.synthetic else ""]))
 
 
