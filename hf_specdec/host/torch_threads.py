@@ -62,10 +62,10 @@ def fitting_threads(device: torch.device) -> Iterator[Callable[[], None]]:
     """Yields what is to be called after each round: it fits torch's number of threads to the processors that are left.
 
     The number is the user's again afterwards. What one call has learned is where the next begins. Nothing happens if
-    the models run on an accelerator, or if the system doesn't tell how long threads waited.
+    the models run on an accelerator or with one thread, or if the system doesn't tell how long threads waited.
     """
     global _count, _running
-    before = None if device.type != "cpu" else seconds_waited()
+    before = None if device.type != "cpu" or _users_number() == 1 else seconds_waited()
     if before is None:
         yield lambda: None
         return
@@ -77,6 +77,7 @@ def fitting_threads(device: torch.device) -> Iterator[Callable[[], None]]:
     began = perf_counter()
 
     def fit() -> None:
+        """Judge the window, if it is long enough, and begin the next."""
         nonlocal before, began
         now = perf_counter()
         if now - began < WINDOW or (waited := seconds_waited()) is None:

@@ -41,7 +41,7 @@ def of(result: Result, name: str, batch: int | None = None) -> list[Call]:
     return [c for c in result.calls if c.method == name and batch in (None, len(c.prompts))]
 
 
-def both_rate(one: list[Call], other: list[Call]) -> list[Call]:
+def timed_in_both(one: list[Call], other: list[Call]) -> list[Call]:
     """The calls of the first list whose counterpart in the second has a rate, too."""
     timed = {(c.prompts, c.repeat) for c in other if c.new_tokens > c.first_tokens}
     return [c for c in one if (c.prompts, c.repeat) in timed]
@@ -90,7 +90,7 @@ def test_rates_and_speedups_follow_from_the_calls(results: dict[str, Result], ta
                 assert cell == "–"
                 continue
             ours, theirs = (of(result, name, batch) for name in (one.name, str(base)))
-            expected = rate(both_rate(ours, theirs)) / rate(both_rate(theirs, ours))
+            expected = rate(timed_in_both(ours, theirs)) / rate(timed_in_both(theirs, ours))
             assert first(cell) == pytest.approx(expected, abs=0.006)
             assert ("(" in cell) == (len(questions) >= 6), "no interval below six examples"
         whole_calls = of(result, one.name, batch)

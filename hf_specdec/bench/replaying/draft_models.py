@@ -85,7 +85,7 @@ def _processors(pair: LoadedPair, prompt: Tensor, settings: Settings) -> LogitsP
 class PredictedDrafter(BaseDrafter):
     """Drafts what a model would, as long as the text is the answer that it was shown.
 
-    Behind its first mistake a draft model goes on in another way; all that is drafted there is rejected, too.
+    After its first mistake a draft model goes on in another way; all that is drafted there is rejected, too.
 
     Args:
         rule: limits the number of drafts.
@@ -107,7 +107,7 @@ class PredictedDrafter(BaseDrafter):
         """The model's choices at the next places of the answer."""
         place, count = lengths[0] - self.start, max(min(self.rule.limit, room[0]), 0)
         drafts = list(self.tokens[place : place + count])
-        drafts += [max(self.eos_tokens, default=0) + 1] * (count - len(drafts))  # behind the answer's end
+        drafts += [max(self.eos_tokens, default=0) + 1] * (count - len(drafts))  # after the answer's end
         drafts = usable(drafts, max(drafts, default=0) + 1, self.eos_tokens)
         steps = self.rule.limit if self.compiled else len(drafts)
         return replace(point_masses(ids, lengths, [drafts], None), steps=steps)
