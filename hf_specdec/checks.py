@@ -31,6 +31,7 @@ OTHER_MODES = {
     "constraints": "constrained beam search",
     "dola_layers": "DoLa",
     "force_words_ids": "constrained beam search",
+    "max_matching_ngram_size": "the n-grams of transformers' prompt lookup (drafter='suffix' finds the longest match)",
     "prompt_lookup_num_tokens": "transformers' prompt lookup (ours is drafter='suffix')",
     "speculation_type": "a kind of draft that only transformers' assisted generation knows",
     "use_mtp": "transformers' multi-token prediction",
@@ -143,13 +144,11 @@ def _check_sizes(generation_config: GenerationConfig, model_kwargs: dict[str, An
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
     """
-    for name in ("prefill_chunk_size", "max_matching_ngram_size"):
-        size: Any = getattr(generation_config, name)
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"{name}={size!r} is not a size: pass a whole number of at least 1, or None.")
-    size = generation_config.prefill_chunk_size
+    size: Any = generation_config.prefill_chunk_size
     if size is None:
         return
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"prefill_chunk_size={size!r} is not a size: pass a whole number of at least 1, or None.")
     if cache_of(model_kwargs) is None:
         raise ValueError(
             f"prefill_chunk_size={size} without a cache: each chunk would be read with all before it, so leave it or "

@@ -174,6 +174,7 @@ def test_the_strategy_of_the_hook_by_its_other_name(pair) -> None:
 OTHER_MODES = {
     "dola_layers": "high",
     "force_words_ids": [[5]],
+    "max_matching_ngram_size": 3,
     "prompt_lookup_num_tokens": 3,
     "assistant_early_exit": 1,
     **({"speculation_type": "dflash"} if hasattr(GenerationConfig(), "speculation_type") else {}),
