@@ -171,7 +171,7 @@ def test_a_check_decodes_too(saved_pair: tuple[Path, Path], log: Path, tmp_path:
     report = next(tmp_path.glob("*.md")).read_text()
     assert (
         "Tokens/Round, fixed lookahead: at most 0.0% apart." in report
-        and "Times of suffix on the recorded engine" in report
+        and "Verification on the recorded engine" in report
     )
 
 

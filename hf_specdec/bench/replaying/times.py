@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.rules.round_statistics import Round
 
-_CALLS, _TOKENS = 4, 48  # of each contender, and new tokens of a call
+_CALLS, _TOKENS = 8, 48  # of each contender, and new tokens of a call
 _PERIOD = 24  # tokens of a text that repeats itself
 _FEW = 3  # rounds of a width; fewer tell little
 
@@ -75,19 +75,21 @@ def measured_times(
                 rounds[one.method.keywords["drafter"]] += stats.rounds[1:]
     if not all(rounds.values()):
         raise BenchError("--dataset: no answer is long enough to time its rounds; give longer ones, or --pass_times")
-    return {drafter: _medians(some) for drafter, some in rounds.items()}
+    # The target does the same work whoever drafted: its passes are pooled, so that one drafter's luck is nobody's gain.
+    verifying = _medians((one.width, one.seconds - one.draft_seconds) for some in rounds.values() for one in some)
+    return {
+        drafter: Costs(
+            _medians((one.draft_steps, one.draft_seconds / one.draft_steps) for one in some if one.draft_steps),
+            verifying,
+        )
+        for drafter, some in rounds.items()
+    }
 
 
-def _medians(rounds: Sequence[Round]) -> Costs:
-    steps: dict[int, list[float]] = {}
-    widths: dict[int, list[float]] = {}
-    for one in rounds:
-        widths.setdefault(one.width, []).append(one.seconds - one.draft_seconds)
-        if one.draft_steps:
-            steps.setdefault(one.draft_steps, []).append(one.draft_seconds / one.draft_steps)
-    return Costs(*({key: median(some) for key, some in _often(side).items()} for side in (steps, widths)))
-
-
-def _often(seen: Mapping[int, list[float]]) -> Mapping[int, list[float]]:
-    """Without what was seen seldom, unless all was."""
-    return {key: some for key, some in seen.items() if len(some) >= _FEW} or seen
+def _medians(seconds: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """By number of tokens or steps, without what was seen seldom, unless all was."""
+    seen: dict[int, list[float]] = {}
+    for number, taken in seconds:
+        seen.setdefault(number, []).append(taken)
+    often = {number: some for number, some in seen.items() if len(some) >= _FEW} or seen
+    return {number: median(some) for number, some in often.items()}

@@ -149,18 +149,20 @@ def timed(
             found[engine] = dict.fromkeys((one.method.keywords["drafter"] for one in here), given)
         else:
             found[engine] = measured_times(settings, here, longest.prompt, text.answer)
-    notes = [
-        f"Times of {drafter} on the {engine} engine, in ms: {_milliseconds(costs)}."
-        for engine, by_drafter in found.items()
-        for drafter, costs in by_drafter.items()
-    ]
+    notes = []
+    for engine, by_drafter in found.items():
+        shared = next(iter(by_drafter.values())).target
+        notes.append(f"Verification on the {engine} engine, in ms, by tokens: {_milliseconds(shared)}.")
+        notes += [
+            f"A draft step of {drafter} on the {engine} engine, in ms, by steps in a row: {_milliseconds(costs.draft)}."
+            for drafter, costs in by_drafter.items()
+            if costs.draft
+        ]
     return found, notes
 
 
-def _milliseconds(costs: Costs) -> str:
-    verifying = ", ".join(f"{width} {1000 * seconds:.2f}" for width, seconds in sorted(costs.target.items()))
-    drafting = ", ".join(f"{steps} {1000 * seconds:.2f}" for steps, seconds in sorted(costs.draft.items()))
-    return f"by tokens verified {verifying}" + (f"; a draft step, by their number {drafting}" if drafting else "")
+def _milliseconds(seconds: Mapping[int, float]) -> str:
+    return ", ".join(f"{number} {1000 * taken:.2f}" for number, taken in sorted(seconds.items()))
 
 
 def render(result: Result) -> list[Block]:
