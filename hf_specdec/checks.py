@@ -34,7 +34,7 @@ OTHER_MODES = {
     "max_matching_ngram_size": "the n-grams of transformers' prompt lookup (drafter='suffix' finds the longest match)",
     "prompt_lookup_num_tokens": "transformers' prompt lookup (ours is drafter='suffix')",
     "speculation_type": "a kind of draft that only transformers' assisted generation knows",
-    "use_mtp": "transformers' multi-token prediction",
+    "use_mtp": "transformers' multi-token prediction (ours is drafter='mtp')",
 }
 
 # The versions that setup.py requires: from the first up to, but not including, the second.

@@ -289,6 +289,8 @@ def _decoder(
     drafter = make_drafter(config, call)
     capacity, chunk = call.transcript.capacity, call.generation_config.prefill_chunk_size
     target = runner_for(model, model_kwargs, input_ids, capacity, cached, call.kernels, chunk)
+    if drafter.states is not None:
+        target.hand_out(drafter.states)
     do_sample = bool(call.generation_config.do_sample)
     strategy = STRATEGY_TABLE[config.strategy]
     positions = context_length(model)
@@ -303,7 +305,8 @@ def _decoder(
         # Custom processors may need gradients, which inference mode rules out.
         mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
         max_positions=None if positions is None else positions - cached,
-        drafts_in_first_round=_last_token_visible(model, model_kwargs)
+        drafts_in_first_round=drafter.states is None
+        and _last_token_visible(model, model_kwargs)
         and not target.prompt_alone
         and (chunk is None or has_default_inputs(model)),
     )

@@ -7,6 +7,7 @@ modified. Classes that override `generate` reach the wrapper through `super().ge
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -41,6 +42,8 @@ from hf_specdec.models.traits import generating_parts, media_of, wrapped_model
 from hf_specdec.prepared.engine_store import release
 
 ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
+# Arguments of transformers that ask for a drafter of the target's own: the value, and what the drafter is called here.
+ASKED_FOR_BY = {"use_mtp": (True, "mtp")}
 _UNSET: Any = object()
 
 _parameters = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
@@ -243,6 +246,7 @@ def _speculative_call(
         call.pop(name, None)
     check_flags(synced_gpus=call.get("synced_gpus"), token_healing=_configured(model, call, "token_healing"))
     check_cache_implementation(model, _configured(model, call, "cache_implementation"))
+    settings |= _own_drafter(model, call)
     draft = settings.pop("assistant_model", None)
     tokenizer = call.pop("tokenizer", None)
     decoding = SpeculativeDecoding(
@@ -261,6 +265,21 @@ def _speculative_call(
         )
     _add_stop_strings(model, call, tokenizer)
     return {**call, "custom_generate": decoding}
+
+
+def _own_drafter(model: PreTrainedModel, call: dict[str, Any]) -> dict[str, Any]:
+    """The drafter that transformers' arguments ask for; takes these out of the call, which would refuse batches."""
+    chosen = {}
+    for name, (value, drafter) in ASKED_FOR_BY.items():
+        if _configured(model, call, name) == value:
+            chosen["drafter"] = drafter
+            call.pop(name, None)
+            if (given := call.get("generation_config")) is not None:
+                call["generation_config"] = given = copy.deepcopy(given)
+                setattr(given, name, False)  # None would be filled in from the model's
+            elif hasattr(model.generation_config, name):
+                call[name] = False
+    return chosen
 
 
 def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabled]) -> dict[str, Any]:

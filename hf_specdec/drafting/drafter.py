@@ -13,6 +13,7 @@ from transformers.generation import CandidateGenerator
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import CertainWhereKept
 from hf_specdec.lengths.stop_rules import StopRule
+from hf_specdec.models.hidden_states import HiddenStates
 from hf_specdec.rules.round_statistics import Round
 
 
@@ -55,6 +56,10 @@ class PreparedDrafting:
 
 class Drafter(Protocol):
     """The interface between the decoding loop and a drafter."""
+
+    @property
+    def states(self) -> HiddenStates | None:
+        """Where it reads the target's hidden states; None if it does not. It can't draft in the first round then."""
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """Draft after each row's text.
@@ -99,6 +104,11 @@ class BaseDrafter(CandidateGenerator):
         self.rule = rule
         self.max_length = max_length
         self.rollback = rollback
+
+    @property
+    def states(self) -> HiddenStates | None:
+        """None: it reads no hidden states."""
+        return None
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """Draft up to `room` tokens for each row; subclasses define it."""

@@ -17,6 +17,7 @@ from hf_specdec.drafting.draft_inputs import draft_inputs, source_tokens
 from hf_specdec.drafting.drafter import Drafter, NoDrafter
 from hf_specdec.drafting.hybrid import HybridDrafter
 from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.drafting.mtp import MtpDrafter
 from hf_specdec.drafting.other_device import OtherDeviceDrafter, can_draft_ahead, is_on_other_device
 from hf_specdec.drafting.other_tokenizer import OtherTokenizerDrafter, of_any_vocabulary, translated_inputs
 from hf_specdec.drafting.suffix import SuffixDrafter
@@ -28,6 +29,8 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import LengthHistory, length_history
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.cache_names import cache_argument, cache_of
+from hf_specdec.models.hidden_states import HiddenStates
+from hf_specdec.models.mtp_runner import MtpRunner, mtp_layers
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.runner_choice import Runner, runner_for
 from hf_specdec.models.static_cache import CacheSize
@@ -91,6 +94,7 @@ def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
         "model": lambda: _model(config, call, stop_rule(config, known)),
         "suffix": lambda: _suffix(config, call, known),
         "hybrid": lambda: _hybrid(config, call, known),
+        "mtp": lambda: _mtp(config, call, stop_rule(config, known)),
         "none": NoDrafter,
     }
     drafter = makers[config.drafter]()
@@ -159,6 +163,24 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     ahead = steady and runner.rewinds_far and can_draft_ahead(draft.device, input_ids.device, len(input_ids))
     payoff = ahead_payoff(call.model, _situation(config, call)) if ahead else None
     return OtherDeviceDrafter(runner, call.processors, rule, device=draft.device, payoff=payoff, **settings)
+
+
+def _mtp(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> MtpDrafter:
+    transcript, do_sample = call.transcript, bool(call.generation_config.do_sample)
+    layers, positions = mtp_layers(call.model), context_length(call.model)
+    prompts, tokens, kwargs = transcript.sequences, transcript.capacity, call.model_kwargs
+    runner = MtpRunner(layers, HiddenStates([-1]), kwargs, prompts, tokens, call.kernels)
+    return MtpDrafter(
+        runner,
+        call.processors,
+        rule,
+        vocabulary=vocabulary_size(call.model),
+        do_sample=do_sample,
+        keep_probs=STRATEGY_TABLE[config.strategy].keeps_draft_probs(do_sample),
+        eos_tokens=transcript.eos_tokens,
+        max_positions=positions,
+        steps_per_sync=_steps_per_sync(call.model.device, rule, config.longest_draft),
+    )
 
 
 def _steps_per_sync(device: torch.device, rule: StopRule, longest: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_specdec.drafting.drafter import Drafter, DraftProposal, no_drafts
 from hf_specdec.host.caller import warn_caller
+from hf_specdec.models.hidden_states import HiddenStates
 from hf_specdec.rules.round_statistics import Round
 
 
@@ -21,6 +22,11 @@ class TolerantDrafter:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter: Drafter | None = drafter
+
+    @property
+    def states(self) -> HiddenStates | None:
+        """The drafter's."""
+        return None if self._drafter is None else self._drafter.states
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """The drafter's proposal; none once it has failed."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_specdec.config import FORESEEN_TOKENS
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, takes_cache
+from hf_specdec.models.hidden_states import HiddenStates
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recurrent_states import recurrent_layers
@@ -101,6 +102,7 @@ class DynamicRunner:
         )
         self.stages = stages_of(model, self._positions, prompt_length, hidden, capacity)
         self._aside: Sequence[int] = ()
+        self.states: HiddenStates | None = None
         needs_text = self.cache is None or self._own_inputs or not self._names_cache
         self._text = input_ids[:, :read] if needs_text else None
         self._causal = None
@@ -168,6 +170,8 @@ class DynamicRunner:
         inputs |= self._outputs.last(count)
         with self._mode(), self._kernels():
             outputs = self.model(**inputs, return_dict=True)
+        if self.states is not None:
+            self.states.add([n - appended for n in read], self.states.of_outputs(outputs, appended))
         if self._text is not None:
             self._text = text
         if not self.passes and not self._names_cache:
@@ -223,6 +227,10 @@ class DynamicRunner:
         if self.cache is not None:
             cache_rollback.realign(self.cache, self._width, shifts, new_width, self._apart)
         self._width = new_width
+
+    def hand_out(self, states: HiddenStates) -> None:
+        """Hand out the hidden states of every token that passes read from now on."""
+        self.states, self._outputs = states, self._outputs.with_hidden_states(states.layers)
 
     def set_aside(self, rows: Sequence[int], position: int) -> None:
         """Run the new tokens of these rows at one position until further notice, since nothing comes of them.

@@ -227,16 +227,20 @@ def recordable(model: PreTrainedModel) -> bool:
     return model.device.type == "cpu" and can_trace() and has_fixed_rope(model) and not runs_custom_python(model)
 
 
-def recorded_passes(model: PreTrainedModel, kernels: Kernels = onednn_linears) -> RecordedPasses | None:
+def recorded_passes(
+    model: PreTrainedModel, kernels: Kernels = onednn_linears, layers_read: Sequence[int] = ()
+) -> RecordedPasses | None:
     """The recordings that calls share while the model's state is the same; None if it is not `recordable`.
 
     Args:
-        kernels: what passes run in. Those of other kernels have recordings of their own.
+        kernels, layers_read: what passes run in, and the layers whose hidden states they return. Others have
+            recordings of their own.
     """
     if not recordable(model):
         return None
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    return _known.of(model, (state_of(model), forms_of(model), kernels), partial(RecordedPasses, layers))
+    key = state_of(model), forms_of(model), kernels, tuple(layers_read)
+    return _known.of(model, key, partial(RecordedPasses, layers))
 
 
 def recordings_of(model: PreTrainedModel) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.dynamic_runner import DynamicRunner
+from hf_specdec.models.hidden_states import HiddenStates
 from hf_specdec.models.traits import media_of
 
 
@@ -54,6 +55,7 @@ class RowByRowRunner:
             ids = input_ids[row : row + 1]
             self.rows.append(DynamicRunner(model, kwargs, ids, *further))
         self._fed: Sequence[int] = range(len(self.rows))
+        self.states: HiddenStates | None = None
         self.stages, self.prompt_alone = self.rows[0].stages, self.rows[0].prompt_alone
 
     @property
@@ -68,9 +70,32 @@ class RowByRowRunner:
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """As `DynamicRunner.forward`."""
+        places = self.read
         logits = {row: self.rows[row].forward(tokens[row : row + 1], count) for row in self._fed}
-        nothing = torch.zeros_like(next(iter(logits.values())))
-        return torch.cat([logits.get(row, nothing) for row in range(len(self.rows))])
+        if self.states is not None:
+            self.states.add(places, self._joined(self._handed_out(places, tokens.shape[1])))
+        return self._joined(logits)
+
+    def _joined(self, by_row: Mapping[int, Tensor]) -> Tensor:
+        """One tensor of those of some rows, zeros for the others."""
+        nothing = torch.zeros_like(next(iter(by_row.values())))
+        return torch.cat([by_row.get(row, nothing) for row in range(len(self.rows))])
+
+    def _handed_out(self, places: Sequence[int], width: int) -> dict[int, Tensor]:
+        """The hidden states `[1, width, H]` that the rows have just handed out, which they forget."""
+        handed = {}
+        for row in self._fed:
+            states = self.rows[row].states
+            assert states is not None, "set by `hand_out`"
+            handed[row] = states.of([places[row]], width)
+            states.drop([self.rows[row].read[0]])
+        return handed
+
+    def hand_out(self, states: HiddenStates) -> None:
+        """As `DynamicRunner.hand_out`."""
+        self.states = states
+        for runner in self.rows:
+            runner.hand_out(HiddenStates(states.layers))
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `DynamicRunner.rewind`."""

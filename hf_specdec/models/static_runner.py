@@ -17,6 +17,7 @@ from hf_specdec.config import FORESEEN_TOKENS
 from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 from hf_specdec.models.cache_rollback import holds_whole_text, new_cache
 from hf_specdec.models.dynamic_runner import extend_count, extend_mask, in_chunks, prompt_positions
+from hf_specdec.models.hidden_states import HiddenStates
 from hf_specdec.models.masks import (
     MAX_MASKED_TOKENS,
     CausalMasks,
@@ -147,9 +148,10 @@ class StaticRunner:
         self._one_row = batch_size == 1 and mask is None
         self._tables: dict[str, CausalMasks | SlotMasks] = {}
         self._mode, self._kernels = pass_mode(model), kernels(model)
-        self._recorded = recorded_passes(model, kernels)
+        self._recorded, self._made_for = recorded_passes(model, kernels), kernels
         self._weights = [] if self._recorded is None else [*model.parameters(), *model.buffers()]
         self.outputs = Outputs.of(model)
+        self.states: HiddenStates | None = None
         self.compiled: Passes | None = None
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
@@ -169,20 +171,28 @@ class StaticRunner:
         slots = self._slots(read, width)
         logits = self.compiled.run(tokens, slots) if self.compiled is not None and any(read) else None
         if logits is None:
-            logits = self._uncompiled(tokens, slots, span, count)
+            logits, states = self._uncompiled(tokens, slots, span, count)
+            if self.states is not None and states is not None:
+                self.states.add(self.read, self._by_row(states))
         self.passes += 1
         for row in self._fed:
             self.read[row] += width
         return self._by_row(logits if logits.shape[1] == count else logits[:, -count:])
 
-    def _uncompiled(self, tokens: Tensor, slots: Tensor, span: int, count: int) -> Tensor:
+    def _uncompiled(self, tokens: Tensor, slots: Tensor, span: int, count: int) -> tuple[Tensor, Tensor | None]:
+        """The pass's logits, and the hidden states `[m, k, H]` if they are asked for."""
         with self._mode(), self._kernels():
             self.cache.reserve(span)
             if self._recorded is not None and self.passes and any(self.read) and tokens.shape[1] <= MAX_MASKED_TOKENS:
                 return self._recorded_pass(self._recorded, tokens, slots, span)
             masks, positions = self._masks_of(slots, span), self._positions_of_pass()
             asked = self.outputs.last(count)
-            return masked_pass(self.model, self.cache, tokens, slots, positions, masks, span=span, asked=asked)
+            outputs = masked_pass(self.model, self.cache, tokens, slots, positions, masks, span=span, asked=asked)
+        if self.states is None:
+            return outputs.logits, None
+        states = self.states.of_outputs(outputs, tokens.shape[1])
+        self._states_width = states.shape[2]
+        return outputs.logits, states
 
     def _lengthen(self, slots: int) -> None:
         """Extend the tables of masks and positions to twice the slots that are needed."""
@@ -207,16 +217,29 @@ class StaticRunner:
             return self._all_slots[:, read[0] : read[0] + width]
         return self._all_slots[:, :width] + on_device(read, self._all_slots.device).unsqueeze(1)
 
-    def _recorded_pass(self, recorded: RecordedPasses, tokens: Tensor, slots: Tensor, span: int) -> Tensor:
-        """A pass over few tokens, recorded after a while; it returns all logits, so one recording serves all counts."""
-        masks, asked = self._ready_masks(slots, span), self.outputs.last(None)
+    def _recorded_pass(
+        self, recorded: RecordedPasses, tokens: Tensor, slots: Tensor, span: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """A pass over few tokens, recorded after a while; it returns all logits, so one recording serves all counts.
+
+        A recording returns one tensor: the logits, after the hidden states if they are asked for.
+        """
+        masks, asked, handed = self._ready_masks(slots, span), self.outputs.last(None), self.states
 
         def step(tokens: Tensor, slots: Tensor, positions: Tensor, *rest: Tensor, model: Any = self.model) -> Tensor:
             given, looked_at = _by_kind(dict(zip(masks, rest, strict=False))), rest[0].shape[-1]
-            return masked_pass(model, self.cache, tokens, slots, positions, given, span=looked_at, asked=asked)
+            outputs = masked_pass(model, self.cache, tokens, slots, positions, given, span=looked_at, asked=asked)
+            if handed is None:
+                logits: Tensor = outputs.logits
+                return logits
+            return torch.cat([handed.of_outputs(outputs, tokens.shape[1]), outputs.logits], dim=-1)
 
         inputs = [tokens, slots, self.positions, *masks.values(), *self.cache.tensors(), *self._weights]
-        return recorded.of(len(self._fed)).run(step, inputs, span, self.model)
+        returned = recorded.of(len(self._fed)).run(step, inputs, span, self.model)
+        if handed is None:
+            return returned, None
+        width = self._states_width
+        return returned[..., width:], returned[..., :width].to(self.model.dtype)
 
     def _by_row(self, logits: Tensor) -> Tensor:
         """`[B, count, V]` from the logits `[m, count, V]` of the rows in use; zeros for the others."""
@@ -249,6 +272,11 @@ class StaticRunner:
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `DynamicRunner.rewind`; only lengths change."""
         self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
+
+    def hand_out(self, states: HiddenStates) -> None:
+        """As `DynamicRunner.hand_out`."""
+        self.states, self.outputs = states, self.outputs.with_hidden_states(states.layers)
+        self._recorded = recorded_passes(self.model, self._made_for, states.layers)
 
     def set_aside(self, rows: Sequence[int], position: int) -> None:
         """As `DynamicRunner.set_aside`."""
@@ -338,7 +366,8 @@ def static_pass(
         Logits `[B, count, V]`, or of all tokens `[B, k, V]`.
     """
     masks = slot_masks(slots, visible[:, :span], windows, model.dtype)
-    return masked_pass(model, cache, tokens, slots, positions, masks, span=span, asked=asked)
+    logits: Tensor = masked_pass(model, cache, tokens, slots, positions, masks, span=span, asked=asked).logits
+    return logits
 
 
 def masked_pass(
@@ -351,10 +380,10 @@ def masked_pass(
     *,
     span: int,
     asked: dict[str, Any],
-) -> Tensor:
-    """`static_pass` with given masks: 4-D ones, or for a prompt the 2-D one of `generate`."""
+) -> Any:
+    """The outputs of `static_pass` with given masks: 4-D ones, or for a prompt the 2-D one of `generate`."""
     cache.slots.next_pass(slots, span)
-    logits: Tensor = model(
+    return model(
         input_ids=tokens,
         attention_mask=masks,
         position_ids=positions.gather(1, slots),
@@ -362,5 +391,4 @@ def masked_pass(
         return_dict=True,
         **{CACHE_NAME: cache},
         **asked,
-    ).logits
-    return logits
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -118,11 +118,11 @@ class Outputs:
 
     Args:
         keeps_logits: whether `forward` can return the last logits only (`logits_to_keep`).
-        unread: the arguments that leave other outputs out.
+        unread: the arguments that leave other outputs out, or ask for some.
     """
 
     keeps_logits: bool
-    unread: Mapping[str, bool]
+    unread: Mapping[str, Any]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Outputs:
@@ -133,6 +133,10 @@ class Outputs:
         asked = [name for name in UNREAD if any(getattr(config, name, False) for config in configs)]
         unread = {name: False for name in asked if takes_any or name in parameters}
         return cls("logits_to_keep" in parameters, unread)
+
+    def with_hidden_states(self, layers: Sequence[int]) -> Outputs:
+        """With the hidden states of some layers, by their indices among all, beside the logits."""
+        return replace(self, unread={**self.unread, "output_hidden_states": list(layers)})
 
     def last(self, count: int | None) -> dict[str, Any]:
         """The arguments of a pass that returns at least the last `count` logits; all if None."""

@@ -299,6 +299,8 @@ def _refusal_of(runner: StaticRunner, transcript: Transcript) -> str | None:
     """
     model = runner.model
     name = type(model).__name__
+    if runner.states is not None:
+        return f"the draft reads hidden states of {name}, which compiled code does not return."
     if not _within(context_length(model), transcript):
         return f"it may exceed the context of {name}."
     if not bool(runner.visible[:, transcript.prompt_length - 1].all()):

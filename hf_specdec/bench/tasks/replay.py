@@ -29,7 +29,7 @@ from hf_specdec.bench.running.measuring import measured, new
 from hf_specdec.bench.running.methods import ENGINES, Contender, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.config import DRAFTERS, SpeculationConfig
+from hf_specdec.config import DRAFTERS, OWN_DRAFTERS, SpeculationConfig
 from hf_specdec.drafting.two_vocabularies import needs_translation
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16, "auto")
@@ -89,7 +89,8 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
 
     Drafters that need a draft model take part where there is one.
     """
-    asked = [SpeculationConfig(drafter=name) for name in settings.grid.get("drafter") or DRAFTERS]
+    known = [name for name in DRAFTERS if name not in OWN_DRAFTERS]
+    asked = [SpeculationConfig(drafter=name) for name in settings.grid.get("drafter") or known]
     lacking = [one.drafter for one in asked if one.drafts_by_model and pair.draft is None]
     if lacking and "drafter" in settings.grid:
         raise BenchError(f"--drafter: {lacking[0]!r} needs a draft model here; give it by --assistant_model")

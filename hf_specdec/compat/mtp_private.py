@@ -1,0 +1,113 @@
+"""The multi-token-prediction layers of transformers' `MtpModel`, run one by one. Seen in transformers 5.23 and 5.24."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers import PreTrainedModel, modeling_layers
+
+FIRST_VERSION = "5.23"  # the first whose models hand out the hidden states of chosen layers
+# The fields that count the layers, in transformers' configurations and in those of checkpoints that it reads.
+COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
+
+
+def check_version(argument: str) -> None:
+    """Refuse versions of transformers whose models don't hand out the hidden states of chosen layers.
+
+    Raises:
+        ValueError: names the argument, and the version that it needs.
+    """
+    if Version(transformers.__version__).release < Version(FIRST_VERSION).release:
+        raise ValueError(
+            f"{argument} needs transformers {FIRST_VERSION} or newer, and {transformers.__version__} is installed: "
+            f"pip install 'transformers>={FIRST_VERSION}'."
+        )
+
+
+def layer_count(model: PreTrainedModel) -> int:
+    """How many such layers a model's configuration names; 0 if none."""
+    config = model.config.get_text_config(decoder=True)
+    return next((count for name in COUNTS if (count := getattr(config, name, None))), 0)
+
+
+@contextmanager
+def _as_transformers_names_them(model: PreTrainedModel) -> Iterator[None]:
+    """While a model is loaded, its configuration has the fields that `MtpModel` reads; Qwen3.5's has others."""
+    config, count = model.config.get_text_config(decoder=True), layer_count(model)
+    fields: dict[str, Any] = {"num_mtp_layers": count}
+    if getattr(config, "layer_types", None) is not None:
+        fields["mtp_layer_types"] = ["full_attention"] * count
+    missing = {name: value for name, value in fields.items() if getattr(config, name, None) is None}
+    try:
+        for name, value in missing.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name in missing:
+            delattr(config, name)
+
+
+def load(model: PreTrainedModel) -> Any:
+    """The `MtpModel` of a target, from the checkpoint that it was loaded from, in the target's dtype.
+
+    Embeddings, head and rotary frequencies are the target's own.
+
+    Raises:
+        OSError, RuntimeError, ValueError: the checkpoint is not there or has no such weights.
+    """
+    last = next(model.get_decoder().layers[-1].parameters())
+    with _as_transformers_names_them(model):
+        made = modeling_layers.MtpModel.from_pretrained(model, device_map={"": last.device})
+    for name, part in made.named_children():
+        if name in ("layers", "shared_post_norm"):
+            part.to(last.device, last.dtype)
+    return made.eval()
+
+
+def layer_states(
+    mtp: Any, layer: int, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any
+) -> Tensor:
+    """What a layer makes of tokens and of the hidden states before them, as `MtpModel.forward_layer`.
+
+    That method makes masks for one row only.
+
+    Args:
+        embeddings, states: `[B, k, H]`.
+        positions: `[B, k]`, of the tokens.
+        mask: additive, `[B, 1, k, span]`.
+        cache: of all layers.
+
+    Returns:
+        `[B, k, H]`.
+    """
+    rotated = None
+    if mtp.rotary_emb is not None:
+        kind = {"layer_type": mtp.config.layer_types[layer]} if getattr(mtp, "has_per_layer_rope", False) else {}
+        rotated = mtp.rotary_emb(embeddings, position_ids=positions, **kind)
+    made: Tensor = mtp.layers[layer](
+        embeddings,
+        states,
+        position_embeddings=rotated,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+    )
+    return mtp.shared_post_norm(made) if mtp.use_shared_post_norm else made
+
+
+def logits(mtp: Any, states: Tensor) -> Tensor:
+    """The target's head over hidden states of the layers `[..., H]`."""
+    projected: Tensor = mtp._project_to_logits(states)
+    return projected
+
+
+def keeps_other_states(mtp: Any) -> bool:
+    """Whether a layer keeps more than keys and values of its tokens, which rows of different lengths can't share."""
+    block = type(mtp.layers[0].mtp_block)
+    return "conv_mask" in inspect.signature(block.forward).parameters

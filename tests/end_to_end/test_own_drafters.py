@@ -1,0 +1,287 @@
+"""Drafters that models bring along: the target's text and distribution, transformers' proposals, and its passes.
+
+The targets and their layers are random, over a vocabulary of 8 tokens, so that some drafts are accepted by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import sampled_outputs
+from helpers.identity import same_as_plain
+from helpers.models import llama, prompts
+from helpers.own_drafters import FAMILIES, PAD, SEVERAL, VOCABULARY, lend, needs_own_drafters, target_with_mtp
+from helpers.sampled_outputs import FALSE_FAILURE, Combination, Draws, odds_of_independence, odds_of_outputs
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, modeling_layers
+from transformers.generation import candidate_generator
+
+import hf_specdec
+from hf_specdec import SpeculativeDecoding
+from hf_specdec.compat import mtp_private
+from hf_specdec.drafting.drafter import DraftProposal
+from hf_specdec.drafting.mtp import MtpDrafter
+from hf_specdec.models.cache_names import CACHE_NAME
+from hf_specdec.models.hidden_states import HiddenStates
+
+pytestmark = needs_own_drafters
+BY_LAYERS = [(family, layers) for family in FAMILIES for layers in (1, 3) if layers == 1 or family in SEVERAL]
+# transformers' assisted generation refuses recurrent targets.
+WITHOUT_STATE = [(family, layers) for family, layers in BY_LAYERS if not family.startswith("Qwen")]
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+
+
+def texts(rows: int, padded: bool = True) -> dict[str, Tensor]:
+    """Random prompts of nine tokens, the second of them with three of padding."""
+    ids = torch.randint(2, VOCABULARY, (rows, 9), generator=torch.Generator().manual_seed(rows))
+    mask = torch.ones_like(ids)
+    if padded and rows > 1:
+        ids[1, :3], mask[1, :3] = PAD, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.fixture
+def with_mtp(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PreTrainedModel]:
+    """Makes a target that brings layers along."""
+
+    def made(family: str = "DeepseekV3ForCausalLM", layers: int = 1) -> PreTrainedModel:
+        model, mtp = target_with_mtp(family, layers)
+        lend(monkeypatch, model, mtp)
+        return model
+
+    return made
+
+
+def drafted_and_accepted(stats: Any) -> tuple[int, int]:
+    return sum(sum(one.drafted) for one in stats.rounds), sum(sum(one.accepted) for one in stats.rounds)
+
+
+@pytest.mark.parametrize(("family", "layers"), BY_LAYERS)
+def test_the_text_is_that_of_plain_generate(family: str, layers: int, with_mtp) -> None:
+    model = with_mtp(family, layers)
+    drafted = accepted = 0
+    for rows, lengths in ((1, (1, 3, "auto")), (2, (2, 5)), (4, (1, 3, "auto"))):
+        inputs = texts(rows)
+        plain = model.generate(**inputs, **GREEDY)
+        for length in lengths:
+            out = same_as_plain(model, None, inputs, GREEDY, plain, use_mtp=True, num_assistant_tokens=length)
+            made = drafted_and_accepted(out.speculation)
+            drafted, accepted = drafted + made[0], accepted + made[1]
+    assert 0 < accepted < drafted
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "static cache": {"cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+    "end of text": {"eos_token_id": [3, 5]},
+    "prompt in chunks": {"prefill_chunk_size": 2},
+    "a penalty that reads the text": {"repetition_penalty": 1.3},
+    "BiLD at its lossless limit": {"generation_strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.0},
+    "confidence": {"assistant_confidence_threshold": 0.5},
+    "errors of the draft tolerated": {"on_draft_error": "continue"},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("call", CALLS)
+def test_it_is_so_with_other_arguments(call: str, rows: int, with_mtp) -> None:
+    given = dict(CALLS[call])
+    ours = {name: given.pop(name) for name in list(given) if not hasattr(GenerationConfig(), name)}
+    ours |= {name: given.pop(name) for name in ("assistant_confidence_threshold",) if name in given}
+    model = with_mtp("DeepseekV3ForCausalLM", 2)
+    out = same_as_plain(model, None, texts(rows), {**GREEDY, **given}, use_mtp=True, num_assistant_tokens=3, **ours)
+    assert drafted_and_accepted(out.speculation)[0]
+
+
+def test_it_goes_on_from_the_callers_cache(with_mtp) -> None:
+    model, inputs = with_mtp("Glm4MoeForCausalLM", 2), texts(2, padded=False)
+    outputs = []
+    for settings in ({}, {"generation_strategy": "speculative", "use_mtp": True}):
+        cache = DynamicCache(config=model.config)
+        with hf_specdec.enable(model):
+            first = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 5}, **{CACHE_NAME: cache}, **settings)
+            outputs.append(model.generate(first, **GREEDY, **{CACHE_NAME: cache}, **settings))
+    assert torch.equal(*outputs)
+
+
+def test_the_argument_may_stand_in_a_generation_config(with_mtp) -> None:
+    model, inputs = with_mtp(), texts(3)
+    model.generation_config.update(max_new_tokens=24, do_sample=False, pad_token_id=PAD)
+    plain = model.generate(**inputs)
+    for config in (GenerationConfig(), model.generation_config):
+        config.use_mtp = True
+        with hf_specdec.enable(model, generation_strategy="speculative"):
+            assert torch.equal(model.generate(**inputs, generation_config=config), plain)
+        stats = hf_specdec.last_speculation(model)
+        assert stats is not None and drafted_and_accepted(stats)[0]
+
+
+def proposals(
+    model: PreTrainedModel, inputs: dict[str, Tensor], monkeypatch, **call: Any
+) -> list[dict[int, list[int]]]:
+    """What transformers' generator and ours propose, by the length of the text."""
+    theirs: dict[int, list[int]] = {}
+    ours: dict[int, list[int]] = {}
+    generator = candidate_generator.MTPCandidateGenerator
+    get, propose = generator.get_candidates, MtpDrafter.propose
+
+    def get_candidates(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = get(self, input_ids, *args, **kwargs)
+        if (length := input_ids.shape[1]) < found[0].shape[1]:
+            theirs[length] = found[0][0, length:].tolist()
+        return found
+
+    def proposed(self: Any, ids: Tensor, lengths: Any, room: Any) -> DraftProposal:
+        made = propose(self, ids, lengths, room)
+        if made.lengths[0]:
+            ours[lengths[0]] = made.tokens[0, : made.lengths[0]].tolist()
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator, "get_candidates", get_candidates)
+        patch.setattr(MtpDrafter, "propose", proposed)
+        plain = model.generate(**inputs, **GREEDY, use_mtp=True)
+        with hf_specdec.enable(model, generation_strategy="speculative"):
+            assert torch.equal(model.generate(**inputs, **GREEDY, use_mtp=True, **call), plain)
+    end = plain.shape[1] - call["num_assistant_tokens"]  # drafts that would not fit any more differ
+    return [{n: tokens for n, tokens in made.items() if n < end} for made in (theirs, ours)]
+
+
+@pytest.mark.parametrize(("family", "layers"), WITHOUT_STATE)
+def test_proposals_are_those_of_transformers(family: str, layers: int, with_mtp, monkeypatch) -> None:
+    model = with_mtp(family, layers)
+    theirs, ours = proposals(model, texts(1), monkeypatch, num_assistant_tokens=layers)
+    assert theirs == ours
+    assert len(ours) > 5
+
+
+def test_control_states_of_the_place_before_give_other_proposals(with_mtp, monkeypatch) -> None:
+    of = HiddenStates.of
+    monkeypatch.setattr(HiddenStates, "of", lambda self, places, width: of(self, [p - 1 for p in places], width))
+    theirs, ours = proposals(with_mtp(), texts(1), monkeypatch, num_assistant_tokens=1)
+    assert theirs != ours
+
+
+def test_control_keys_of_rejected_drafts_give_other_proposals(with_mtp, monkeypatch) -> None:
+    """Nothing is read again after a round, although later layers had read drafts."""
+    model = with_mtp("DeepseekV3ForCausalLM", 3)
+    monkeypatch.setattr(
+        "hf_specdec.models.mtp_runner.MtpRunner.begin",
+        lambda self, lengths: setattr(self, "_certain", [max(n - 2, 0) if self.passes else 0 for n in lengths]),
+    )
+    theirs, ours = proposals(model, texts(1), monkeypatch, num_assistant_tokens=3)
+    assert theirs != ours
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_passes_are_one_of_the_target_a_round_and_one_of_a_layer_a_token(layers: int, length: int, with_mtp) -> None:
+    """Every layer runs, also for shorter drafts; nothing is drafted before the target has read the prompt."""
+    model, seen = with_mtp("Glm4MoeForCausalLM", layers), []
+    decoding = SpeculativeDecoding(drafter="mtp", num_assistant_tokens=length)
+    counted = model.model.register_forward_hook(lambda *_: seen.append(1))
+    model.generate(**texts(2), **GREEDY, custom_generate=decoding)
+    counted.remove()
+    assert decoding.stats is not None
+    first, *rest = decoding.stats.rounds
+    assert len(seen) == 1 + len(rest)
+    assert (first.draft_steps, max(first.drafted)) == (0, 0)
+    assert {one.draft_steps for one in rest if max(one.drafted) == length} == {max(length, layers)}
+    assert {one.draft_steps for one in rest} <= {0, *range(layers, max(length, layers) + 1)}
+
+
+SAMPLED = [
+    Combination(drafter="mtp"),
+    Combination(drafter="mtp", verification="block", processor="top_p"),
+    Combination(drafter="mtp", stop="entropy", processor="repetition", cache="off"),
+    Combination(drafter="mtp", batch="one", cache="the caller's"),
+    Combination(drafter="mtp", strategy="bild", stop="auto", cache="static", end="no end"),
+    Combination(drafter="mtp", strategy="ensemble", verification="block", processor="temperature"),
+]
+
+
+@pytest.fixture
+def sampled_target(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """The target whose sampled outputs are enumerated, with two layers."""
+    target = sampled_outputs.models()["target"]
+    monkeypatch.setattr(target.config, "num_mtp_layers", 2, raising=False)
+    torch.manual_seed(3)
+    mtp = modeling_layers.MtpModel(target, 2)
+    mtp.layers.double()
+    lend(monkeypatch, target, mtp.eval())
+    return target
+
+
+@pytest.mark.parametrize("c", SAMPLED, ids=", ".join)
+def test_outputs_are_distributed_as_the_targets_own(c: Combination, sampled_target) -> None:
+    draws = Draws(c)
+    assert odds_of_outputs(draws, c) > FALSE_FAILURE
+    if c.batch == "rows":
+        assert odds_of_independence(draws, c) > FALSE_FAILURE
+    assert 0 < draws.accepted < draws.drafted
+
+
+def test_control_other_probabilities_than_those_drawn_from_fail(sampled_target, monkeypatch) -> None:
+    propose = MtpDrafter.propose
+
+    def flattened(self: Any, ids: Tensor, lengths: Any, room: Any) -> DraftProposal:
+        made = propose(self, ids, lengths, room)
+        probs = None if made.probs is None else torch.full_like(made.probs, 1 / made.probs.shape[-1])
+        return DraftProposal(made.tokens, made.lengths, probs, made.steps)
+
+    monkeypatch.setattr(MtpDrafter, "propose", flattened)
+    c = SAMPLED[0]
+    assert odds_of_outputs(Draws(c), c) < FALSE_FAILURE
+
+
+def test_layers_are_read_from_the_checkpoint_once(tmp_path, monkeypatch) -> None:
+    model, mtp = target_with_mtp("Qwen3_5ForCausalLM", 1)
+    weights = dict(model.state_dict())
+    names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+    for name, weight in mtp.layers.state_dict().items():
+        part = name.removeprefix("0.")
+        place = part.removeprefix("mtp_block.")
+        stored = f"layers.0.{place}" if place != part else part.replace(part.split(".")[0], names[part.split(".")[0]])
+        weights[f"mtp.{stored}"] = weight
+    model.save_pretrained(tmp_path, state_dict=weights)
+    loads, load = [], mtp_private.load
+    monkeypatch.setattr(mtp_private, "load", lambda given: loads.append(given) or load(given))
+    read = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    for field in ("num_mtp_layers", "mtp_layer_types"):
+        delattr(read.config, field)
+    read.config.mtp_num_hidden_layers = 1  # as Qwen's own checkpoints say it
+    for target in (model, read):
+        target.generation_config.update(**GREEDY, pad_token_id=PAD)
+    inputs, made = texts(2), []
+    with hf_specdec.enable(read, generation_strategy="speculative", num_assistant_tokens=2):
+        for _ in range(2):
+            made.append(read.generate(**inputs, use_mtp=True, return_dict_in_generate=True))
+    assert loads == [read]
+    lend(monkeypatch, model, mtp)
+    with hf_specdec.enable(model, generation_strategy="speculative", num_assistant_tokens=2):
+        lent = model.generate(**inputs, use_mtp=True, return_dict_in_generate=True)
+    for out in made:
+        assert torch.equal(out.sequences, lent.sequences)
+        assert [one.accepted for one in out.speculation.rounds] == [one.accepted for one in lent.speculation.rounds]
+
+
+def refused(model: PreTrainedModel, *words: str) -> None:
+    with hf_specdec.enable(model, generation_strategy="speculative"), pytest.raises(ValueError) as error:
+        model.generate(**prompts(1), max_new_tokens=4, use_mtp=True)
+    assert all(word in str(error.value) for word in ("drafter='mtp'", type(model).__name__, *words)), error.value
+
+
+def test_models_without_layers_are_refused_by_what_is_missing(with_mtp, monkeypatch) -> None:
+    model = llama()
+    refused(model, "has no num_mtp_layers", "choose another drafter")
+    model.config.num_mtp_layers = 1
+    refused(model, "its checkpoint", "choose another drafter")
+    with_layers = with_mtp()
+    monkeypatch.setattr(mtp_private, "keeps_other_states", lambda mtp: True)
+    refused(with_layers, "can't be rolled back")
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    refused(model, "needs transformers 5.23 or newer", "5.17.0 is installed")

@@ -1,0 +1,104 @@
+"""Tiny random targets with drafters of their own, which transformers loads from checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedModel, modeling_layers
+
+from hf_specdec.compat.mtp_private import FIRST_VERSION
+
+TOO_OLD = Version(transformers.__version__).release < Version(FIRST_VERSION).release
+needs_own_drafters = pytest.mark.skipif(TOO_OLD, reason=f"transformers {FIRST_VERSION} has the first such drafters")
+VOCABULARY = 8
+EOS, PAD = 1, 0
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD,
+    "bos_token_id": EOS,
+    "eos_token_id": EOS,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 16,
+}
+SMALL_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+# By class: its configuration's, and fields of that. Those of the last two have no layers of their own in transformers,
+# which makes them of any decoder's where a configuration names them.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", DEEPSEEK),
+    "Glm4MoeForCausalLM": ("Glm4MoeConfig", ROUTED),
+    "MellumForCausalLM": ("MellumConfig", {**SLIDING, **EXPERTS}),
+    "Step3p7ForConditionalGeneration": ("Step3p7Config", {**SLIDING, "mlp_layer_types": ["dense", "sparse"]}),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", DELTA),
+    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", DELTA),
+}
+SEVERAL = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Step3p7ForConditionalGeneration", "Qwen3NextForCausalLM")
+
+
+def target_with_mtp(family: str, layers: int, seed: int = 0) -> tuple[PreTrainedModel, Any]:
+    """A tiny random target in float64, and its multi-token-prediction layers."""
+    kind, fields = FAMILIES[family]
+    fields = {**COMMON, **fields}
+    if "layer_types" in fields:
+        fields |= {"mtp_layer_types": [fields["layer_types"][-1]] * layers}
+        fields |= {"mtp_mlp_layer_types": ["dense"] * layers}
+    if family.startswith("Step3p7"):
+        fields = {"text_config": {**fields, "num_local_experts": 4}, "vision_config": SMALL_VISION}
+    torch.manual_seed(seed)
+    config = getattr(transformers, kind)(**fields)
+    config.get_text_config().num_mtp_layers = layers
+    model = getattr(transformers, family)(config).eval().double()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the others don't compute in float64
+    mtp = modeling_layers.MtpModel(model, layers)
+    for weight in mtp.layers.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    mtp.layers.double()
+    return model, mtp.eval()
+
+
+def lend(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, mtp: Any) -> None:
+    """Have transformers load these layers for this target, instead of reading a checkpoint."""
+
+    def loaded(target: PreTrainedModel, device_map: Any = None) -> Any:
+        assert target is model
+        return mtp
+
+    monkeypatch.setattr(modeling_layers.MtpModel, "from_pretrained", loaded)
