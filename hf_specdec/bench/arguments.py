@@ -16,7 +16,7 @@ PROG = "assisted_generation.py"
 ENGINES = ("eager", "recorded", "static", "compiled")
 LLAMA_CPP = ("llama.cpp-f32", "llama.cpp-bf16", "llama.cpp-q8_0")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-_LOSSES = ("cross_entropy", "forward_kl", "reverse_kl", "total_variation")
+_LOSSES = ("cross_entropy", "forward_kl", "reverse_kl", "total_variation", "lk_hybrid")
 
 
 def at_least(least: int, otherwise: str = "") -> Callable[[str], int]:
@@ -184,6 +184,11 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
             "store the target's K most likely tokens with its answers, so that training doesn't run the target",
             type=at_least(1), metavar="K",
         ),
+        "own_prompts": _argument("learn from prompts that the target writes itself; those of --dataset only judge"),
+        "layers": _argument(
+            "numbers of the target's layers that the draft is made of, from 0 (default: some choices are tried)",
+            type=at_least(0), nargs="+", metavar="N",
+        ),
         "lora_rank": _argument(
             "train LoRA matrices of this rank, then merge them", type=at_least(1), metavar="R"
         ),
@@ -227,7 +232,7 @@ STRATEGIC = ("generation_strategy", *KEYWORDS)
 # What every lossless method may be given.
 LOSSLESS = tuple(name for name in KEYWORDS if not any(name in own for own in STRATEGY_SETTINGS.values()))
 DATA = ("dataset", "dataset_path", "split", "prompt_column", "prompt_template", "limit")
-TRAINING = tuple(_GROUPS["training"])
+TRAINING = tuple(name for name in _GROUPS["training"] if name not in ("own_prompts", "layers"))
 WORK = ("max_new_tokens", "batch_sizes", "repeats", "output_dir")
 # Called by an alias, which is what help and messages show.
 _SHOWN = {"batch_sizes": "batch_size", "prompts": "prompt"}
@@ -326,8 +331,8 @@ def _check(parser: OneLineParser, settings: Settings, given: set[str]) -> None:
         # A temperature of 0 asks for greedy decoding.
         if greedy and (name != "temperature" or settings.temperature):
             parser.error(f"argument --{name}: is for --do_sample")
-    if "seed" in given and greedy and settings.task != "align" and not synthetic:
-        parser.error("argument --seed: is for --do_sample, --task align and synthetic pairs")
+    if "seed" in given and greedy and settings.task not in ("align", "draft") and not synthetic:
+        parser.error("argument --seed: is for --do_sample, --task align or draft, and synthetic pairs")
     if {"draft_models", "assistant_model"} <= given:
         parser.error("argument --assistant_model: is not used with --draft_models; give one of them")
     if "prompt_lengths" in given and settings.own_lengths:

@@ -262,7 +262,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Training:
-    """How a draft was aligned: [step, loss] curves, and what they cost; `saved` is None if it did not get better."""
+    """How a draft was trained: [step, loss] curves, and what they cost; `saved` is None if it was not worth it.
+
+    Args:
+        agreement: [step, share] of held-out positions at which the most likely token is the target's.
+        tokens_read: in the steps since the last start, padding left out.
+        layers, vocabulary: the target's layers that the draft was cut of, and how many tokens it proposes.
+    """
 
     curve: tuple[tuple[int, float], ...]
     held_out_curve: tuple[tuple[int, float], ...]
@@ -276,6 +282,10 @@ class Training:
     rows: int = 0
     answers: str = ""
     saved: str | None = None
+    tokens_read: int = 0
+    agreement: tuple[tuple[int, float], ...] = ()
+    layers: tuple[int, ...] = ()
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True)

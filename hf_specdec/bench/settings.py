@@ -89,6 +89,8 @@ class Settings:
     top_k_targets: int | None = None
     lora_rank: int | None = None
     on_policy: float = 0.0
+    own_prompts: bool = False
+    layers: tuple[int, ...] = ()  # by what they change, and by what is fastest
     check: bool = False
     pass_times: Mapping[str, Any] = field(default_factory=dict)  # milliseconds
     output_dir: Path = Path("runs")
@@ -112,8 +114,10 @@ class Settings:
     def uses_draft(self) -> bool:
         """Whether a draft model is needed: it is named, or some method drafts with one."""
         named = bool(self.assistant_model or self.draft_models)
-        # Answers are replayed with the draft model that is named, if any.
-        by_model = self.task != "replay" and any(one in (None, "model", "hybrid") for one in self.values("drafter"))
+        # Answers are replayed with the draft model that is named, if any; a draft is yet to be made.
+        by_model = self.task not in ("replay", "draft") and any(
+            one in (None, "model", "hybrid") for one in self.values("drafter")
+        )
         return self.assisted_generation and (named or by_model)
 
     @property

@@ -14,3 +14,8 @@ def reported(name: str) -> str:
         lines = []
     found = (value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name)
     return next(found, platform.processor())
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16."""
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(reported("flags").split())

@@ -71,7 +71,7 @@ class TrimmedDraft:
         self.restore()
 
 
-def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor) -> TrimmedDraft:
+def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor | None = None) -> TrimmedDraft:
     """Let a draft propose tokens of a list only, so that its steps compute only their logits.
 
     The output stays the target's. Static lists of frequent tokens are those of FR-Spec (Zhao et al. 2025, arXiv
@@ -81,7 +81,8 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor) -
 
     Args:
         draft: the draft model, modified in place.
-        token_ids: K tokens of the draft's vocabulary, in any order.
+        token_ids: K tokens of the draft's vocabulary, in any order; None: those that its configuration lists as
+            `draft_tokens`, as the drafts of `--task draft` do.
 
     Returns:
         A handle, usable as a context manager; its `restore` undoes the change. If it is not kept, a whole head that
@@ -101,7 +102,7 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor) -
         raise ValueError(
             f"{name} has {found}, of which no rows can be copied; pass a model with a torch.nn.Linear head."
         )
-    tokens = _token_ids(token_ids)
+    tokens = _token_ids(getattr(model.config, "draft_tokens", None) or () if token_ids is None else token_ids)
     if not tokens:
         raise ValueError("token_ids is empty: pass the tokens that the draft may propose, see frequent_tokens.")
     if tokens[0] < 0 or tokens[-1] >= head.out_features:

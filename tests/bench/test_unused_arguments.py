@@ -10,7 +10,6 @@ from types import ModuleType
 import pytest
 from helpers.script import SCRIPT
 
-from hf_specdec.bench.arguments import TRAINING
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import TASKS, run_task
 from hf_specdec.config import FIELDS
@@ -38,11 +37,14 @@ def test_every_task_takes_what_it_uses() -> None:
         "answer_column": {"replay"},
         "check": {"replay"},
         "pass_times": {"replay"},
-        "minutes": {"tune"},
+        "minutes": {"draft", "tune"},
         "max_quality_loss": {"tune"},
-        "draft_vocabulary": {"benchmark"},
+        "draft_vocabulary": {"benchmark", "draft"},
+        "own_prompts": {"draft"},
+        "layers": {"draft"},
     }
-    only |= {name: {"align"} for name in TRAINING}
+    only |= {name: {"align"} for name in ("steps", "lora_rank", "on_policy")}
+    only |= {name: {"align", "draft"} for name in ("loss", "learning_rate", "top_k_targets")}
     only |= {"draft_models": {"sweep", "tune"}, "engines": {"engines", "replay", "tune"}}
     only |= {"prompt_lengths": {"benchmark", "engines"}, "reference_column": {"subtasks", "sweep", "tune"}}
     only |= {name: {*TASKS} - {"decode", "report"} for name in ("dataset", "split")}
@@ -73,7 +75,7 @@ def test_help_shows_what_a_task_takes_with_its_defaults(task: str) -> None:
         ("--generation_strategy bild --lenience 0.1", "argument --lenience: is for --generation_strategy lenient"),
         ("--top_k 3", "argument --top_k: is for --do_sample"),
         ("--temperature 0.5", "argument --temperature: is for --do_sample"),
-        ("--seed 3", "argument --seed: is for --do_sample, --task align and synthetic pairs"),
+        ("--seed 3", "argument --seed: is for --do_sample, --task align or draft, and synthetic pairs"),
         ("--task tune --draft_models a --assistant_model b", "argument --assistant_model: is not used with"),
     ],
 )

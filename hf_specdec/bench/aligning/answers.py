@@ -7,15 +7,17 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from hf_specdec.bench.aligning.batches import Collator, answer_logits, shared_vocabulary
+from hf_specdec.bench.aligning.batches import Collator, answer_logits, in_bfloat16, shared_vocabulary
 from hf_specdec.bench.aligning.losses import on_tokens
 from hf_specdec.bench.inputs.prompts import question_prompt
 from hf_specdec.bench.inputs.questions import Question
@@ -29,7 +31,8 @@ from hf_specdec.bench.settings import BenchError, Settings
 # Dialogues that are answered together: `[turn][row]`.
 Group = Sequence[Sequence[Question]]
 
-_PART = 8  # groups in a file: an interruption loses at most so many
+_PART = 64  # answers in a file: an interruption loses no more
+_AT_ONCE = 8  # answers whose logits are in memory together
 _PAYS = 10_000  # steps from which on compiling saves more time than it takes
 # On what the answers depend.
 _ARGUMENTS = (
@@ -49,14 +52,19 @@ def answers_folder(settings: Settings, pair: LoadedPair) -> Path:
 
 
 def target_answers(
-    folder: Path, settings: Settings, pair: LoadedPair, groups: Sequence[Group], shared: Processes
-) -> Any:
+    folder: Path, settings: Settings, pair: LoadedPair, groups: Iterable[Group], shared: Processes,
+    contender: Contender | None = None,
+) -> Any:  # fmt: skip
     """The answers to `groups` as a `datasets.Dataset`, in all processes; what `folder` holds is not answered again.
 
-    The target decodes plainly, compiled where there is enough to do. Columns: `index` and `subtask` of the question,
-    `prompt` and `answer` in tokens, `text`; with `settings.top_k_targets` = K at each of the answer's T positions
-    `target_tokens [T][K]` and `target_log_probs [T][K + 1]`, the rest last (see `losses.on_tokens`), unprocessed, at
-    temperature 1.
+    None where there are no groups. The target decodes plainly, compiled where there is enough to do.
+
+    Columns: `index` and `subtask` of the question, `prompt` and `answer` in tokens, `text`; with
+    `settings.top_k_targets` = K at each of the answer's T positions `target_tokens [T][K]` and `target_log_probs
+    [T][K + 1]`, the rest last (see `losses.on_tokens`), unprocessed, at temperature 1.
+
+    Args:
+        contender: how it decodes instead.
 
     Raises:
         BenchError: a refusal of the models, in one line.
@@ -67,20 +75,27 @@ def target_answers(
     datasets.disable_progress_bars()
     folder.mkdir(parents=True, exist_ok=True)
     known = {index for part in _parts(folder) for index in datasets.load_from_disk(part)["index"]}
-    mine = [group for group in shared.share(groups) if any(q.index not in known for turn in group for q in turn)]
+    listed = groups if isinstance(groups, Sequence) else None
+    share = groups if listed is None else shared.share(listed)
+    todo = (group for group in share if any(q.index not in known for turn in group for q in turn))
+    mine = todo if listed is None else list(todo)
     shared.wait()  # None writes before all have read.
-    compile = settings.compile or len(groups) * settings.max_new_tokens >= _PAYS
-    engine = {"compile": compile, "cache_implementation": settings.cache_implementation}
-    contender = plain_on_engine(engine, pair)
+    if contender is None:
+        compile = settings.compile or len(listed or ()) * settings.max_new_tokens >= _PAYS
+        engine = {"compile": compile, "cache_implementation": settings.cache_implementation}
+        contender = plain_on_engine(engine, pair)
     rows: list[dict[str, Any]] = []
     bar = tqdm(mine, desc=f"answers, {folder.name}", unit="batch", file=sys.stderr, disable=not shared.main)
-    for number, group in enumerate(bar, start=1):
+    for group in bar:
         rows += _answered(settings, contender, group)
-        if number % _PART == 0 or number == len(mine):
+        if len(rows) >= _PART:
             _write(datasets.Dataset.from_list(rows), folder / f"part-{uuid4().hex}")
             rows = []
+    if rows:
+        _write(datasets.Dataset.from_list(rows), folder / f"part-{uuid4().hex}")
     shared.wait()
-    return datasets.concatenate_datasets([datasets.load_from_disk(part) for part in _parts(folder)]).sort("index")
+    parts = [datasets.load_from_disk(part) for part in _parts(folder)]
+    return datasets.concatenate_datasets(parts).sort("index") if parts else None
 
 
 def _answered(settings: Settings, contender: Contender, group: Group) -> list[dict[str, Any]]:
@@ -91,8 +106,11 @@ def _answered(settings: Settings, contender: Contender, group: Group) -> list[di
     for turn in group:
         asked = zip(turn, texts, strict=True)
         prompts = [question_prompt(pair, question, earlier, settings.max_new_tokens)[0] for question, earlier in asked]
+        # Passes of generate() are seen one by one, so that the distributions need no further pass.
+        seen = settings.top_k_targets if contender.method.kind == "plain" else None
         try:
-            call = timed_call(contender, prompts, settings)
+            with _distributions(pair, seen) as steps:
+                call = timed_call(contender, prompts, settings)
         except ValueError as error:
             raise BenchError(" ".join(str(error).split())) from error
         new = []
@@ -101,20 +119,47 @@ def _answered(settings: Settings, contender: Contender, group: Group) -> list[di
             earlier.append(text)
             about = {"index": prompt.index, "subtask": prompt.label, "text": text}
             new.append({**about, "prompt": list(prompt.token_ids), "answer": list(tokens)})
-        if settings.top_k_targets is not None:
-            _add_distributions(pair, new, settings.top_k_targets)
+        if steps:
+            likely, log_probs = (torch.stack(side, dim=1).tolist() for side in zip(*steps, strict=True))
+            for place, row in enumerate(new):
+                length = len(row["answer"])
+                row |= {"target_tokens": likely[place][:length], "target_log_probs": log_probs[place][:length]}
+        elif settings.top_k_targets is not None:
+            with in_bfloat16(pair.target):
+                _add_distributions(pair, new, settings.top_k_targets)
         rows += new
     return rows
 
 
+@contextmanager
+def _distributions(pair: LoadedPair, count: int | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The `count` most likely tokens `[B, K]` of each pass, and their log-probabilities as `losses.on_tokens` has."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def keep(model: Any, arguments: Any, output: Any) -> None:
+        logits = output.logits[:, -1, : shared_vocabulary(pair)]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        tokens = logits.topk(count).indices
+        found.append((tokens, on_tokens(logits, tokens)))
+
+    hook = None if count is None else pair.target.register_forward_hook(keep)
+    try:
+        yield found
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
 @torch.no_grad()
 def _add_distributions(pair: LoadedPair, rows: list[dict[str, Any]], count: int) -> None:
-    logits = answer_logits(pair.target, Collator(pair)(rows))[:, : shared_vocabulary(pair)]
-    tokens = logits.topk(count).indices
-    lengths = [len(row["answer"]) for row in rows]
-    parts = zip(rows, tokens.split(lengths), on_tokens(logits, tokens).split(lengths), strict=True)
-    for row, some, their in parts:
-        row |= {"target_tokens": some.tolist(), "target_log_probs": their.tolist()}
+    for start in range(0, len(rows), _AT_ONCE):
+        some = rows[start : start + _AT_ONCE]
+        logits = answer_logits(pair.target, Collator(pair)(some))[:, : shared_vocabulary(pair)]
+        tokens = logits.topk(count).indices
+        lengths = [len(row["answer"]) for row in some]
+        parts = zip(some, tokens.split(lengths), on_tokens(logits, tokens).split(lengths), strict=True)
+        for row, their, log_probs in parts:
+            row |= {"target_tokens": their.tolist(), "target_log_probs": log_probs.tolist()}
 
 
 def _parts(folder: Path) -> list[Path]:

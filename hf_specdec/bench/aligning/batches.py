@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.models.processor import multiplies_bfloat16
 
 IGNORED = -100  # labels that belong to no answer
 _INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
@@ -84,6 +86,13 @@ def answer_logits(model: PreTrainedModel, batch: Mapping[str, Tensor], inner: Pr
     finally:
         hook.remove()
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def in_bfloat16(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Autocast of a model in float32, where a processor that multiplies bfloat16 runs it."""
+    if model.device.type != "cpu" or model.dtype != torch.float32 or not multiplies_bfloat16():
+        return nullcontext()
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 def shared_vocabulary(pair: LoadedPair) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+_ETA = 3.0  # how soon `lk_hybrid` leaves KL
+
 
 def cross_entropy(draft: Tensor, tokens: Tensor) -> Tensor:
     """-ln q(token) on the target's own tokens: the prediction alignment of BiLD (Kim et al. 2023).
@@ -25,7 +27,11 @@ def cross_entropy(draft: Tensor, tokens: Tensor) -> Tensor:
 
 
 def forward_kl(draft: Tensor, target: Tensor) -> Tensor:
-    """KL(p‖q) = Σ p (ln p - ln q) `[N]` of log-probabilities `[N, M]`, p the target's, q the draft's."""
+    """KL(p‖q) = Σ p (ln p - ln q) `[N]` of log-probabilities `[N, M]`, p the target's, q the draft's.
+
+    Over the outcomes that the draft can have at all: a trimmed head leaves some out, whatever it learns.
+    """
+    target = target.masked_fill(draft.isneginf(), -torch.inf).log_softmax(-1)
     terms = target.exp() * (target - draft)
     # What the target never writes counts nothing; 0 · ln 0 is nan.
     return terms.masked_fill(target.isneginf(), 0.0).sum(-1)
@@ -44,11 +50,23 @@ def total_variation(draft: Tensor, target: Tensor) -> Tensor:
     return (target.exp() - draft.exp()).abs().sum(-1) / 2
 
 
-# Those of DistillSpec (Zhou et al. 2023), which compare whole distributions.
+def lk_hybrid(draft: Tensor, target: Tensor) -> Tensor:
+    """λ KL(p‖q) + (1 - λ) TV(p, q) `[N]` of log-probabilities `[N, M]`, where λ = exp(-3 ᾱ) (arXiv 2602.23881).
+
+    ᾱ is the mean of 1 - TV over the N positions. Far from the target, where the gradient of TV is weak, the loss is
+    nearly KL, and with rising acceptance it becomes acceptance itself.
+    """
+    apart = total_variation(draft, target)
+    share = torch.exp(-_ETA * (1 - apart.detach().mean()))
+    return share * forward_kl(draft, target) + (1 - share) * apart
+
+
+# Those of DistillSpec (Zhou et al. 2023) and one made for acceptance. They compare whole distributions.
 DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "total_variation": total_variation,
+    "lk_hybrid": lk_hybrid,
 }
 LOSSES = ("cross_entropy", *DIVERGENCES)
 
@@ -62,11 +80,15 @@ def on_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
 
     Args:
         logits: `[N, V]`.
-        tokens: `[N, K]`, different ones in each row.
+        tokens: `[N, K]`, different ones in each row; those outside the vocabulary have probability 0.
 
     Returns:
         Log-probabilities `[N, K + 1]`, the rest last; `[N, V]` in the order of `tokens` where K = V.
     """
+    vocabulary = logits.shape[-1]
+    if bool((tokens >= vocabulary).any()):
+        logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
+        tokens = tokens.clamp(max=vocabulary)
     everything = logits.logsumexp(-1, keepdim=True)
     kept = logits.gather(-1, tokens) - everything
     if tokens.shape[-1] == logits.shape[-1]:

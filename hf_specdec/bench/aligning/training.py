@@ -1,4 +1,7 @@
-"""Trains a draft on its target's answers; checkpoints, mixed precision and several GPUs are left to `Trainer`."""
+"""Trains a draft on its target's answers; checkpoints, mixed precision and several GPUs are left to `Trainer`.
+
+For a number of steps, or as long as a clock runs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,21 +19,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from tqdm import tqdm
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specdec.bench.aligning.batches import IGNORED, Collator, answer_logits, shared_vocabulary
+from hf_specdec.bench.aligning.clock import Clock
 from hf_specdec.bench.aligning.losses import DIVERGENCES, cross_entropy, on_tokens
+from hf_specdec.bench.aligning.trimmed import TrimmedVocabulary
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import Training, as_json, from_json
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import Settings
 from hf_specdec.compat.transformers_private import use_one_gpu
+from hf_specdec.models.processor import multiplies_bfloat16
 
 _POINTS = 40  # of the loss curve
 _EVALUATIONS = 4  # of the held-out loss after the first, each with a checkpoint
 _WARM_UP = 0.05  # of the steps
+_EVALUATIONS_BY_CLOCK, _PATIENCE = 12, 3  # of these without a lower loss in a row end a training
+_STEPS_TO_WARM_UP = 40  # by the clock
+_STEPS_OF_A_POINT = 50  # of the loss curve, by the clock
+_NEVER = 10**9  # steps
 _PASSES, _LEAST_STEPS = 5, 300
 _LEAST_RATE, _MOST_RATE = 1e-4, 4e-3
 _LARGE = 100_000_000  # trained parameters from which on the least rate is right
@@ -51,21 +63,41 @@ class AlignmentTrainer(Trainer):
     Args:
         settings: `loss`, `on_policy` and `seed` of them.
         pair: the target judges; its own draft is left as it is.
+        trimmed: the tokens that the draft's head has rows of; None: all.
+        clock: sets the learning rate instead of the number of steps.
     """
 
-    def __init__(self, *arguments: Any, settings: Settings, pair: LoadedPair, **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, settings: Settings, pair: LoadedPair, trimmed: TrimmedVocabulary | None = None,
+        clock: Clock | None = None, **keywords: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*arguments, **keywords)
-        self.settings, self.pair = settings, pair
+        self.settings, self.pair, self.trimmed, self.clock = settings, pair, trimmed, clock
         self.collator = Collator(pair)
+        self.tokens_read = 0
+        self.agreed: list[Tensor] = []  # by position, where the draft's most likely token is the target's
         # The mean over tokens below is the whole loss of a batch.
         self.model_accepts_loss_kwargs = False
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The usual one, or one that falls with the time that is left."""
+        if (clock := self.clock) is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+
+        def share(step: int) -> float:
+            return min(1.0, (step + 1) / _STEPS_TO_WARM_UP) * max(0.0, 1 - clock.share)
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, share)
+        return self.lr_scheduler
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The mean loss over the answers' tokens; in on-policy steps, over those that the draft wrote."""
-        if model.training and self._draft_writes():
-            inputs = self._written_by(self.accelerator.unwrap_model(model), inputs)
+        if model.training:
+            self.tokens_read += int(inputs["attention_mask"].sum())
+            if self._draft_writes():
+                inputs = self._written_by(self.accelerator.unwrap_model(model), inputs)
         loss = self._losses(answer_logits(model, inputs, self.accelerator.unwrap_model(model)), inputs).mean()
         return (loss, {}) if return_outputs else loss
 
@@ -75,10 +107,23 @@ class AlignmentTrainer(Trainer):
             return cross_entropy(logits.log_softmax(-1), inputs["labels"][inputs["labels"] != IGNORED])
         divergence = DIVERGENCES[self.settings.loss]
         if "target_tokens" in inputs:
-            return divergence(on_tokens(logits, inputs["target_tokens"]), inputs["target_log_probs"].to(logits.dtype))
+            tokens = inputs["target_tokens"]
+            tokens = tokens if self.trimmed is None else self.trimmed.columns(tokens)
+            if not logits.requires_grad:
+                self.agreed.append(logits.argmax(-1) == tokens[:, 0])
+            return divergence(on_tokens(logits, tokens), inputs["target_log_probs"].to(logits.dtype))
         with torch.no_grad():
             target = answer_logits(self.pair.target, inputs)[:, : logits.shape[-1]].to(logits)
         return divergence(logits.log_softmax(-1), target.log_softmax(-1))
+
+    def evaluate(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
+        """As usual; also notes at how many positions the most likely token is the target's."""
+        self.agreed = []
+        found = super().evaluate(*arguments, **keywords)
+        if self.agreed:
+            self.state.log_history[-1]["agreement"] = float(torch.cat(self.agreed).float().mean())
+        self.agreed = []
+        return found
 
     def _draft_writes(self) -> bool:
         """Decided by the number of the step, so that all processes agree, and a run that goes on repeats it."""
@@ -109,16 +154,44 @@ class _Bar(ProgressCallback):
         pass
 
 
+class _ByClock(TrainerCallback):
+    """Ends a training when its time is over, or when the held-out loss no longer falls; shows when that will be."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        spent = round(clock.spent)
+        self.bar = tqdm(initial=spent, total=round(clock.limit), desc="training", unit="s", file=sys.stderr)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        before = self.bar.n
+        self.bar.update(round(min(self.clock.spent, self.clock.limit)) - before)
+        part = self.clock.limit / _EVALUATIONS_BY_CLOCK
+        if before // part < self.bar.n // part or self.clock.over:
+            control.should_evaluate = control.should_save = control.should_log = True
+        control.should_training_stop = control.should_training_stop or self.clock.over
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        losses = [item["eval_loss"] for item in state.log_history if "eval_loss" in item]
+        self.bar.set_postfix(step=state.global_step, held_out=f"{losses[-1]:.3f}")
+        control.should_training_stop = control.should_training_stop or min(losses[-_PATIENCE:]) > min(losses)
+
+    def on_save(self, *arguments: Any, **keywords: Any) -> None:
+        self.clock.save()
+
+
 def train(
     settings: Settings, pair: LoadedPair, draft: PreTrainedModel, learned: Any, held_out: Any, folder: Path,
-    shared: Processes,
+    shared: Processes, clock: Clock | None = None,
 ) -> Training:  # fmt: skip
     """Trains `draft` and saves it with its tokenizer as `folder`/draft; an interrupted training goes on.
+
+    Of a draft that names its `draft_tokens`, a head of these tokens' rows stays as it is, and so does its embedding.
 
     Args:
         draft: a copy of the pair's draft, which is changed.
         learned, held_out: answers of the target, as `datasets.Dataset`s.
         folder: of this training alone; it is made.
+        clock: how long to train, instead of `settings.steps`.
 
     Returns:
         The curves and costs; `seconds` are those since the last start.
@@ -128,28 +201,38 @@ def train(
         dtype = draft.dtype
         # Weights in half precision would lose small steps: they are kept in float32, and passes run in half.
         model = draft.float() if dtype in (torch.float16, torch.bfloat16) else draft
+        trimmed = TrimmedVocabulary.of(model)
         model = model if settings.lora_rank is None else _with_lora(model, settings.lora_rank)
         settings = _chosen(settings, model, len(learned), shared.count)
         trainer = AlignmentTrainer(
-            model, _arguments(settings, folder, pair, dtype), data_collator=Collator(pair), train_dataset=learned,
-            eval_dataset=held_out, settings=settings, pair=pair,
+            model, _arguments(settings, folder, pair, dtype, by_clock=clock is not None), data_collator=Collator(pair),
+            train_dataset=_with_lengths(learned), eval_dataset=_with_lengths(held_out), settings=settings, pair=pair,
+            trimmed=trimmed, clock=clock,
         )  # fmt: skip
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(_Bar())
+        trainer.add_callback(_Bar() if clock is None else _ByClock(clock))
         start = time.perf_counter()
         checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         trainer.train(resume_from_checkpoint=checkpoint)
         resumed = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
         facts = _facts(trainer, settings, time.perf_counter() - start, resumed)
         if shared.main:
-            model = trainer.accelerator.unwrap_model(trainer.model)
+            model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
             model = model if settings.lora_rank is None else model.merge_and_unload()
+            if trimmed is not None:
+                trimmed.restore()
             facts_file.write_text(json.dumps(as_json(facts)))
             _save(model.to(dtype), pair, finished)
         shared.wait()
     found: Training = from_json(Training, json.loads(facts_file.read_text()))
     return found
+
+
+def _with_lengths(rows: Any) -> Any:
+    """With a column of lengths: texts of like length share a step, so that little of it is padding."""
+    lengths = [len(prompt) + len(answer) for prompt, answer in zip(rows["prompt"], rows["answer"], strict=True)]
+    return rows.add_column("length", lengths)
 
 
 def _chosen(settings: Settings, model: Any, texts: int, processes: int) -> Settings:
@@ -163,23 +246,27 @@ def _chosen(settings: Settings, model: Any, texts: int, processes: int) -> Setti
     )
 
 
-def _arguments(settings: Settings, folder: Path, pair: LoadedPair, dtype: torch.dtype) -> TrainingArguments:
+def _arguments(
+    settings: Settings, folder: Path, pair: LoadedPair, dtype: torch.dtype, *, by_clock: bool
+) -> TrainingArguments:
     assert pair.draft is not None and settings.steps is not None and settings.learning_rate is not None
     on_cpu = pair.draft.device.type == "cpu"
-    apart = max(1, settings.steps // _EVALUATIONS)
+    steps = _NEVER if by_clock else settings.steps
+    apart = max(1, steps // _EVALUATIONS)
+    half = on_cpu and dtype == torch.float32 and multiplies_bfloat16()
     arguments = TrainingArguments(
         output_dir=str(folder),
-        max_steps=settings.steps,
+        max_steps=steps,
         learning_rate=settings.learning_rate,
-        warmup_steps=max(1, round(_WARM_UP * settings.steps)),
+        warmup_steps=max(1, round(_WARM_UP * steps)),
         per_device_train_batch_size=settings.batch_size,
         per_device_eval_batch_size=settings.batch_size,
-        bf16=dtype == torch.bfloat16,
+        bf16=half or dtype == torch.bfloat16,
         fp16=dtype == torch.float16 and not on_cpu,
         use_cpu=on_cpu,
         dataloader_pin_memory=not on_cpu,
         logging_strategy="steps",
-        logging_steps=max(1, settings.steps // _POINTS),
+        logging_steps=_STEPS_OF_A_POINT if by_clock else max(1, steps // _POINTS),
         eval_strategy="steps",
         eval_steps=apart,
         eval_on_start=True,
@@ -187,6 +274,9 @@ def _arguments(settings: Settings, folder: Path, pair: LoadedPair, dtype: torch.
         save_strategy="steps",
         save_steps=apart,
         save_total_limit=1,
+        load_best_model_at_end=by_clock,
+        metric_for_best_model="eval_loss",
+        train_sampling_strategy="group_by_length",
         seed=settings.seed,
         label_names=["labels"],
         remove_unused_columns=False,
@@ -206,15 +296,19 @@ def _with_lora(draft: PreTrainedModel, rank: int) -> Any:
     return peft.get_peft_model(draft, config)
 
 
-def _facts(trainer: Trainer, settings: Settings, seconds: float, resumed: int) -> Training:
+def _facts(trainer: AlignmentTrainer, settings: Settings, seconds: float, resumed: int) -> Training:
     history = trainer.state.log_history
     model = trainer.accelerator.unwrap_model(trainer.model)
-    curve, held_out = (
-        tuple((item["step"], item[key]) for item in history if key in item) for key in ("loss", "eval_loss")
+    curve, held_out, agreement = (
+        tuple((item["step"], item[key]) for item in history if key in item)
+        for key in ("loss", "eval_loss", "agreement")
     )
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     assert settings.steps is not None and settings.learning_rate is not None
-    return Training(curve, held_out, seconds, resumed, trained, settings.steps, settings.learning_rate)
+    return Training(
+        curve, held_out, seconds, resumed, trained, trainer.state.global_step, settings.learning_rate,
+        tokens_read=trainer.tokens_read, agreement=agreement,
+    )  # fmt: skip
 
 
 def _save(draft: PreTrainedModel, pair: LoadedPair, folder: Path) -> None:

@@ -92,7 +92,7 @@ def asked_prompts(
 def practice_prompts(pair: LoadedPair, length: int) -> list[Prompt]:
     """Prompts of about `length` tokens, none of which `asked_prompts` gives: from further on in the story."""
     texts = [prose.passage(number, PRACTICE, chapter=1) for number in range(PRACTICE)]
-    smallest = sum(map(len, _frame(pair))) + 16
+    smallest = sum(map(len, frame(pair))) + 16
     rows = [_filled_prompt(pair, max(length, smallest), text) for text in texts]
     return [Prompt(index, "story", tuple(row)) for index, row in enumerate(rows)]
 
@@ -196,7 +196,7 @@ def _random_tokens(pair: LoadedPair, count: int, length: int) -> list[list[int]]
 
 def _filled_prompt(pair: LoadedPair, length: int, text: str) -> list[int]:
     """Exactly `length` tokens: the text, again and again, inside the model's frame (special tokens, template, task)."""
-    head, tail = _frame(pair)
+    head, tail = frame(pair)
     room = length - len(head) - len(tail)
     if room < 1:
         raise BenchError(
@@ -207,11 +207,11 @@ def _filled_prompt(pair: LoadedPair, length: int, text: str) -> list[int]:
     return head + (filler * -(-room // len(filler)))[:room] + tail
 
 
-def _frame(pair: LoadedPair) -> tuple[list[int], list[int]]:
-    """The tokens before and after the filler."""
+def frame(pair: LoadedPair, *, task: bool = True) -> tuple[list[int], list[int]]:
+    """The tokens before and after a user's words; with `task` those that ask for a long answer stand behind them."""
     tokenizer = pair.tokenizer
     if getattr(tokenizer, "chat_template", None):
-        chat = [{"role": "user", "content": _MARKER + _CHAT_TASK}]
+        chat = [{"role": "user", "content": _MARKER + (_CHAT_TASK if task else "")}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **pair.template)
         before, after = text.split(_MARKER)
         return (
@@ -221,8 +221,8 @@ def _frame(pair: LoadedPair) -> tuple[list[int], list[int]]:
     word = tokenizer("a", add_special_tokens=False).input_ids
     framed = tokenizer("a").input_ids
     start = next((i for i in range(len(framed)) if framed[i : i + len(word)] == word), 0)
-    task = tokenizer(_ENCODER_TASK, add_special_tokens=False).input_ids if pair.encoder_decoder else []
-    return framed[:start] + task, framed[start + len(word) :]
+    asked = tokenizer(_ENCODER_TASK, add_special_tokens=False).input_ids if task and pair.encoder_decoder else []
+    return framed[:start] + asked, framed[start + len(word) :]
 
 
 def _user_prompt(pair: LoadedPair, text: str) -> list[int]:

@@ -14,6 +14,7 @@ from hf_specdec.bench.settings import BenchError, Settings
 # What Spec-Bench takes from MT-Bench and reports as one subtask.
 _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 _JSON_LINES = (".jsonl", ".ndjson")
+OWN = "own"  # the prompts that a target writes itself, see `aligning.own_prompts`
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def dialogues(settings: Settings) -> list[list[Question]]:
 
 def split_of(settings: Settings) -> str | None:
     """The split of the data set that is read; None if it has no splits."""
-    if settings.dataset == "spec_bench" or _is_file(settings.dataset):
+    if settings.dataset in ("spec_bench", OWN) or _is_file(settings.dataset):
         return None
     return settings.split or ("heldout" if is_embedded(settings.dataset) else "test")
 

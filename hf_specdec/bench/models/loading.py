@@ -181,11 +181,16 @@ def better_transformer(pair: LoadedPair) -> None:
         to_better_transformer(model)
 
 
-def with_draft(pair: LoadedPair, name: str, settings: Settings, device: torch.device) -> LoadedPair:
+def with_draft(
+    pair: LoadedPair, name: str, settings: Settings, device: torch.device, *, trim: bool = True
+) -> LoadedPair:
+    """The pair with this draft; with `trim` its head has rows of the tokens only that its configuration lists."""
     kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
     start = time.perf_counter()
     draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs, settings.allow_pickle)
     check_loaded(draft, settings.draft_precision, argument="--draft_precision")
+    if trim and getattr(draft.config, "draft_tokens", None):
+        hf_specdec.trim_draft_head(draft)
     loading = {**pair.loading_seconds, name: time.perf_counter() - start}
     draft_tokenizer = _read("--assistant_model", name, AutoTokenizer)
     return replace(pair, draft_name=name, draft=draft, draft_tokenizer=draft_tokenizer, loading_seconds=loading)

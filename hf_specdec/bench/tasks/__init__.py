@@ -64,6 +64,7 @@ _DATASET = (
     "corpus, other models passages of a story)"
 )
 _DRAFTING = ("assisted_generation",)
+_OF_DRAFTS = ("assistant_model", "draft_gguf_file", "draft_device", "draft_dtype", "draft_precision")
 TASKS: Mapping[str, Task] = {
     "benchmark": Task(
         "Compares plain and speculative decoding and transformers' assisted generation, at fixed prompt lengths.",
@@ -145,6 +146,24 @@ TASKS: Mapping[str, Task] = {
         help={"batch_sizes": "texts answered at once, and in a training step"},
         shared=True,
     ),
+    "draft": Task(
+        "Makes a draft for a target out of some of its layers, trains it on what the target writes, and judges it.",
+        Settings(
+            task="draft", max_new_tokens=128, assisted_generation=True, batch_sizes=(96,), embedded_limit=125,
+            dataset="own", loss="lk_hybrid", top_k_targets=32, minutes=60.0, compile=True, num_assistant_tokens="auto",
+        ),
+        (
+            *(name for name in MODELS if name not in _OF_DRAFTS), "num_assistant_tokens", *SAMPLING, *DATA,
+            "own_prompts", "layers", "draft_vocabulary", "loss", "learning_rate", "top_k_targets", "minutes", *WORK,
+        ),
+        help={
+            "batch_sizes": "texts answered at once",
+            "dataset": "prompts like those that you will decode, of which some are held out to judge the draft; own: "
+            "the target writes some itself",
+            "draft_vocabulary": "tokens that the draft proposes",
+            "minutes": "how long answering and training may take together",
+        },
+    ),
     "report": Task(
         "Renders tables and pictures again from saved results, and fills the READMEs that quote them.",
         Settings(task="report"),
@@ -176,8 +195,8 @@ def run_task(settings: Settings) -> None:
             f"torchrun, or choose one of {', '.join(name for name, one in TASKS.items() if one.shared)}"
         )
     if settings.task != "report":
-        # Aligning judges one text at a time, whatever it trains with.
-        results.check_output(task.judging(settings) if settings.task == "align" else settings)
+        # Drafts are judged one text at a time, whatever they are trained with.
+        results.check_output(task.judging(settings) if settings.task in ("align", "draft") else settings)
     task.run(settings, shared)
     shared.end()
     if shared.main and settings.task != "report":

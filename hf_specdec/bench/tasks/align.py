@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +39,7 @@ Dialogues = list[list[Question]]
 
 BEFORE, AFTER = "before", "after"  # the names of the methods
 MOST_HELD_OUT = 64  # dialogues
+LEAST_GAIN = 1.05  # over plain decoding on the same engine, below which a draft is not recommended
 _HELD_OUT_SHARE = 10  # one dialogue in so many is held out, where a data set has no split for it
 
 
@@ -70,10 +72,8 @@ def run(settings: Settings, shared: Processes) -> None:
         for name, dialogues in (("learned", learned), ("held-out", held_out))
     }
     assert pair.draft is not None and pair.draft_name is not None
-    told = json.dumps(as_json(settings) | {"output_dir": folder.name}, sort_keys=True)
-    digest = hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
-    place = settings.output_dir / f"{stem(settings)}-{digest}"
-    copy = with_draft(pair, pair.draft_name, settings, pair.draft.device).draft
+    place = workplace(settings, folder)
+    copy = with_draft(pair, pair.draft_name, settings, pair.draft.device, trim=False).draft
     assert copy is not None
     facts = train(settings, pair, copy, answers["learned"], answers["held-out"], place, shared)
 
@@ -98,6 +98,13 @@ def run(settings: Settings, shared: Processes) -> None:
     sys.stdout.write(terminal(render(result)))
 
 
+def workplace(settings: Settings, answers: Path) -> Path:
+    """Where a training with these arguments on these answers keeps its checkpoints."""
+    told = json.dumps(as_json(settings) | {"output_dir": answers.name}, sort_keys=True)
+    digest = hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
+    return settings.output_dir / f"{stem(settings)}-{digest}"
+
+
 def judging(settings: Settings) -> Settings:
     """The settings with which drafts are judged, under which the result is kept."""
     return replace(settings, batch_sizes=(1,))
@@ -106,7 +113,7 @@ def judging(settings: Settings) -> Settings:
 def check_arguments(settings: Settings) -> None:
     """Raises `BenchError` for what is not possible, before anything is loaded."""
     for package, wanted, argument in (
-        ("accelerate", True, "--task: 'align'"),
+        ("accelerate", True, f"--task: {settings.task!r}"),
         ("peft", settings.lora_rank is not None, f"--lora_rank: {settings.lora_rank}"),
     ):
         if wanted and find_spec(package) is None:
@@ -212,15 +219,27 @@ def verdict(part: Part) -> str:
     before, after = (percent(acceptance_rate(part.of(name))) for name in (BEFORE, AFTER))
     gain = points(speed.acceptance_gain(part, AFTER, BEFORE))
     change = f"from {before} to {after} on held-out prompts: {gain} points"
-    pays = ratio(speed.over(part, part.result.method(AFTER), "engine"))
-    decoding = f"Decoding with it runs at {pays} times plain decoding on the same engine."
+    decoding = advice(part, [AFTER])
     training = part.result.training
     if training is None or training.saved is None:
         return (
             f"**The draft did not get better**: acceptance went {change}. It was not saved. {decoding} "
             "Try more prompts, more steps or another learning rate."
         )
-    return f"Acceptance went {change}. {decoding} The aligned draft is in `{training.saved}`."
+    return f"{decoding} Acceptance went {change}. The aligned draft is in `{training.saved}`."
+
+
+def advice(part: Part, names: Sequence[str]) -> str:
+    """Whether a draft is worth its use: what decoding with it brings by the fastest of some methods."""
+    best = speed.fastest(part, [part.result.method(name) for name in names])
+    pays = None if best is None else speed.over(part, best, "engine")
+    if best is None or pays is None:
+        return "No answer is long enough to tell what decoding with it brings."
+    what = f"{ratio(pays)} times the speed of plain decoding on the same engine"
+    if pays.value >= LEAST_GAIN:
+        return f"**Decoding with it has {what}** ({best.title})."
+    slower = "is slower than without a draft" if pays.value < 1 else "hardly pays"
+    return f"**Not recommended: decoding with it {slower}**, {what} ({best.title})."
 
 
 _ACCEPTED: columns.Columns = {
