@@ -18,12 +18,13 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_specdec.compat.accelerate_private import has_hook
 from hf_specdec.compat.transformers_private import is_callers_cache, own_loop, steered_by
+from hf_specdec.config import SpeculationConfig
 from hf_specdec.host.caller import warn_caller
 from hf_specdec.host.processors import check_processors
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.cache_rollback import check_recurrence, check_rewindable, is_static_by_request
 from hf_specdec.models.decoder_states import STATES
-from hf_specdec.models.traits import embedded, generating_parts, wrapped_model
+from hf_specdec.models.traits import drafts_blocks, embedded, generating_parts, wrapped_model
 
 # Arguments that select another decoding mode of transformers.
 OTHER_MODES = {
@@ -33,7 +34,7 @@ OTHER_MODES = {
     "force_words_ids": "constrained beam search",
     "max_matching_ngram_size": "the n-grams of transformers' prompt lookup (drafter='suffix' finds the longest match)",
     "prompt_lookup_num_tokens": "transformers' prompt lookup (ours is drafter='suffix')",
-    "speculation_type": "a kind of draft that only transformers' assisted generation knows",
+    "speculation_type": "transformers' block drafts (ours are drafter='dflash')",
     "use_mtp": "transformers' multi-token prediction (ours is drafter='mtp')",
 }
 
@@ -226,13 +227,36 @@ def check_is_model(draft: Any) -> None:
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
     """
-    if isinstance(model := wrapped_model(draft), PreTrainedModel) and model.can_generate():
+    if isinstance(model := wrapped_model(draft), PreTrainedModel) and (model.can_generate() or drafts_blocks(model)):
         return
     value = type(draft).__name__ if isinstance(draft, Module) else repr(draft)
     raise ValueError(
         f"assistant_model={value} is not a model that generates text: pass a loaded one, for example "
         "AutoModelForCausalLM.from_pretrained(name)."
     )
+
+
+def check_draft(draft: Any, config: SpeculationConfig) -> None:
+    """Refuse a draft that the drafter can't use, and none where it needs one.
+
+    Raises:
+        ValueError: names the argument and its value, and says what to do instead.
+    """
+    if draft is not None:
+        check_is_model(draft)
+    in_blocks = config.drafter == "dflash"
+    if (in_blocks or config.drafts_by_model) and in_blocks != (draft is not None and drafts_blocks(draft)):
+        raise ValueError(
+            f"assistant_model={None if draft is None else type(draft).__name__} with drafter={config.drafter!r}: a "
+            "DFlash draft, which reads hidden states of the target, goes with speculation_type='dflash' or "
+            "drafter='dflash', and any other draft without."
+        )
+    if draft is None and config.drafts_by_model:
+        raise ValueError(
+            f"assistant_model=None with generation_strategy={config.strategy!r} and drafter={config.drafter!r}: "
+            "pass the draft, assistant_model=draft, in the call or to hf_specdec.enable(model, "
+            "assistant_model=draft), or choose drafter='suffix', which needs no model."
+        )
 
 
 def check_kinds(model: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -16,11 +16,11 @@ STRATEGY_SETTINGS: dict[str, tuple[str, ...]] = {
 }
 STRATEGIES = tuple(STRATEGY_SETTINGS)
 LOSSY_STRATEGIES = tuple(name for name, own in STRATEGY_SETTINGS.items() if own)
-DRAFTERS = ("model", "suffix", "lookup", "hybrid", "mtp", "none")
+DRAFTERS = ("model", "suffix", "lookup", "hybrid", "mtp", "dflash", "none")
 # Those that copy, whatever a model drafts besides.
 COPYING = ("suffix", "lookup", "hybrid")
-# Those that a target brings along, if any.
-OWN_DRAFTERS = ("mtp",)
+# Those that some models bring along.
+OWN_DRAFTERS = ("mtp", "dflash")
 VERIFICATIONS = ("token", "block")
 DRAFT_ERRORS = ("raise", "continue")
 
@@ -84,7 +84,8 @@ class SpeculationConfig:
             text that occurred before, in the text, the other rows or the encoder's input, and copies what mostly
             followed it, as far as that is likely enough to be worth a wider pass; `"lookup"` is another name for it.
             `"hybrid"` chooses between such a copy and the model, round by round and row by row. `"mtp"` drafts with the
-            multi-token-prediction layers that the target brings along, as `use_mtp=True` asks for. `"none"` decodes
+            multi-token-prediction layers that the target brings along, as `use_mtp=True` asks for, `"dflash"` with an
+            assistant model that makes a block of drafts in one pass (`speculation_type="dflash"`). `"none"` decodes
             without drafts in the same loop, as a baseline. Copies have no draft probabilities, so
             `fallback_threshold`, `entropy_threshold` and `assistant_confidence_threshold` don't apply to them.
         verification: how sampling verifies drafts; both are lossless. `"token"` decides token by token (Leviathan et

@@ -21,7 +21,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_specdec.checks import check_call, check_is_model, check_kinds, check_model
+from hf_specdec.checks import check_call, check_draft, check_kinds, check_model
 from hf_specdec.compat.transformers_private import is_callers_cache, mask_length, pad_token
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
@@ -132,7 +132,7 @@ class SpeculativeDecoding:
         check_fields(settings)
         self.config = SpeculationConfig(strategy, **settings)
         self.assistant_model = assistant_model
-        self._check_draft(self.config)
+        check_draft(assistant_model, self.config)
         self.streamer = streamer
         self.tokenizer = tokenizer
         self.assistant_tokenizer = assistant_tokenizer
@@ -153,8 +153,8 @@ class SpeculativeDecoding:
         """Decode, with the contract of `GenerationMixin._sample`. Settings of the call override the object's."""
         settings = {name: value for name in FIELDS if (value := model_kwargs.pop(name, None)) is not None}
         config = replace(self.config, **settings)
-        self._check_draft(config)
-        if self.assistant_model is not None and config.drafts_by_model:
+        check_draft(self.assistant_model, config)
+        if self.assistant_model is not None and (config.drafts_by_model or config.drafter == "dflash"):
             config = with_settings_of(self.assistant_model, config)
         with KeptTorchState():
             return self._decode(
@@ -166,16 +166,6 @@ class SpeculativeDecoding:
                 generation_config,
                 inputs_tensor,
                 model_kwargs,
-            )
-
-    def _check_draft(self, config: SpeculationConfig) -> None:
-        if self.assistant_model is not None:
-            check_is_model(self.assistant_model)
-        elif config.drafts_by_model:
-            raise ValueError(
-                f"assistant_model=None with generation_strategy={config.strategy!r} and drafter={config.drafter!r}: "
-                "pass the draft, assistant_model=draft, in the call or to hf_specdec.enable(model, "
-                "assistant_model=draft), or choose drafter='suffix', which needs no model."
             )
 
     def _decode(

@@ -43,7 +43,7 @@ from hf_specdec.prepared.engine_store import release
 
 ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
 # Arguments of transformers that ask for a drafter of the target's own: the value, and what the drafter is called here.
-ASKED_FOR_BY = {"use_mtp": (True, "mtp")}
+ASKED_FOR_BY: dict[str, tuple[Any, str]] = {"use_mtp": (True, "mtp"), "speculation_type": ("dflash", "dflash")}
 _UNSET: Any = object()
 
 _parameters = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]

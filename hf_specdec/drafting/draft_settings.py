@@ -13,8 +13,12 @@ from hf_specdec.models.traits import drafting_model, wrapped_model
 
 
 def with_settings_of(draft: PreTrainedModel, config: SpeculationConfig) -> SpeculationConfig:
-    """A call's settings; those that it leaves open are the draft's own, if it has any."""
-    own: Any = wrapped_model(drafting_model(draft)).generation_config
+    """A call's settings; those that it leaves open are the draft's own, if it has any; of a DFlash draft, its block."""
+    inner: Any = wrapped_model(drafting_model(draft))
+    if config.drafter == "dflash":
+        length = config.num_assistant_tokens
+        return replace(config, num_assistant_tokens=inner.config.block_size - 1 if length is None else length)
+    own = inner.generation_config
     names = "num_assistant_tokens", "assistant_confidence_threshold"
     stored = {name: getattr(own, name, None) for name in names if getattr(config, name) is None}
     schedule = getattr(own, "num_assistant_tokens_schedule", None)

@@ -17,9 +17,9 @@ from hf_specdec.drafting.draft_inputs import draft_inputs, source_tokens
 from hf_specdec.drafting.drafter import Drafter, NoDrafter
 from hf_specdec.drafting.hybrid import HybridDrafter
 from hf_specdec.drafting.model_drafter import ModelDrafter
-from hf_specdec.drafting.mtp import MtpDrafter
 from hf_specdec.drafting.other_device import OtherDeviceDrafter, can_draft_ahead, is_on_other_device
 from hf_specdec.drafting.other_tokenizer import OtherTokenizerDrafter, of_any_vocabulary, translated_inputs
+from hf_specdec.drafting.own_drafter import OwnDrafter
 from hf_specdec.drafting.suffix import SuffixDrafter
 from hf_specdec.drafting.suffix_automaton import SuffixAutomaton
 from hf_specdec.drafting.tolerant import TolerantDrafter
@@ -28,11 +28,13 @@ from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.auto_length import LengthHistory, length_history
 from hf_specdec.lengths.stop_rules import StopRule
+from hf_specdec.models.block_runner import BlockRunner, check_block_draft
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.hidden_states import HiddenStates
 from hf_specdec.models.mtp_runner import MtpRunner, mtp_layers
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.runner_choice import Runner, runner_for
+from hf_specdec.models.states_runner import StatesRunner
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import outgrows_windows, static_cache, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.text_only_runner import TextOnlyRunner, text_kwargs, text_places
@@ -94,7 +96,8 @@ def make_drafter(config: SpeculationConfig, call: DraftCall) -> Drafter:
         "model": lambda: _model(config, call, stop_rule(config, known)),
         "suffix": lambda: _suffix(config, call, known),
         "hybrid": lambda: _hybrid(config, call, known),
-        "mtp": lambda: _mtp(config, call, stop_rule(config, known)),
+        "mtp": lambda: _own(config, call, stop_rule(config, known)),
+        "dflash": lambda: _own(config, call, stop_rule(config, known)),
         "none": NoDrafter,
     }
     drafter = makers[config.drafter]()
@@ -165,21 +168,26 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     return OtherDeviceDrafter(runner, call.processors, rule, device=draft.device, payoff=payoff, **settings)
 
 
-def _mtp(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> MtpDrafter:
-    transcript, do_sample = call.transcript, bool(call.generation_config.do_sample)
-    layers, positions = mtp_layers(call.model), context_length(call.model)
-    prompts, tokens, kwargs = transcript.sequences, transcript.capacity, call.model_kwargs
-    runner = MtpRunner(layers, HiddenStates([-1]), kwargs, prompts, tokens, call.kernels)
-    return MtpDrafter(
+def _own(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> OwnDrafter:
+    model, do_sample = call.model, bool(call.generation_config.do_sample)
+    given = call.model_kwargs, call.transcript.sequences, call.transcript.capacity
+    runner: StatesRunner
+    if config.drafter == "mtp":
+        runner = MtpRunner(mtp_layers(model), HiddenStates([-1]), *given, call.kernels)
+    else:
+        assert call.draft is not None, "checked by SpeculativeDecoding"
+        check_block_draft(model, call.draft)
+        runner = BlockRunner(call.draft, model, *given, config.longest_draft, call.kernels)
+    return OwnDrafter(
         runner,
         call.processors,
         rule,
-        vocabulary=vocabulary_size(call.model),
+        vocabulary=vocabulary_size(model),
         do_sample=do_sample,
         keep_probs=STRATEGY_TABLE[config.strategy].keeps_draft_probs(do_sample),
-        eos_tokens=transcript.eos_tokens,
-        max_positions=positions,
-        steps_per_sync=_steps_per_sync(call.model.device, rule, config.longest_draft),
+        eos_tokens=call.transcript.eos_tokens,
+        max_positions=context_length(model),
+        steps_per_sync=_steps_per_sync(model.device, rule, config.longest_draft),
     )
 
 

@@ -13,8 +13,8 @@ from hf_specdec.host.forks import Forks
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import CertainWhereKept
 from hf_specdec.lengths.stop_rules import StopRule
-from hf_specdec.models.mtp_runner import MtpRunner
 from hf_specdec.models.runner_choice import Runner
+from hf_specdec.models.states_runner import StatesRunner
 from hf_specdec.models.text_only_runner import TextOnlyRunner
 from hf_specdec.rules import sampling
 
@@ -43,7 +43,7 @@ class ModelDrafter(BaseDrafter):
 
     def __init__(
         self,
-        runner: Runner | TextOnlyRunner | MtpRunner,
+        runner: Runner | TextOnlyRunner | StatesRunner,
         processors: HostProcessors,
         rule: StopRule,
         *,

@@ -16,13 +16,11 @@ from transformers import PreTrainedModel
 
 from hf_specdec.compat import mtp_private
 from hf_specdec.compat.transformers_private import attention_name
-from hf_specdec.config import FORESEEN_TOKENS
-from hf_specdec.models.dynamic_runner import extend_count, extend_mask, prompt_positions
 from hf_specdec.models.hidden_states import HiddenStates
 from hf_specdec.models.masks import ATTENTION, LAYER_TYPES, SlotMasks, attention_windows
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.per_target import PerTarget
-from hf_specdec.models.static_cache import RowsCache
+from hf_specdec.models.states_runner import StatesRunner
 from hf_specdec.models.traits import on_device
 
 _loaded: PerTarget[Any] = PerTarget()
@@ -63,21 +61,14 @@ def mtp_layers(model: PreTrainedModel) -> Any:
     return layers
 
 
-class MtpRunner:
+class MtpRunner(StatesRunner):
     """Runs the layers; the methods are those of `DynamicRunner` that a drafter calls.
-
-    The first pass after `rewind` reads texts: it has the target's hidden states. Those that follow read drafts.
 
     Args:
         layers: see `mtp_layers`.
-        states: the target's hidden states, of its last layer.
-        model_kwargs: what `generate` prepared for the target: masks and positions.
-        input_ids: `[B, P]`, the prompts.
-        capacity: the most tokens of a row, drafts included.
+        states, model_kwargs, input_ids, capacity: see `StatesRunner`; the states are those of the last layer.
         kernels: what passes run in.
     """
-
-    rewinds_far = True
 
     def __init__(
         self,
@@ -88,71 +79,26 @@ class MtpRunner:
         capacity: int,
         kernels: Kernels = onednn_linears,
     ) -> None:
-        self.layers, self.states, self.passes = layers, states, 0
-        self.depth = len(layers.layers)
-        # A row that lacks few tokens still runs as many places as the row that lacks most.
-        self.cache = RowsCache(layers.config, 2 * capacity + self.depth, grows=True)
-        batch_size, prompt_length = input_ids.shape
-        self._certain = [0] * batch_size  # slots of each row that come of the text alone, in all layers
-        self._texts = [0] * batch_size
-        self._bounds = [capacity] * batch_size
-        self._first: list[int] = []
-        mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
-        self._mask = None if mask is None else extend_mask(mask[:, -prompt_length:], prompt_length)
-        self._device = input_ids.device
+        self.layers, self.depth = layers, len(layers.layers)
         self._windows = attention_windows(layers.config)
-        if positions is None or positions.dim() != 2:
-            positions = prompt_positions(mask, prompt_length if mask is None else mask.shape[1], self._device)
-        self._positions = positions[:, -prompt_length:]
-        self._make_tables(min(capacity, prompt_length + FORESEEN_TOKENS) + self.depth)
+        super().__init__(layers.config, states, model_kwargs, input_ids, capacity, behind=self.depth, ahead=self.depth)
         self._kernels = kernels(layers)
-        self._step = 0
-        self._ids = self._slots = self._last = input_ids.new_zeros(batch_size, 1)
-        self._span = 0
+        self._step = self._span = 0
+        self._ids = self._slots = self._last = input_ids.new_zeros(len(input_ids), 1)
 
     def _make_tables(self, total: int) -> None:
-        """Masks and positions of `total` slots."""
-        positions = extend_count(self._positions, total + self.depth + 1)
-        assert positions is not None
-        self._total, self._table = total, positions.expand(len(self._certain), -1)
-        self._visible = None
-        if self._mask is not None or any(self._first):
-            shown = torch.ones(len(self._certain), total, dtype=torch.bool, device=self._device)
-            if self._mask is not None:
-                shown[:, : self._mask.shape[1]] = self._mask.bool()
-            for row, first in enumerate(self._first):
-                shown[row, :first] = False
-            self._visible = shown
+        super()._make_tables(total)
         self._masks = {
             kind: SlotMasks(total, window, self.layers.dtype, self._device) for kind, window in self._windows.items()
         }
 
-    @property
-    def read(self) -> list[int]:
-        """Tokens that each row has read for good: others are read again, by all layers."""
-        return [certain + 1 for certain in self._certain]
-
-    def retain(self, rows: Sequence[int]) -> Sequence[int]:
-        """As `DynamicRunner.retain`: passes run all rows."""
-        return range(len(self._certain))
-
-    def begin(self, lengths: Sequence[int]) -> None:
-        """Called before a round: the texts' lengths, which bound what is read for good."""
-        self._bounds = [length - self.depth for length in lengths]
-        if not self._first and self.states.first is not None:  # those before are in the caller's cache
-            self._first, self._certain = list(self.states.first), list(self.states.first)
-            self._make_tables(self._total)
-
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Go on after the first `lengths` tokens of each row."""
-        self._texts, self._step = list(lengths), 0
+        """As `StatesRunner.rewind`."""
+        super().rewind(lengths)
+        self._step = 0
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
-        """Append `tokens` `[B, k]` to the rows.
-
-        Returns:
-            Logits `[B, 1, V]` of the token after them.
-        """
+        """As `StatesRunner.forward`; a pass of a layer."""
         self._append(tokens.to(self._device))
         return mtp_private.logits(self.layers, self._last_states())
 
@@ -173,35 +119,24 @@ class MtpRunner:
         self._pass(min(self._step, self.depth - 1))
         self._step += 1
         if self._step == self.depth:
-            self._certain = [
-                max(old, min(length - self.depth, bound))
-                for old, length, bound in zip(self._certain, self._texts, self._bounds, strict=True)
-            ]
-            self.states.drop(self._certain)
+            self._settle()
 
     def _start(self, tokens: Tensor) -> None:
         """Set out from the places that are not certain yet; rows with fewer of them read arbitrary ones behind."""
         width = tokens.shape[1]
-        self._texts = [read + width for read in self._texts]
-        rows = zip(self._texts, self._certain, strict=True)
-        counts = [min(max(length - 1 - certain, 0), width) for length, certain in rows]
+        counts = self._go_on(width)
         places = max([1, *counts])
-        lanes = torch.arange(places, device=self._device)
         self._last = on_device([max(count - 1, 0) for count in counts], self._device).unsqueeze(1)
         first = on_device([width - count for count in counts], self._device).unsqueeze(1)
-        self._ids = tokens.gather(1, (first + lanes).clamp(max=width - 1))
-        self._hidden = self.states.of(self._certain, places).to(self._device)
-        self._slots = on_device(self._certain, self._device).unsqueeze(1) + lanes
+        lanes = first + torch.arange(places, device=self._device)
+        self._ids = tokens.gather(1, lanes.clamp(max=width - 1))
+        self._slots, self._hidden = self._given(places)
         self._span = max(self._certain) + places
 
     def _pass(self, layer: int) -> None:
-        if self._span > self._total:
-            self._make_tables(2 * self._span)
+        visible = self._reserve(self._slots, self._span)
         kinds = getattr(self.layers.config, "layer_types", None)
         masks = self._masks[kinds[layer] if kinds is not None else "full_attention"]
-        visible = None if self._visible is None else self._visible[:, : self._span]
-        self.cache.reserve(self._span)
-        self.cache.slots.next_pass(self._slots, self._span)
         with self._kernels():
             self._hidden = mtp_private.layer_states(
                 self.layers,

@@ -92,6 +92,12 @@ def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if not (isinstance(value, Mapping) and not value)}
 
 
+def drafts_blocks(model: Any) -> bool:
+    """Whether a model, in wrappers or not, is a DFlash draft, which reads hidden states of a target."""
+    config = getattr(wrapped_model(model), "config", None)
+    return all(hasattr(config, name) for name in ("block_size", "mask_token_id", "target_layer_ids"))
+
+
 def embedded(model_kwargs: Mapping[str, Any]) -> bool:
     """Whether a part of the prompt reaches the model as something else than tokens."""
     return bool(media_of(model_kwargs)) or model_kwargs.get("inputs_embeds") is not None

@@ -14,7 +14,18 @@ import transformers
 from helpers import sampled_outputs
 from helpers.identity import same_as_plain
 from helpers.models import llama, prompts
-from helpers.own_drafters import FAMILIES, PAD, SEVERAL, VOCABULARY, lend, needs_own_drafters, target_with_mtp
+from helpers.own_drafters import (
+    BLOCK_TARGETS,
+    FAMILIES,
+    PAD,
+    SEVERAL,
+    VOCABULARY,
+    block_draft,
+    lend,
+    needs_own_drafters,
+    target_and_block_draft,
+    target_with_mtp,
+)
 from helpers.sampled_outputs import FALSE_FAILURE, Combination, Draws, odds_of_independence, odds_of_outputs
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, modeling_layers
@@ -24,7 +35,7 @@ import hf_specdec
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.compat import mtp_private
 from hf_specdec.drafting.drafter import DraftProposal
-from hf_specdec.drafting.mtp import MtpDrafter
+from hf_specdec.drafting.own_drafter import OwnDrafter
 from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.hidden_states import HiddenStates
 
@@ -32,6 +43,7 @@ pytestmark = needs_own_drafters
 BY_LAYERS = [(family, layers) for family in FAMILIES for layers in (1, 3) if layers == 1 or family in SEVERAL]
 # transformers' assisted generation refuses recurrent targets.
 WITHOUT_STATE = [(family, layers) for family, layers in BY_LAYERS if not family.startswith("Qwen")]
+GENERATORS = ("MTPCandidateGenerator", "DFlashTokenCandidateGenerator")
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 
 
@@ -71,6 +83,22 @@ def test_the_text_is_that_of_plain_generate(family: str, layers: int, with_mtp) 
             out = same_as_plain(model, None, inputs, GREEDY, plain, use_mtp=True, num_assistant_tokens=length)
             made = drafted_and_accepted(out.speculation)
             drafted, accepted = drafted + made[0], accepted + made[1]
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("family", BLOCK_TARGETS)
+def test_the_text_is_that_of_plain_generate_with_drafts_in_blocks(family: str) -> None:
+    model, draft = target_and_block_draft(family)
+    drafted = accepted = 0
+    for rows, lengths in ((1, (1, None)), (2, (2, 9)), (4, (1, None, "auto"))):
+        inputs = texts(rows)
+        plain = model.generate(**inputs, **GREEDY)
+        for length in lengths:
+            settings = {"speculation_type": "dflash", "num_assistant_tokens": length}
+            out = same_as_plain(model, draft, inputs, GREEDY, plain, **settings)
+            made = drafted_and_accepted(out.speculation)
+            drafted, accepted = drafted + made[0], accepted + made[1]
+            assert max(one.draft_steps for one in out.speculation.rounds) == 1
     assert 0 < accepted < drafted
 
 
@@ -120,20 +148,16 @@ def test_the_argument_may_stand_in_a_generation_config(with_mtp) -> None:
         assert stats is not None and drafted_and_accepted(stats)[0]
 
 
-def proposals(
-    model: PreTrainedModel, inputs: dict[str, Tensor], monkeypatch, **call: Any
-) -> list[dict[int, list[int]]]:
-    """What transformers' generator and ours propose, by the length of the text."""
+def proposals(model: PreTrainedModel, monkeypatch, length: int, **asked: Any) -> list[dict[int, list[int]]]:
+    """What transformers' generator and ours propose for a prompt, by the length of the text.
+
+    Args:
+        length: of ours, which is that of theirs.
+        asked: what asks for the drafter.
+    """
     theirs: dict[int, list[int]] = {}
     ours: dict[int, list[int]] = {}
-    generator = candidate_generator.MTPCandidateGenerator
-    get, propose = generator.get_candidates, MtpDrafter.propose
-
-    def get_candidates(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = get(self, input_ids, *args, **kwargs)
-        if (length := input_ids.shape[1]) < found[0].shape[1]:
-            theirs[length] = found[0][0, length:].tolist()
-        return found
+    propose = OwnDrafter.propose
 
     def proposed(self: Any, ids: Tensor, lengths: Any, room: Any) -> DraftProposal:
         made = propose(self, ids, lengths, room)
@@ -142,27 +166,48 @@ def proposals(
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(generator, "get_candidates", get_candidates)
-        patch.setattr(MtpDrafter, "propose", proposed)
-        plain = model.generate(**inputs, **GREEDY, use_mtp=True)
+        for generator in (getattr(candidate_generator, name) for name in GENERATORS):
+            patch.setattr(generator, "get_candidates", noting(generator.get_candidates, theirs))
+        patch.setattr(OwnDrafter, "propose", proposed)
+        plain = model.generate(**texts(1), **GREEDY, **asked)
         with hf_specdec.enable(model, generation_strategy="speculative"):
-            assert torch.equal(model.generate(**inputs, **GREEDY, use_mtp=True, **call), plain)
-    end = plain.shape[1] - call["num_assistant_tokens"]  # drafts that would not fit any more differ
+            assert torch.equal(model.generate(**texts(1), **GREEDY, **asked, num_assistant_tokens=length), plain)
+    end = plain.shape[1] - length  # drafts that would not fit any more differ
     return [{n: tokens for n, tokens in made.items() if n < end} for made in (theirs, ours)]
+
+
+def noting(get: Callable[..., Any], into: dict[int, list[int]]) -> Callable[..., Any]:
+    """A generator's `get_candidates`, whose drafts are noted by the length of the text."""
+
+    def get_candidates(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = get(self, input_ids, *args, **kwargs)
+        if (length := input_ids.shape[1]) < found[0].shape[1]:
+            into[length] = found[0][0, length:].tolist()
+        return found
+
+    return get_candidates
 
 
 @pytest.mark.parametrize(("family", "layers"), WITHOUT_STATE)
 def test_proposals_are_those_of_transformers(family: str, layers: int, with_mtp, monkeypatch) -> None:
     model = with_mtp(family, layers)
-    theirs, ours = proposals(model, texts(1), monkeypatch, num_assistant_tokens=layers)
+    theirs, ours = proposals(model, monkeypatch, layers, use_mtp=True)
     assert theirs == ours
-    assert len(ours) > 5
+    assert len(ours) > 3
+
+
+@pytest.mark.parametrize("family", BLOCK_TARGETS)
+def test_proposals_of_blocks_are_those_of_transformers(family: str, monkeypatch) -> None:
+    model, draft = target_and_block_draft(family)
+    theirs, ours = proposals(model, monkeypatch, 4, assistant_model=draft, speculation_type="dflash")
+    assert theirs == ours
+    assert len(ours) > 3
 
 
 def test_control_states_of_the_place_before_give_other_proposals(with_mtp, monkeypatch) -> None:
     of = HiddenStates.of
     monkeypatch.setattr(HiddenStates, "of", lambda self, places, width: of(self, [p - 1 for p in places], width))
-    theirs, ours = proposals(with_mtp(), texts(1), monkeypatch, num_assistant_tokens=1)
+    theirs, ours = proposals(with_mtp(), monkeypatch, 1, use_mtp=True)
     assert theirs != ours
 
 
@@ -170,10 +215,10 @@ def test_control_keys_of_rejected_drafts_give_other_proposals(with_mtp, monkeypa
     """Nothing is read again after a round, although later layers had read drafts."""
     model = with_mtp("DeepseekV3ForCausalLM", 3)
     monkeypatch.setattr(
-        "hf_specdec.models.mtp_runner.MtpRunner.begin",
+        "hf_specdec.models.states_runner.StatesRunner.begin",
         lambda self, lengths: setattr(self, "_certain", [max(n - 2, 0) if self.passes else 0 for n in lengths]),
     )
-    theirs, ours = proposals(model, texts(1), monkeypatch, num_assistant_tokens=3)
+    theirs, ours = proposals(model, monkeypatch, 3, use_mtp=True)
     assert theirs != ours
 
 
@@ -201,6 +246,9 @@ SAMPLED = [
     Combination(drafter="mtp", batch="one", cache="the caller's"),
     Combination(drafter="mtp", strategy="bild", stop="auto", cache="static", end="no end"),
     Combination(drafter="mtp", strategy="ensemble", verification="block", processor="temperature"),
+    Combination(drafter="dflash"),
+    Combination(drafter="dflash", verification="block", processor="repetition", cache="static"),
+    Combination(drafter="dflash", stop="auto", batch="one", processor="top_k"),
 ]
 
 
@@ -213,6 +261,7 @@ def sampled_target(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
     mtp = modeling_layers.MtpModel(target, 2)
     mtp.layers.double()
     lend(monkeypatch, target, mtp.eval())
+    monkeypatch.setitem(sampled_outputs.models(), "dflash", block_draft(hidden_size=16, target_layer_ids=[0]))
     return target
 
 
@@ -226,14 +275,14 @@ def test_outputs_are_distributed_as_the_targets_own(c: Combination, sampled_targ
 
 
 def test_control_other_probabilities_than_those_drawn_from_fail(sampled_target, monkeypatch) -> None:
-    propose = MtpDrafter.propose
+    propose = OwnDrafter.propose
 
     def flattened(self: Any, ids: Tensor, lengths: Any, room: Any) -> DraftProposal:
         made = propose(self, ids, lengths, room)
         probs = None if made.probs is None else torch.full_like(made.probs, 1 / made.probs.shape[-1])
         return DraftProposal(made.tokens, made.lengths, probs, made.steps)
 
-    monkeypatch.setattr(MtpDrafter, "propose", flattened)
+    monkeypatch.setattr(OwnDrafter, "propose", flattened)
     c = SAMPLED[0]
     assert odds_of_outputs(Draws(c), c) < FALSE_FAILURE
 
@@ -269,19 +318,31 @@ def test_layers_are_read_from_the_checkpoint_once(tmp_path, monkeypatch) -> None
         assert [one.accepted for one in out.speculation.rounds] == [one.accepted for one in lent.speculation.rounds]
 
 
-def refused(model: PreTrainedModel, *words: str) -> None:
+def refused(model: PreTrainedModel, *words: str, **asked: Any) -> None:
+    asked = asked or {"use_mtp": True}
     with hf_specdec.enable(model, generation_strategy="speculative"), pytest.raises(ValueError) as error:
-        model.generate(**prompts(1), max_new_tokens=4, use_mtp=True)
-    assert all(word in str(error.value) for word in ("drafter='mtp'", type(model).__name__, *words)), error.value
+        model.generate(**prompts(1), max_new_tokens=4, **asked)
+    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_models_without_layers_are_refused_by_what_is_missing(with_mtp, monkeypatch) -> None:
     model = llama()
-    refused(model, "has no num_mtp_layers", "choose another drafter")
+    named = "drafter='mtp'", "LlamaForCausalLM"
+    refused(model, *named, "has no num_mtp_layers", "choose another drafter")
     model.config.num_mtp_layers = 1
-    refused(model, "its checkpoint", "choose another drafter")
+    refused(model, *named, "its checkpoint", "choose another drafter")
     with_layers = with_mtp()
     monkeypatch.setattr(mtp_private, "keeps_other_states", lambda mtp: True)
-    refused(with_layers, "can't be rolled back")
+    refused(with_layers, "DeepseekV3ForCausalLM", "can't be rolled back")
     monkeypatch.setattr(transformers, "__version__", "5.17.0")
-    refused(model, "needs transformers 5.23 or newer", "5.17.0 is installed")
+    refused(model, *named, "needs transformers 5.23 or newer", "5.17.0 is installed")
+
+
+def test_drafts_of_blocks_that_do_not_fit_are_refused() -> None:
+    model, draft = llama(), block_draft()
+    blocks = {"speculation_type": "dflash"}
+    refused(model, "assistant_model=None", "drafter='dflash'", **blocks)
+    refused(model, "assistant_model=LlamaForCausalLM", "drafter='dflash'", assistant_model=llama(), **blocks)
+    refused(model, "assistant_model=MuseGlimmerAssistantModel", "speculation_type='dflash'", assistant_model=draft)
+    model.config.hidden_size = 48
+    refused(model, "of width 32", "of width 48", "made for this model", assistant_model=draft, **blocks)

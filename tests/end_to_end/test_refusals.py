@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import (
     ClassifierFreeGuidanceLogitsProcessor,
     DynamicCache,
-    GenerationConfig,
     GenerationMixin,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -177,7 +176,6 @@ OTHER_MODES = {
     "max_matching_ngram_size": 3,
     "prompt_lookup_num_tokens": 3,
     "assistant_early_exit": 1,
-    **({"speculation_type": "dflash"} if hasattr(GenerationConfig(), "speculation_type") else {}),
 }
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     *(

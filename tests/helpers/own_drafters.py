@@ -102,3 +102,31 @@ def lend(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, mtp: Any) -> N
         return mtp
 
     monkeypatch.setattr(modeling_layers.MtpModel, "from_pretrained", loaded)
+
+
+BLOCK_TARGETS = ("LlamaForCausalLM", "MuseGlimmerForConditionalGeneration")
+
+
+def target_and_block_draft(family: str = "LlamaForCausalLM", seed: int = 0) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A tiny random target in float64, and a DFlash draft that makes up to four tokens at once."""
+    torch.manual_seed(seed)
+    config = getattr(
+        transformers, family.replace("ForCausalLM", "Config").replace("ForConditionalGeneration", "Config")
+    )
+    fields = dict(COMMON)
+    if family.startswith("Muse"):
+        fields = {"text_config": {**COMMON, "sliding_window": 6}, "vision_config": SMALL_VISION}
+    return getattr(transformers, family)(config(**fields)).eval().double(), block_draft()
+
+
+def block_draft(**fields: Any) -> PreTrainedModel:
+    """A tiny random DFlash draft, without an embedding and a head of its own."""
+    own = {"block_size": 5, "mask_token_id": 3, "target_layer_ids": [0, 1], "sliding_window": 6}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    draft = transformers.MuseGlimmerAssistantModel(
+        transformers.MuseGlimmerAssistantConfig(**{**COMMON, **own, **kinds, **fields})
+    )
+    for weight in draft.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    return draft.eval().double()

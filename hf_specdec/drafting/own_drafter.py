@@ -1,0 +1,52 @@
+"""Drafting with what models bring along for it, which reads the target's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from hf_specdec.drafting.drafter import DraftProposal
+from hf_specdec.drafting.model_drafter import ModelDrafter
+from hf_specdec.models.block_runner import BlockRunner
+from hf_specdec.models.hidden_states import HiddenStates
+from hf_specdec.models.states_runner import StatesRunner
+
+
+class OwnDrafter(ModelDrafter):
+    """As `ModelDrafter`, once the target has read the prompts.
+
+    Multi-token-prediction layers run at least once in every round, also for shorter drafts; the last one makes longer
+    drafts. A DFlash draft makes one pass a round.
+
+    Args:
+        own: runs what drafts.
+    """
+
+    def __init__(self, own: StatesRunner, *arguments: Any, **named: Any) -> None:
+        super().__init__(own, *arguments, **named)
+        self.own = own
+
+    @property
+    def states(self) -> HiddenStates:
+        """What the runner reads of the target."""
+        return self.own.states
+
+    def runners(self) -> list[Any]:
+        """None: its passes are not compiled."""
+        return []
+
+    def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
+        """As `ModelDrafter.propose`."""
+        before = self.own.passes
+        self.own.begin(lengths)
+        self._read = list(self.own.read)
+        proposal = super().propose(ids, lengths, room)
+        self.own.complete()
+        return replace(proposal, steps=self.own.passes - before)
+
+    def _limit(self, lengths: Sequence[int], room: Sequence[int]) -> int:
+        limit = super()._limit(lengths, room)
+        return min(limit, self.own.most) if isinstance(self.own, BlockRunner) else limit
