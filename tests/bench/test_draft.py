@@ -209,10 +209,14 @@ def test_a_clock_goes_on(tmp_path: Path) -> None:
 def test_a_draft_is_made_trained_judged_and_saved(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the layers that trials choose; a second run does not overwrite it."""
+    """Of the layers that trials choose, on its own prompts, for others; a second run does not overwrite it."""
     readings = count()
     monkeypatch.setattr(clock, "monotonic", lambda: next(readings))  # a second passes with every look at it
-    settings = settings_for(folder, tmp_path, layers=())
+    asked = folder.parent / "asked.jsonl"
+    asked.write_text("".join(f'{{"q": "tell me {"more " * n}"}}\n' for n in range(3)))
+    settings = replace(
+        settings_for(folder, tmp_path, layers=()), dataset=str(asked), prompt_column="q", own_prompts=True
+    )
     run_task(settings)
     (path,) = tmp_path.glob("draft-*.json.gz")
     result, printed = load(path), capsys.readouterr().out
@@ -221,6 +225,7 @@ def test_a_draft_is_made_trained_judged_and_saved(
     assert len(facts.agreement) == len(facts.held_out_curve) >= 2 and facts.tokens_read > 0
     assert f'AutoModelForCausalLM.from_pretrained("{facts.saved}")' in printed
     assert "Not recommended: decoding with it" in printed or "Decoding with it has" in printed
+    assert len(result.prompts) == 3 and facts.prompts > 3, "a data set that only judges"
     assert sum("agreement with the target after" in note for note in result.notes) == 2, "shapes that were tried"
     assert [one.name for one in result.methods][2:] == ["suffix", "before", "after", "hybrid"]
     saved, own = (AutoModelForCausalLM.from_pretrained(path) for path in (facts.saved, folder))

@@ -16,16 +16,19 @@ class Clock:
     Args:
         file: where `save` notes what was spent.
         limit: in seconds.
+
+    Attributes:
+        before: what earlier starts took, in seconds.
     """
 
     def __init__(self, file: Path, limit: float) -> None:
         self.file, self.limit = file, limit
-        self._before = float(file.read_text()) if file.exists() else 0.0
+        self.before = float(file.read_text()) if file.exists() else 0.0
         self._start = monotonic()
 
     @property
     def spent(self) -> float:
-        return self._before + monotonic() - self._start
+        return self.before + monotonic() - self._start
 
     @property
     def share(self) -> float:

@@ -97,7 +97,8 @@ def run(settings: Settings, shared: Processes) -> None:
         layers=tuple(layers),
         vocabulary=len(tokens),
     )
-    result.notes += trials.notes
+    answering = Clock(folder / "seconds", 1).before
+    result.notes += [f"The target answered for {answering / 60:.0f} minutes, all starts together.", *trials.notes]
     os.replace(place / "draft", saved)
     results.finish(result, render)
     shutil.rmtree(place)
@@ -131,7 +132,12 @@ def answered(
     Raises:
         BenchError: there was time for none.
     """
-    settings = settings if given else replace(settings, dataset=OWN, split=None)
+    if not given:
+        # Whatever judges: own prompts are the same.
+        settings = replace(
+            settings, dataset=OWN, dataset_path=None, split=None, prompt_column=None, prompt_template="{prompt}",
+            limit=None,
+        )  # fmt: skip
     folder = answers_folder(settings, pair)
     folder.mkdir(parents=True, exist_ok=True)
     clock = Clock(folder / "seconds", 60 * settings.minutes * _ANSWERING)
