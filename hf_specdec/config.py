@@ -16,9 +16,9 @@ STRATEGY_SETTINGS: dict[str, tuple[str, ...]] = {
 }
 STRATEGIES = tuple(STRATEGY_SETTINGS)
 LOSSY_STRATEGIES = tuple(name for name, own in STRATEGY_SETTINGS.items() if own)
-DRAFTERS = ("model", "suffix", "lookup", "hybrid", "mtp", "dflash", "none")
+DRAFTERS = ("auto", "model", "suffix", "lookup", "hybrid", "mtp", "dflash", "none")
 # Those that copy, whatever a model drafts besides.
-COPYING = ("suffix", "lookup", "hybrid")
+COPYING = ("auto", "suffix", "lookup", "hybrid")
 # Those that some models bring along.
 OWN_DRAFTERS = ("mtp", "dflash")
 VERIFICATIONS = ("token", "block")
@@ -64,11 +64,11 @@ class SpeculationConfig:
             `"bild"` (Kim et al. 2023), `"lenient"` (Leviathan et al. 2023, appendix A.5), `"typical"` (Cai et al. 2024,
             Medusa) and `"ensemble"` (transformers' `assistant_ensemble_weight`).
         num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` uses what the draft's
-            own `generation_config` says, else 4, 7 for T5 targets, and `"auto"` for `drafter="suffix"`. `"auto"`
-            chooses the length of each round, from 0 to 16, based on the acceptance and the times measured so far,
-            including earlier calls of the same models. Sampled text can therefore differ between runs with the same
-            seed; its distribution does not. Where rounds are compiled or captured, `"auto"` chooses among 0, 1, 2, 4, 8
-            and 16. With different tokenizers, the draft's tokens are counted.
+            own `generation_config` says, else 4, 7 for T5 targets, and `"auto"` for `drafter="suffix"` and `"auto"`.
+            `num_assistant_tokens="auto"` chooses the length of each round, from 0 to 16, based on the acceptance and
+            the times measured so far, including earlier calls of the same models. Sampled text can therefore differ
+            between runs with the same seed; its distribution does not. Where rounds are compiled or captured, it
+            chooses among 0, 1, 2, 4, 8 and 16. With different tokenizers, the draft's tokens are counted.
         fallback_threshold: BiLD only, a probability in [0, 1]. If the draft's highest probability for the next token
             is below it, the token is not drafted and the target takes over. 0 never falls back.
         rollback_threshold: BiLD only, nats, at least 0. A drafted token is rolled back if its distance -ln p_target
@@ -83,10 +83,12 @@ class SpeculationConfig:
         drafter: `"model"` drafts with the assistant model. `"suffix"` needs no model: it finds the longest end of the
             text that occurred before, in the text, the other rows or the encoder's input, and copies what mostly
             followed it, as far as that is likely enough to be worth a wider pass; `"lookup"` is another name for it.
-            `"hybrid"` chooses between such a copy and the model, round by round and row by row. `"mtp"` drafts with the
-            multi-token-prediction layers that the target brings along, as `use_mtp=True` asks for, `"dflash"` with an
-            assistant model that makes a block of drafts in one pass (`speculation_type="dflash"`). `"none"` decodes
-            without drafts in the same loop, as a baseline. Copies have no draft probabilities, so
+            `"hybrid"` chooses between such a copy and the model, round by round and row by row. `"auto"` is `"hybrid"`
+            where there is an assistant model and `"suffix"` where there is none, with `num_assistant_tokens="auto"`
+            unless set: each round drafts what is expected to bring the most tokens per second, or nothing. `"mtp"`
+            drafts with the multi-token-prediction layers that the target brings along, as `use_mtp=True` asks for,
+            `"dflash"` with an assistant model that makes a block of drafts in one pass (`speculation_type="dflash"`).
+            `"none"` decodes without drafts in the same loop, as a baseline. Copies have no draft probabilities, so
             `fallback_threshold`, `entropy_threshold` and `assistant_confidence_threshold` don't apply to them.
         verification: how sampling verifies drafts; both are lossless. `"token"` decides token by token (Leviathan et
             al. 2023). `"block"` decides on the draft as a whole (Sun et al. 2024) and accepts at least as many tokens
@@ -187,6 +189,13 @@ class SpeculationConfig:
         """Whether drafting needs a model."""
         return self.drafter in ("model", "hybrid")
 
+    def choosing(self, *, has_model: bool) -> SpeculationConfig:
+        """The settings with what `drafter="auto"` stands for in its place."""
+        if self.drafter != "auto":
+            return self
+        drafter = "hybrid" if has_model else "suffix"
+        return replace(self, drafter=drafter, num_assistant_tokens=self.num_assistant_tokens or "auto")
+
     def within(self, room: int) -> SpeculationConfig:
         """The settings for a call whose rows have room for `room` tokens. Requires resolved settings.
 
@@ -209,7 +218,7 @@ class SpeculationConfig:
         """Fill in the default lookahead of the drafter or of the target's model family."""
         if self.num_assistant_tokens is not None:
             return self
-        if self.drafter == "suffix":
+        if self.drafter in ("auto", "suffix"):
             return replace(self, num_assistant_tokens="auto")
         default = T5_ASSISTANT_TOKENS if model_type in T5_MODEL_TYPES else DEFAULT_ASSISTANT_TOKENS
         return replace(self, num_assistant_tokens=default)

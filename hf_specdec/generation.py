@@ -152,7 +152,7 @@ class SpeculativeDecoding:
     ) -> Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
         """Decode, with the contract of `GenerationMixin._sample`. Settings of the call override the object's."""
         settings = {name: value for name in FIELDS if (value := model_kwargs.pop(name, None)) is not None}
-        config = replace(self.config, **settings)
+        config = replace(self.config, **settings).choosing(has_model=self.assistant_model is not None)
         check_draft(self.assistant_model, config)
         if self.assistant_model is not None and (config.drafts_by_model or config.drafter == "dflash"):
             config = with_settings_of(self.assistant_model, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,14 +35,31 @@ class DraftProposal:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """What a round copies, and where the model drafts.
+
+    Args:
+        tokens: the copied tokens of each row.
+        modelled: the rows in which the model drafts.
+        width: the lookahead of the round if the model drafts in none.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    modelled: Collection[int]
+    width: int
+
+
+@dataclass(frozen=True)
 class PreparedDrafting:
-    """How prepared rounds make a drafter's drafts: by the passes of one model, one token each.
+    """How prepared rounds make a drafter's drafts: by the passes of one model, one token each, and by copies.
 
     Args:
         rule: when drafting stops.
         runner: runs the draft; None where nothing is drafted.
         vocabulary, draft_vocabulary, keep_probs, max_positions: see `ModelDrafter`.
         resume: takes over again after prepared rounds, given how many tokens of each row the draft has read.
+        choose: what is copied; given the arguments of `Drafter.propose`, and whether rounds of a lookahead are
+            prepared. None if the model always drafts.
     """
 
     rule: StopRule
@@ -52,6 +69,7 @@ class PreparedDrafting:
     keep_probs: bool = False
     max_positions: int | None = None
     resume: Callable[[Sequence[int]], None] = lambda read: None
+    choose: Callable[[Tensor, Sequence[int], Sequence[int], Callable[[int], bool]], Copies] | None = None
 
 
 class Drafter(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
-from hf_specdec.drafting.drafter import BaseDrafter, Drafter, DraftProposal
-from hf_specdec.drafting.suffix import SuffixDrafter
+from hf_specdec.drafting.drafter import BaseDrafter, Copies, Drafter, DraftProposal, PreparedDrafting
+from hf_specdec.drafting.suffix import Copy, SuffixDrafter
 from hf_specdec.host.relaxations import CertainWhereKept
-from hf_specdec.lengths.copy_chances import worthwhile
-from hf_specdec.lengths.estimates import PRIOR_ACCEPTANCE, PRIOR_RATIO, PositionRates
+from hf_specdec.lengths.choice import Choice
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 
@@ -24,7 +23,7 @@ class HybridDrafter(BaseDrafter):
     """Copy, draft with a model, or both, row by row.
 
     Args:
-        copies: finds copies. Its `known` times, if any, are those that the rule measures.
+        copies: finds copies. What it knows of earlier calls, if anything, is what the rule adds to.
         model: any drafter. It observes the rounds in which it drafted, or nothing was.
         rule: the model's stop rule.
         max_length, rollback: see `BaseDrafter`.
@@ -43,7 +42,6 @@ class HybridDrafter(BaseDrafter):
         self.copies = copies
         self.model = model
         self._lengths = rule
-        self._accepted = PositionRates(PRIOR_ACCEPTANCE)
         self._begun = False
         self._copied: list[int] = []  # the rows that the last round copied in
 
@@ -52,44 +50,40 @@ class HybridDrafter(BaseDrafter):
 
         Where a row has the model's distributions, copies get one-hot ones.
         """
-        copies = self.copies.find(ids, lengths, room)
-        live = [row for row, space in enumerate(room) if space > 0]
-        count, modelling = self._choose({row: copies[row].reach for row in live})
-        found = [[] if row in modelling else copy.tokens[:count] for row, copy in enumerate(copies)]
+        copies, choice = self._chosen(ids, lengths, room)
+        found = [[] if row in choice.modelled else copy.tokens[: choice.copied] for row, copy in enumerate(copies)]
         proposal = self.copies.proposal(ids, lengths, found)
         self._copied = [row for row, copied in enumerate(proposal.lengths) if copied]
-        left = [space if row in modelling else 0 for row, space in enumerate(room)]
+        left = [space if row in choice.modelled else 0 for row, space in enumerate(room)]
         return self._merged(proposal, self.model.propose(ids, lengths, left))
 
-    def _choose(self, reaches: Mapping[int, Sequence[float]]) -> tuple[int, Collection[int]]:
-        """How many tokens are copied at most, and the rows that the model drafts in: none, or where copies bring less.
+    def choose_prepared(
+        self, ids: Tensor, lengths: Sequence[int], room: Sequence[int], is_ready: Callable[[int], bool]
+    ) -> Copies:
+        """As `propose`, for prepared rounds, in which the model drafts."""
+        self.copies.use_prepared(is_ready)
+        copies, choice = self._chosen(ids, lengths, room)
+        found = [[] if row in choice.modelled else copy.tokens[: choice.copied] for row, copy in enumerate(copies)]
+        self._copied = [row for row, copied in enumerate(found) if copied]
+        return Copies(found, choice.modelled, self.copies.fitting(choice.copied))
+
+    def for_prepared_rounds(self) -> PreparedDrafting | None:
+        """Prepared rounds of the model, with copies in some."""
+        drafting = self.model.for_prepared_rounds()
+        return None if drafting is None else replace(drafting, choose=self.choose_prepared)
+
+    def _chosen(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> tuple[Sequence[Copy], Choice]:
+        """What may be copied after each row, and what is drafted.
 
         The first round is the model's, so that it reads the prompts while the target does.
-
-        Args:
-            reaches: for each row that goes on, the chances of its copied tokens.
         """
-        begun, self._begun = self._begun, True
-        count = worthwhile(list(reaches.values()), self.copies.cost)
-        if not count or not begun:
-            return 0, reaches
+        copies = self.copies.find(ids, lengths, room)
+        if not self._begun:
+            self._begun = True
+            return copies, Choice(0, [row for row, space in enumerate(room) if space > 0])
         steps = self._lengths.limit
-        drafted = sum(islice(self._accepted.reach(), steps))
-        copied = {row: sum(reach[:count]) for row, reach in reaches.items()}
-        modelling = [row for row, tokens in copied.items() if tokens < drafted]
-        rows, cost = len(reaches), self.copies.cost
-        alone = (rows + sum(copied.values())) / cost(count + 1)
-        beside = rows + sum(max(tokens, drafted) for tokens in copied.values())
-        is_better = beside > alone * (self._drafting(steps) + cost(max(count, steps) + 1))
-        return count, modelling if is_better else ()
-
-    def _drafting(self, steps: int) -> float:
-        """The time of a draft of the model."""
-        known = self.copies.known
-        if known is None or not known.elapsed:
-            return PRIOR_RATIO * steps
-        with known.lock:
-            return known.times.drafting(steps)
+        drafted = sum(islice(self.copies.known.accepted.reach(), steps))
+        return copies, self.copies.choice(copies, room, drafted, steps)
 
     def _merged(self, copies: DraftProposal, modelled: DraftProposal) -> DraftProposal:
         if not self._copied:
@@ -119,16 +113,20 @@ class HybridDrafter(BaseDrafter):
 
     def observe(self, finished: Round) -> None:
         """Learn from a finished round; the model's rule learns nothing from rows with copies."""
+        if self._copied and not finished.draft_steps:
+            self._lengths.observe(finished)
+            return
+        tokens = [0 if row in self._copied else count for row, count in enumerate(finished.new_tokens)]
+        self.model.observe(replace(finished, new_tokens=tuple(tokens)))
+        if not self.copies.measures:  # else the rule does
+            self._learn_acceptance(finished)
+
+    def _learn_acceptance(self, finished: Round) -> None:
+        accepted, limit = self.copies.known.accepted, min(self._lengths.limit, MAX_ASSISTANT_TOKENS)
         modelled = [row for row, count in enumerate(finished.drafted) if count and row not in self._copied]
-        limit = min(self._lengths.limit, MAX_ASSISTANT_TOKENS)
         for row in modelled:
-            self._accepted.add(min(finished.accepted[row], limit), limit, 1.0 / len(modelled))
-        self._accepted.fade()
-        if self._copied and not modelled:
-            self.copies.observe(finished)
-        else:
-            tokens = [0 if row in self._copied else count for row, count in enumerate(finished.new_tokens)]
-            self.model.observe(replace(finished, new_tokens=tuple(tokens)))
+            accepted.add(min(finished.accepted[row], limit), limit, 1.0 / len(modelled))
+        accepted.fade()
 
 
 def _widened(tokens: Tensor, width: int) -> Tensor:

@@ -5,18 +5,20 @@ Looking copies up needs no forward pass. They are verified as point masses, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from torch import Tensor
 
-from hf_specdec.drafting.drafter import BaseDrafter, DraftProposal, point_masses, usable
+from hf_specdec.drafting.drafter import BaseDrafter, Copies, DraftProposal, PreparedDrafting, point_masses, usable
 from hf_specdec.drafting.suffix_automaton import Step, SuffixAutomaton
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import CertainWhereKept
-from hf_specdec.lengths.auto_length import LengthHistory
-from hf_specdec.lengths.copy_chances import PRIOR_SLOPE, CopyChances, worthwhile
+from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, UNPREPARED_PENALTY, LengthHistory
+from hf_specdec.lengths.choice import Choice, best_choice
+from hf_specdec.lengths.copy_chances import CopyChances
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 
@@ -60,9 +62,13 @@ class SuffixDrafter(BaseDrafter):
         sources: `[B, S]`, the encoder's input ids; None for decoder-only models.
         eos_tokens: a copy ends after one of these.
         remembered: earlier answers, which are looked up too.
-        known: pass times of this and of earlier calls, measured in `observe`; None assumes some, so that drafts depend
-            on the text alone.
+        known: the chances of copies and the times of passes in earlier calls, which this one adds to; None assumes
+            some, so that drafts depend on the text alone.
         max_length, rollback: see `BaseDrafter`.
+
+    Attributes:
+        measures: whether passes are timed.
+        prepares: whether it chooses for prepared rounds.
     """
 
     def __init__(
@@ -82,20 +88,59 @@ class SuffixDrafter(BaseDrafter):
         self.vocabulary = vocabulary
         self.processors = processors
         self.eos_tokens = eos_tokens
-        self.known = known
+        self.known = known or LengthHistory()
+        self.measures = known is not None
         self._remembered = remembered
-        self._chances = CopyChances()
+        self._chances = CopyChances(None if known is None else known.copies)
         self._texts = SuffixAutomaton()
         for source in {} if sources is None else {tuple(row): None for row in sources.tolist()}:
             self._texts.extend(0, source)
         self._rows: list[_Row] = []
+        self.prepares = False
+        self._widths: Sequence[int] = range(rule.limit + 1)
+        self._is_ready: Callable[[int], bool] = lambda width: True
         self._timed = False  # whether the round that reads the prompts is over
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """Copy as much as is worth verifying; all rows' drafts pay for the width together."""
         copies = self.find(ids, lengths, room)
-        width = worthwhile([copies[row].reach for row, space in enumerate(room) if space > 0], self.cost)
-        return self.proposal(ids, lengths, [copy.tokens[:width] for copy in copies])
+        count = self.choice(copies, room).copied
+        return self.proposal(ids, lengths, [copy.tokens[:count] for copy in copies])
+
+    def choice(self, copies: Sequence[Copy], room: Sequence[int], drafted: float = 0.0, steps: int = 0) -> Choice:
+        """The best choice for the rows that have room; other arguments as of `best_choice`."""
+        reaches = {row: copies[row].reach[: self._widths[-1]] for row, space in enumerate(room) if space > 0}
+        with self.known.lock:
+            return best_choice(reaches, drafted, steps, self._seconds)
+
+    def _seconds(self, copied: int, steps: int) -> float:
+        width = copied if copied <= steps else self.fitting(copied)
+        return self.known.seconds(width, steps) * (1.0 if self._is_ready(width) else UNPREPARED_PENALTY)
+
+    def fitting(self, copied: int) -> int:
+        """The lookahead of a round that copies so many tokens."""
+        return self._widths[bisect_left(self._widths, copied)]
+
+    def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
+        """Choose for a round that is compiled or captured: of few widths, none much wider than those that are ready."""
+        if not self.prepares:
+            self.prepares, self.known, self._is_ready = True, self.known.of_prepared_rounds(), is_ready
+        widths = [n for n in PREPARED_LENGTHS if n < self.rule.limit] + [self.rule.limit]
+        longest = max((at for at, n in enumerate(widths) if is_ready(n)), default=0)
+        self._widths = widths[: longest + 2]
+
+    def choose_prepared(
+        self, ids: Tensor, lengths: Sequence[int], room: Sequence[int], is_ready: Callable[[int], bool]
+    ) -> Copies:
+        """As `propose`, for prepared rounds."""
+        self.use_prepared(is_ready)
+        copies = self.find(ids, lengths, room)
+        count = self.choice(copies, room).copied
+        return Copies([copy.tokens[:count] for copy in copies], (), self.fitting(count))
+
+    def for_prepared_rounds(self) -> PreparedDrafting:
+        """Prepared rounds with copies."""
+        return PreparedDrafting(self.rule, None, self.vocabulary, self.vocabulary, choose=self.choose_prepared)
 
     def proposal(self, ids: Tensor, lengths: Sequence[int], copies: Sequence[list[int]]) -> DraftProposal:
         """A proposal of each row's copied tokens, as far as constraints allow them; see `point_masses`."""
@@ -122,20 +167,11 @@ class SuffixDrafter(BaseDrafter):
             copies[row] = Copy(tokens, copy.reach[: len(tokens)])
         return copies
 
-    def cost(self, width: int) -> float:
-        """The time of a target's pass over `width` tokens per row."""
-        if self.known is None or not self.known.elapsed:
-            return 1.0 + PRIOR_SLOPE * (width - 1)
-        with self.known.lock:
-            return self.known.times.target(width)
-
     def observe(self, finished: Round) -> None:
         """Learn what a pass takes. The text itself tells what was accepted."""
-        if self.known is not None and self._timed:
+        if self.measures and self._timed:
             with self.known.lock:
-                if finished.width in self.known.widths:
-                    self.known.times.add(finished, 0.0)
-                self.known.widths.add(finished.width)
+                self.known.times.add(finished, 0.0)
                 self.known.elapsed += finished.seconds
         self._timed = True
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
+from hf_specdec.lengths.copy_chances import CopyChances
 from hf_specdec.lengths.estimates import PRIOR_ACCEPTANCE, PassTimes, PositionRates
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.per_target import PerTarget
@@ -19,12 +20,10 @@ from hf_specdec.rules.round_statistics import Round
 PREPARED_LENGTHS = (0, 1, 2, 4, 8, MAX_ASSISTANT_TOKENS)
 # The factor by which a length that is not prepared yet must beat the prepared ones.
 UNPREPARED_PENALTY = 1.1
-# Below this expected speedup nothing is drafted, since the gain may be a measurement error.
-MIN_SPEEDUP = 1.03
 # Above this expected speedup no early plain round is spent on timing plain decoding.
 CLEAR_SPEEDUP = 2.0
 # The budget for probes, of a call and of all calls together: a number of plain steps, plus a share of the time so far.
-PROBE_ALLOWANCE, PROBE_SHARE = 1.25, 0.01
+PROBE_ALLOWANCE, PROBE_SHARE = 0.75, 0.01
 # Plain decoding is timed again after this many rounds with drafts. The interval then grows fourfold up to the maximum,
 # unless the expected speedup is below the last figure: then more is lost by being wrong than by a plain round.
 FIRST_REFRESH, LAST_REFRESH, NARROW_SPEEDUP = 16, 256, 1.2
@@ -41,6 +40,7 @@ class LengthHistory:
 
     Attributes:
         times: estimated pass times.
+        copies: the chances of copies.
         accepted, drafted, steps: for each draft position, how often a row's accepted drafts, the width of the target's
             pass, and the draft's steps reach it.
         elapsed: seconds of all rounds, a share of which probes may lose.
@@ -49,20 +49,30 @@ class LengthHistory:
         since_plain: number of rounds with drafts since the last plain one.
         refresh: the number of them after which plain decoding is timed again.
         prepared: the estimates for prepared rounds, whose passes take different times; None before the first.
-        widths: those of passes of copies so far. The first of each is not timed, since it may not be compiled yet.
         lock: guards all attributes against concurrent calls.
     """
 
     def __init__(self, *, prepared: bool = False) -> None:
         self.times = PassTimes(prepared=prepared)
+        self.copies = CopyChances()
         self.accepted = PositionRates(PRIOR_ACCEPTANCE)
         self.drafted = PositionRates(1.0)
         self.steps = PositionRates(1.0)
         self.elapsed = self.balance = self.probed = 0.0
         self.since_plain, self.refresh = 0, FIRST_REFRESH
         self.prepared: LengthHistory | None = None
-        self.widths: set[int] = set()
         self.lock = threading.RLock()
+
+    def seconds(self, copied: int, steps: int) -> float:
+        """The time of a round that copies up to `copied` tokens a row, and in which the model drafts in `steps`."""
+        with self.lock:
+            return self.times.drafting(steps) + self.times.target(1 + max(copied, steps))
+
+    def of_prepared_rounds(self) -> LengthHistory:
+        """The estimates for prepared rounds."""
+        with self.lock:
+            self.prepared = self.prepared or LengthHistory(prepared=True)
+            return self.prepared
 
 
 _histories: PerTarget[LengthHistory] = PerTarget()
@@ -118,10 +128,7 @@ class AutoLength(StopRule):
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
         """Choose from `PREPARED_LENGTHS` from now on, with what was learned in earlier prepared rounds."""
         self.lengths, self.is_ready = PREPARED_LENGTHS, is_ready
-        with self.known.lock:
-            prepared = self.known.prepared or LengthHistory(prepared=True)
-            self.known.prepared = prepared
-        self.known = prepared
+        self.known = self._general.of_prepared_rounds()
         self._begin()
 
     def _begin(self) -> None:
@@ -142,8 +149,16 @@ class AutoLength(StopRule):
     def observe(self, finished: Round) -> None:
         """Update the estimates, then choose `limit` for the next round.
 
-        Nothing is learned from the last few plain rounds of a call, which no choice follows.
+        Nothing is learned from the last few plain rounds of a call, which no choice follows. Rounds of copies alone
+        tell what passes take, but nothing about drafts.
         """
+        if any(finished.drafted) and not finished.draft_steps:
+            with self.known.lock:
+                self.known.times.add(finished, 0.0)
+                self.known.elapsed += finished.seconds
+            self._elapsed += finished.seconds
+            self._unread += max(finished.new_tokens)
+            return
         if len(self._waited) + 1 < self._pause:
             self._waited.append(finished.seconds)
             return
@@ -212,9 +227,9 @@ class AutoLength(StopRule):
         self.limit = best
 
     def _best(self, rates: Sequence[float]) -> int:
-        """The length with the highest of the `rates`, which are indexed by length; 0 if it gains too little."""
+        """The length with the highest of the `rates`, which are indexed by length; 0 if it gains nothing."""
         best = max(self._choice(), key=lambda n: rates[n] if self.is_ready(n) else rates[n] / UNPREPARED_PENALTY)
-        return best if rates[best] >= MIN_SPEEDUP * rates[0] else 0
+        return best if rates[best] > rates[0] else 0
 
     def _choice(self) -> Sequence[int]:
         """The lengths to choose from now: at most one step longer than the longest ready one.

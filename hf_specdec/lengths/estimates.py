@@ -11,7 +11,7 @@ from hf_specdec.rules.round_statistics import Round
 
 # Values assumed before the first measurements.
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.75, 2.0  # the weight counts rows
-PRIOR_SLOPE = 0.03  # each further token's share of a pass
+PRIOR_SLOPE = 0.04  # each further token's share of a pass
 PRIOR_RATIO = 0.15  # time of a draft step / time of a target step
 # The weight of the assumed slope, in passes that are one token off the mean width.
 SLOPE_PRIOR_WEIGHT = 1.0
@@ -19,10 +19,10 @@ SLOPE_PRIOR_WEIGHT = 1.0
 JUMP_PRIOR_WEIGHT = 0.3
 # Each round multiplies the weight of earlier rounds in the acceptance estimates, down to a minimum total weight, so
 # that a single new round can't dominate.
-DECAY, MIN_WEIGHT = 0.95, 3.0
+DECAY, MIN_WEIGHT = 0.97, 3.0
 # Earlier calls count as much as this many rounds of a new one, whose text may be much harder to draft. With a larger
 # weight, drafting would go on for too long where it no longer pays.
-EARLIER_WEIGHT = 0.7
+EARLIER_WEIGHT = 2.0
 # The weight of a width's or a draft's times halves after this many rounds without it. By now it may be recorded, or no
 # longer stalled, but what seems slow is hardly ever chosen again. Each time that a later draft confirms the times of
 # drafts, they keep their weight for twice as long, up to the maximum.
@@ -57,11 +57,14 @@ class PositionRates:
                 self._succeeded[position] *= kept
 
     def weaken(self) -> None:
-        """Reduce the weight of earlier calls; call once per call."""
+        """Reduce the weight of earlier calls, by half at least: what is no longer reached is forgotten.
+
+        Call once per call.
+        """
         for position, tried in enumerate(self._tried):
-            if tried > EARLIER_WEIGHT:
-                self._tried[position] = EARLIER_WEIGHT
-                self._succeeded[position] *= EARLIER_WEIGHT / tried
+            kept = min(EARLIER_WEIGHT / tried, 0.5) if tried else 0.0
+            self._tried[position] *= kept
+            self._succeeded[position] *= kept
 
     def add(self, succeeded: int, limit: int, weight: float) -> None:
         """Record a row that succeeded at its first `succeeded` positions and, if within `limit`, failed at the next."""
@@ -125,7 +128,7 @@ class PassTimes:
             return
         width, target = finished.width, finished.seconds - finished.draft_seconds
         if width not in self._by_width and self._by_width:
-            # The first pass of a width may be a stall, so wider passes bound it.
+            # The first pass of a width may be a stall, or not compiled yet, so wider passes bound it.
             bound = 1.5 * self.target(width)
             target = min(target, bound, *(seconds for wider, (_, seconds) in self._medians.items() if wider > width))
         if width == 1 and not unread and 1 in self._by_width:

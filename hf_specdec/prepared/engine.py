@@ -34,6 +34,7 @@ class Steps:
 
     Attributes:
         run_draft, run_verify: draft γ tokens; the prepared `verify_step`.
+        blanks: γ drafts that no model has made.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Steps:
         target, state = buffers.target, buffers.state
         device, count = state.device, plan.lookahead
         draws = (uniforms[:, count : 2 * count + 1],) if plan.do_sample else ()  # after those of the drafts
-        blanks = _blank_drafts(plan, len(state), device)
+        self.blanks = blanks = _blank_drafts(plan, len(state), device)
         step: Step = partial(verify_step, target, plan)
         args = state, *blanks.parts(), *draws
         if not target.cache.tensors():
@@ -200,11 +201,40 @@ class Engine:
             self.load(self.tails, lengths, limits)
         return drafts, len(drafts.tokens)
 
+    def blank_drafts(self, lengths: Sequence[int], limits: Sequence[int], lookahead: int) -> Drafts:
+        """Drafts of a round in which the model makes none; arguments as in `run_draft`."""
+        self.load(self.tails, lengths, limits)
+        self._draw()
+        return self.steps[lookahead].blanks
+
     def _burst(self, count: int) -> Drafts:
+        self._draw()
+        return self.steps[count].run_draft()
+
+    def _draw(self) -> None:
         if self.plan.do_sample:
             # Bursts read the first columns, verification those after them.
             torch.rand(self.uniforms.shape, out=self.uniforms, device=self.uniforms.device)
-        return self.steps[count].run_draft()
+
+
+def with_copies(drafts: Drafts, copies: Sequence[Sequence[int]]) -> Drafts:
+    """The drafts, with each row's copied tokens in place of its own where there are any."""
+    device = drafts.tokens[0].device
+    is_copied = torch.tensor([bool(copied) for copied in copies], device=device)
+    tokens, probs = [], []
+    for at, token in enumerate(drafts.tokens):
+        copied = torch.tensor([[row[at] if at < len(row) else 0] for row in copies], device=device)
+        tokens.append(torch.where(is_copied.unsqueeze(1), copied, token))
+        if drafts.probs:
+            one_hot = torch.zeros_like(drafts.probs[at]).scatter_(1, copied, 1.0)
+            probs.append(torch.where(is_copied.unsqueeze(1), one_hot, drafts.probs[at]))
+    never = ~is_copied
+    return Drafts(
+        tuple(tokens),
+        tuple(probs),
+        tuple(one & never for one in drafts.before),
+        tuple(one & never for one in drafts.after),
+    )
 
 
 def burst_of(lookahead: int) -> int:

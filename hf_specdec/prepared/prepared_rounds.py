@@ -26,7 +26,7 @@ from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
 from hf_specdec.prepared.compiled_passes import RoundsOfPasses
 from hf_specdec.prepared.compiled_step import forget_codes, settle
-from hf_specdec.prepared.engine import Engine
+from hf_specdec.prepared.engine import Engine, with_copies
 from hf_specdec.prepared.engine_store import STORE, EngineGroup
 from hf_specdec.prepared.freed_memory import return_freed_memory
 from hf_specdec.prepared.lap_timer import LapTimer
@@ -66,9 +66,11 @@ class PreparedRounds:
         if first:
             engine.tails = transcript.sequences[:, -2:].tolist()
         known = self.target.read[0]  # of the prompt, in a cache of the caller's
-        lookahead = self._lookahead(transcript)
         before, room = list(transcript.lengths), tuple(max(space - 1, 0) for space in transcript.room)
-        limits = [min(space, lookahead) for space in room]
+        looking = perf_counter()
+        copies, by_model, lookahead = self._chosen(transcript, room)
+        looked = perf_counter() - looking
+        limits = [min(len(copy) or space * by_model, lookahead) for copy, space in zip(copies, room, strict=True)]
         if not all(n in engine.steps for n in engine.lengths(lookahead)):
             # Before the clock starts: preparing is not part of a round's time.
             engine.load(engine.tails, before, limits)
@@ -77,11 +79,16 @@ class PreparedRounds:
             except Exception as error:  # compilers and captures fail in many ways, none of which should end a call
                 self._give_up(error)
                 return self.make_round(transcript)
-        began, laps = perf_counter(), LapTimer(transcript.device)
-        caught_up = lookahead > 0 and self._catch_up(transcript)
+        began, laps = perf_counter() - looked, LapTimer(transcript.device)
+        caught_up = by_model and lookahead > 0 and self._catch_up(transcript)
         laps.mark()
         with ordinary_tensors():
-            drafts, lookahead = engine.run_draft(before, limits, lookahead)
+            if by_model:
+                drafts, lookahead = engine.run_draft(before, limits, lookahead)
+            else:
+                drafts = engine.blank_drafts(before, limits, lookahead)
+            if any(copies):
+                drafts = with_copies(drafts, copies)
             laps.mark()
             if first and (unread := transcript.sequences[:, known:-1]).shape[1]:
                 self._read(self.target, unread)
@@ -94,8 +101,8 @@ class PreparedRounds:
         kept = transcript.append(new_tokens)
         engine.tails = [(t + new[:n])[-2:] for t, new, n in zip(engine.tails, new_tokens, kept, strict=True)]
         self.target.read = [n - 1 for n in transcript.lengths]
-        if lookahead:
-            self._note_drafted(before, transcript.lengths, lookahead)
+        if by_model and lookahead:
+            self._note_drafted(before, transcript.lengths, lookahead, copies)
         return Round(
             drafted=tuple(row[-3] for row in rows),
             accepted=tuple(row[-2] for row in rows),
@@ -104,10 +111,10 @@ class PreparedRounds:
                 reached_overlap(row[decided:], accepted, drafted)
                 for row, (*_, drafted, accepted, _) in zip(result, rows, strict=True)
             ),
-            draft_steps=lookahead,
+            draft_steps=lookahead if by_model else 0,
             width=lookahead + (transcript.prompt_length - known if first else 1),
-            draft_seconds=reading + drafting,
-            verify_seconds=checked - began - reading - drafting,
+            draft_seconds=looked + reading + drafting,
+            verify_seconds=checked - began - looked - reading - drafting,
             seconds=perf_counter() - began,
             catch_up_seconds=reading if caught_up else 0.0,
             room=room,
@@ -135,6 +142,14 @@ class PreparedRounds:
         if self.engine.failed and self.drafting.runner is not None:
             self.drafting.resume(self.drafting.runner.read)
             self.drafting.rule.use_general()
+
+    def _chosen(self, transcript: Transcript, room: Sequence[int]) -> tuple[Sequence[Sequence[int]], bool, int]:
+        """Each row's copied tokens, whether the model drafts in any row, and the lookahead."""
+        if self.drafting.choose is None:
+            return [()] * len(room), True, self._lookahead(transcript)
+        copies = self.drafting.choose(transcript.ids, transcript.lengths, room, self.engine.is_ready)
+        lookahead = self._lookahead(transcript) if copies.modelled else copies.width
+        return [copy[:lookahead] for copy in copies.tokens], bool(copies.modelled), lookahead
 
     def _lookahead(self, transcript: Transcript) -> int:
         """The stop rule's length, or a shorter prepared one if every row ends within it."""
@@ -166,10 +181,15 @@ class PreparedRounds:
         if prompt and on_cpu and tokens.numel() * runner.model.num_parameters() >= LARGE_PROMPT:
             return_freed_memory()
 
-    def _note_drafted(self, before: Sequence[int], after: Sequence[int], lookahead: int) -> None:
-        """Note what the draft model has read: the text before the round and the accepted drafts except the last."""
-        rows = zip(before, after, strict=True)
-        self.drafting.runner.read = [min(old + lookahead - 1, new - 1) for old, new in rows]
+    def _note_drafted(
+        self, before: Sequence[int], after: Sequence[int], lookahead: int, copies: Sequence[Sequence[int]]
+    ) -> None:
+        """Note what the draft model has read: the text before the round and the accepted drafts except the last.
+
+        It has not read what was copied.
+        """
+        rows = zip(before, after, copies, strict=True)
+        self.drafting.runner.read = [min(old if copy else old + lookahead - 1, new - 1) for old, new, copy in rows]
 
 
 @contextmanager
@@ -261,6 +281,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
     if (
         drafting is None
         or not drafting.rule.serves_prepared_rounds
+        or (drafting.choose is not None and transcript.device.type != "cpu")
         or not isinstance(target, StaticRunner)
         or target.cache.grows
         or transcript.records

@@ -1,29 +1,8 @@
-"""The chances of copied tokens, and how many of them are worth a wider pass."""
+"""The chances of copied tokens."""
 
 from __future__ import annotations
 
-import random
-
-import pytest
-
-from hf_specdec.lengths.copy_chances import MOST_WEIGHT, WORTH, CopyChances, Step, worthwhile
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_other_width_is_worth_more(seed: int) -> None:
-    chance = random.Random(seed)
-    reaches = [sorted((chance.random() for _ in range(chance.randrange(7))), reverse=True) for _ in range(3)]
-    costs = [1.0]
-    for _ in range(8):
-        costs.append(costs[-1] + chance.choice((0.01, 0.1, 0.4)))
-    worth = [
-        sum(sum(reach[:count]) for reach in reaches) - WORTH * 3 * (costs[count] / costs[0] - 1.0) for count in range(8)
-    ]
-    assert worth[worthwhile(reaches, lambda width: costs[width - 1])] == pytest.approx(max(worth))
-
-
-def test_nothing_found_is_worth_nothing() -> None:
-    assert worthwhile([], float) == worthwhile([[], []], float) == 0
+from hf_specdec.lengths.copy_chances import MOST_WEIGHT, CopyChances, Step
 
 
 def test_chances_are_learned_by_match_and_by_what_followed() -> None:
@@ -39,3 +18,18 @@ def test_chances_are_learned_by_match_and_by_what_followed() -> None:
     for _ in range(int(2 * MOST_WEIGHT)):
         chances.learn(short, is_right=False)
     assert chances.chance(short) < 0.2
+
+
+def test_a_call_begins_with_what_earlier_ones_learned_and_soon_outweighs_it() -> None:
+    """However many texts had no copies that were right, a few that are count."""
+    known, step = CopyChances(), Step(5, 3, 1, 1)
+    fresh = known.chance(step)
+    for _ in range(6):
+        text = CopyChances(known)
+        for _ in range(200):
+            text.learn(step, is_right=False)
+    text = CopyChances(known)
+    assert text.chance(step) < fresh / 2
+    for _ in range(10):
+        text.learn(step, is_right=True)
+    assert text.chance(step) > 0.5 > known.chance(step)

@@ -10,8 +10,9 @@ import math
 import pytest
 import torch
 from helpers.auto_lengths import choose_in_turn
+from helpers.copies import copy_wherever_possible
 from helpers.distributions import FALSE_FAILURE, odds
-from helpers.families import ROWS_FAMILIES, exact_dtype, pair, prompts
+from helpers.families import ROWS_FAMILIES, exact_dtype, pair, prompts, repetitive
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.pairwise import pairwise
 
@@ -115,6 +116,35 @@ def test_statistics_are_those_of_the_general_rounds(fast_rounds) -> None:
             assert [getattr(r, name) for r in general] == [getattr(r, name) for r in fast]
         for one, other in zip(general, fast, strict=True):
             assert one.overlap == pytest.approx(other.overlap, rel=1e-5)
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "hybrid", "auto"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_copies_are_part_of_prepared_rounds(batch_size: int, drafter: str, fast_rounds, monkeypatch) -> None:
+    """Rounds of copies, of the model, and of both; what the draft has not read, it reads before it drafts again."""
+    copy_wherever_possible(monkeypatch)
+    choose_in_turn(monkeypatch, 4, 0, 2, 8)
+    target, draft = pair("llama", noise=0.3)
+    call = {**repetitive(batch_size), "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(**call, generation_strategy=None)
+    call |= {"assistant_model": draft}
+    for variant in ({}, {"entropy_threshold": 0.2}):
+        call |= {"cache_implementation": "static", "return_dict_in_generate": True, "drafter": drafter, **variant}
+        out = target.generate(**call)
+        assert torch.equal(out.sequences, plain)
+        rounds = out.speculation.rounds
+        assert len(fast_rounds) >= len(rounds)
+        assert any(r.accepted != (0,) * batch_size and not r.draft_steps for r in rounds), "copies alone"
+        assert drafter == "suffix" or any(r.draft_steps and any(r.accepted) for r in rounds), "the model's drafts"
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "hybrid"])
+def test_outputs_with_copies_are_distributed_as_the_target_s_own(toy_pair, fast_rounds, monkeypatch, drafter) -> None:
+    copy_wherever_possible(monkeypatch)
+    decoding = SpeculativeDecoding(toy_pair[1], num_assistant_tokens=2, drafter=drafter)
+    assert min(odds(toy_pair, decoding, temperature=1.4, cache_implementation="static")) > FALSE_FAILURE
+    assert decoding.stats is not None and any(r.accepted and not r.draft_steps for r in decoding.stats.rounds)
+    assert fast_rounds
 
 
 VARIANTS = [

@@ -89,8 +89,9 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
 
     Drafters that need a draft model take part where there is one.
     """
-    known = [name for name in DRAFTERS if name not in OWN_DRAFTERS]
-    asked = [SpeculationConfig(drafter=name) for name in settings.grid.get("drafter") or known]
+    has_model, known = pair.draft is not None, [name for name in DRAFTERS if name not in OWN_DRAFTERS]
+    names = settings.grid.get("drafter") or known
+    asked = [SpeculationConfig(drafter=name).choosing(has_model=has_model) for name in names]
     lacking = [one.drafter for one in asked if one.drafts_by_model and pair.draft is None]
     if lacking and "drafter" in settings.grid:
         raise BenchError(f"--drafter: {lacking[0]!r} needs a draft model here; give it by --assistant_model")

@@ -1,0 +1,46 @@
+"""What a round drafts: nothing, copies, or the model's tokens, whichever brings the most tokens for its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+
+class Choice(NamedTuple):
+    """What a round drafts.
+
+    Args:
+        copied: the most tokens that are copied in a row.
+        modelled: the rows in which the model drafts; the others copy.
+    """
+
+    copied: int
+    modelled: Collection[int]
+
+
+def best_choice(
+    copies: Mapping[int, Sequence[float]], drafted: float, steps: int, seconds: Callable[[int, int], float]
+) -> Choice:
+    """The choice with the most expected tokens per second, over all rows together.
+
+    Args:
+        copies: for each row that goes on, the chances that its first, second, … copied tokens are all right.
+        drafted: how many of the model's tokens are expected to be accepted in a row.
+        steps: of the model's draft; 0 if there is none.
+        seconds: the time of a round, by the most tokens that a row copies and by the model's steps.
+    """
+    rows, by_model = len(copies), drafted if steps else 0.0
+    best = Choice(0, frozenset(copies) if steps else ())
+    rate = max((rows + rows * by_model) / seconds(0, steps), rows / seconds(0, 0))
+    found = dict.fromkeys(copies, 0.0)
+    for count, chances in enumerate(zip_longest(*copies.values(), fillvalue=0.0), start=1):
+        for row, chance in zip(copies, chances, strict=True):
+            found[row] += chance
+        alone = (rows + sum(found.values())) / seconds(count, 0)
+        if alone > rate:
+            best, rate = Choice(count, ()), alone
+        beside = (rows + sum(max(tokens, by_model) for tokens in found.values())) / seconds(count, steps)
+        if steps and beside > rate:
+            best, rate = Choice(count, frozenset(row for row, tokens in found.items() if tokens <= by_model)), beside
+    return best
