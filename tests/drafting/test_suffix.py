@@ -114,6 +114,20 @@ def test_lookup_is_another_name() -> None:
     assert SpeculationConfig(drafter="suffix").resolve("llama").num_assistant_tokens == "auto"
 
 
+def test_auto_stands_for_what_a_call_has() -> None:
+    for has_model, drafter in ((True, "hybrid"), (False, "suffix")):
+        chosen = SpeculationConfig(drafter="auto").choosing(has_model=has_model)
+        assert chosen == SpeculationConfig(drafter=drafter, num_assistant_tokens="auto")
+        chosen = SpeculationConfig(drafter="auto", num_assistant_tokens=3).choosing(has_model=has_model)
+        assert chosen == SpeculationConfig(drafter=drafter, num_assistant_tokens=3)
+    target, draft = pair("llama")
+    for given in (None, draft):
+        decoding = SpeculativeDecoding(given, drafter="auto")
+        assert torch.equal(generate(target, repetitive(2), decoding), generate(target, repetitive(2), None))
+        assert decoding.stats is not None
+        assert (sum(r.draft_steps for r in decoding.stats.rounds) > 0) == (given is not None)
+
+
 def generate(target: PreTrainedModel, inputs: dict[str, Tensor], decoding: SpeculativeDecoding | None, **kw) -> Tensor:
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **kw}
     return target.generate(**inputs, **settings, custom_generate=decoding)

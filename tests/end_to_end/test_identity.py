@@ -43,6 +43,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "bild": {"generation_strategy": "bild", "fallback_threshold": 0.03, "rollback_threshold": 0.0},
     "suffix": {"drafter": "suffix", "assistant_model": None},
     "hybrid": {"drafter": "hybrid"},
+    "chosen": {"drafter": "auto", "num_assistant_tokens": "auto"},
     "none": {"drafter": "none", "assistant_model": None},
     "entropy": {"entropy_threshold": 0.3},
     "auto": {"num_assistant_tokens": "auto"},
