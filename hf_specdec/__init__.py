@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from hf_specdec.config import SpeculationConfig
     from hf_specdec.drafting.suffix_memory import SuffixMemory
     from hf_specdec.generation import SpeculativeDecoding, last_speculation
+    from hf_specdec.gguf.loading import load_gguf
     from hf_specdec.models.better_transformer import to_better_transformer
     from hf_specdec.models.trimmed_head import TrimmedDraft, frequent_tokens, trim_draft_head
     from hf_specdec.plugin import disable, enable
@@ -27,6 +28,7 @@ _PLACES = {
     "enable": "plugin",
     "frequent_tokens": "models.trimmed_head",
     "last_speculation": "generation",
+    "load_gguf": "gguf.loading",
     "release": "prepared.engine_store",
     "to_better_transformer": "models.better_transformer",
     "trim_draft_head": "models.trimmed_head",
@@ -44,6 +46,7 @@ __all__ = [
     "enable",
     "frequent_tokens",
     "last_speculation",
+    "load_gguf",
     "release",
     "to_better_transformer",
     "trim_draft_head",

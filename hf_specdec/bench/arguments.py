@@ -111,8 +111,11 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
         "draft_device": _argument("device of the draft; default: the target's", metavar="DEVICE"),
         "dtype": _argument("dtype of the target; auto: that of its configuration", choices=_DTYPES),
         "draft_dtype": _argument("dtype of the draft; auto: as --dtype", choices=_DTYPES),
-        "precision": _argument("quantize the target's weights with optimum-quanto", choices=("int8", "int4")),
-        "draft_precision": _argument("quantize the draft's weights", choices=("int8", "int4")),
+        "precision": _argument(
+            "quantize the target's weights with optimum-quanto; gguf: leave those of a GGUF file as it holds them",
+            choices=("int8", "int4", "gguf"),
+        ),
+        "draft_precision": _argument("the same of the draft", choices=("int8", "int4", "gguf")),
         "device_map": _argument("auto: spread the target over all devices with accelerate", metavar="MAP"),
         "offload_folder": _argument(
             "with --device_map: folder for weights that fit on no device", type=Path, metavar="DIR"

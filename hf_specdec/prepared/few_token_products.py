@@ -33,6 +33,7 @@ from hf_specdec.prepared.step_trace import PLAIN
 LIBRARIES = {
     "wide": ("linear.cpp", "attention.cpp"),
     "quantized": ("quantized.cpp",),
+    "gguf": ("gguf.cpp",),
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 MOST_DIMS = 8  # of an input, as tensors.h has it
@@ -120,6 +121,10 @@ def _shapes(input: Tensor, by_row: Sequence[Tensor | None]) -> Tensor | tuple[Te
     return results if len(results) > 1 else results[0]
 
 
+def _rows_shape(like: Tensor, indices: Tensor, blocks: Tensor) -> Tensor:
+    return like.new_empty(*indices.shape, like.shape[-1])
+
+
 def _attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     batch, heads, queries, width = query.shape
     return query.new_empty(batch, queries, heads, width)
@@ -137,6 +142,12 @@ SHAPES: dict[str, dict[str, Callable[..., Any]]] = {
         "quantized_linear": _quantized_shapes,
         "quantized_linear_2": _quantized_shapes,
         "quantized_linear_3": _quantized_shapes,
+    },
+    "gguf": {
+        "gguf_linear": _linear_shapes,
+        "gguf_linear_2": _linear_shapes,
+        "gguf_linear_3": _linear_shapes,
+        "gguf_rows": _rows_shape,
     },
 }
 

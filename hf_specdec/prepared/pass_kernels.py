@@ -33,10 +33,11 @@ def pass_kernels(model: PreTrainedModel) -> Callable[[], AbstractContextManager[
     if model.device.type != "cpu" or not few_token_products.supported():
         return others
     quantized = any(parts_of(weight) is not None for weight in model.parameters())
+    libraries = ("wide", "quantized") if quantized else ("wide",)
 
     def kernels() -> AbstractContextManager[Any]:
         rest = others()
-        if torch.is_autocast_enabled("cpu") or not _loaded(model.dtype, quantized):
+        if torch.is_autocast_enabled("cpu") or not kernels_loaded(model.dtype, *libraries):
             return rest
         return FewTokenProducts(rest if isinstance(rest, FunctionMode) else None)
 
@@ -44,13 +45,13 @@ def pass_kernels(model: PreTrainedModel) -> Callable[[], AbstractContextManager[
 
 
 @cache
-def _loaded(dtype: torch.dtype, quantized: bool) -> bool:
+def kernels_loaded(dtype: torch.dtype, *libraries: str) -> bool:
     """Whether there are kernels for numbers of a type; before a pass, since a broken one leaves half a cache."""
     if dtype not in few_token_products.NUMBERS:
         return False
     try:
         with COMPILING:
-            for library in ("wide", "quantized") if quantized else ("wide",):
+            for library in libraries:
                 few_token_products.load(library, dtype)
     except Exception as error:  # compilers fail in many ways
         tell_going_without("compile=True", error)

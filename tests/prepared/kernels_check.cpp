@@ -5,6 +5,7 @@
 #include <random>
 
 #include "attention.cpp"
+#include "gguf.cpp"
 #include "linear.cpp"
 #include "quantized.cpp"
 
@@ -77,6 +78,27 @@ void check_layers(int64_t tokens, int64_t k, int64_t rows) {
     }
 }
 
+// Blocks of `bytes`, with floats of 16 bits at `halves`.
+void check_gguf(int64_t tokens, int64_t rows, int64_t bytes, const std::vector<int64_t>& halves) {
+  const int64_t k = 512, blocks = k / (bytes > 64 ? 256 : 32);
+  const Floats x = floats({tokens, k}), bias = floats({rows}), like = floats({1, k});
+  Filled<uint8_t> stored({rows, blocks, bytes}, aoti_torch_dtype_uint8(), 0, 255);
+  Filled<int64_t> indices({rows}, aoti_torch_dtype_int64(), 0, 1);
+  for (int64_t row = 0; row < rows; ++row) indices.numbers[row] = row;
+  for (int64_t block = 0; block < rows * blocks; ++block)
+    for (const int64_t at : halves) stored.numbers[block * bytes + at + 1] = 0x10;
+  Handle output = nullptr, numbers = nullptr, b = bias.handle;
+  if (aoti_torch_cpu_gguf_rows_float(like.handle, indices.handle, stored.handle, &numbers) != AOTI_TORCH_SUCCESS) std::exit(2);
+  const float* w = pointer<const float>(numbers);
+  const AOTITorchError error = aoti_torch_cpu_gguf_linear_float(x.handle, stored.handle, &b, &output);
+  check("gguf_linear", output, error, [&](int64_t at) {
+    double sum = bias[at % rows];
+    for (int64_t i = 0; i < k; ++i) sum += x[at / rows * k + i] * w[at % rows * k + i];
+    return sum;
+  });
+  aoti_torch_delete_tensor_object(numbers);
+}
+
 void check_attention(int64_t queries, int64_t slots, int64_t width) {
   const int64_t heads = 4, shared = 2;
   const Floats q = floats({1, heads, queries, width}), keys = floats({1, shared, slots, width});
@@ -104,6 +126,12 @@ int main() {
   for (const int64_t tokens : {1, 2, 5, 7, 17, 40, 64})
     for (const int64_t k : {64, 100})
       for (const int64_t rows : {1, 5, 35}) check_layers(tokens, k, rows);
+  for (const int64_t tokens : {1, 3, 40})
+    for (const int64_t rows : {1, 5}) {
+      for (const int64_t bytes : {18, 22, 34}) check_gguf(tokens, rows, bytes, {0});
+      for (const int64_t bytes : {20, 24, 144, 176}) check_gguf(tokens, rows, bytes, {0, 2});
+      check_gguf(tokens, rows, 210, {208});
+    }
   for (const int64_t queries : {1, 5})
     for (const int64_t slots : {3, 200})
       for (const int64_t width : {20, 64}) check_attention(queries, slots, width);

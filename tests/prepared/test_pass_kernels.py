@@ -121,7 +121,7 @@ def test_where_there_are_none_passes_run_as_before(
     target = llama().float() if reason == "autocast" else llama()
     draft = noisy(target)
     target.config.max_position_embeddings = 20  # longer calls are not compiled
-    pass_kernels._loaded.cache_clear()
+    pass_kernels.kernels_loaded.cache_clear()
     if reason == "no compiler":
         monkeypatch.setattr(few_token_products, "load", _fails)
     elif reason == "another processor":
@@ -129,7 +129,7 @@ def test_where_there_are_none_passes_run_as_before(
     with torch.autocast("cpu", enabled=reason == "autocast"):
         plain = _plain(target, 1, {})
         assert torch.equal(_call(target, draft, 1, drafter="suffix", compile=True), plain)
-    pass_kernels._loaded.cache_clear()
+    pass_kernels.kernels_loaded.cache_clear()
     assert not products
 
 

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+from transformers.utils import cached_file
 
 import hf_specdec
 from hf_specdec import embedded
@@ -38,6 +39,7 @@ from hf_specdec.bench.models.names import (
 from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantize_made
 from hf_specdec.bench.records import Model
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.gguf.weights import GgufWeight
 from hf_specdec.models.better_transformer import attention_of, better_transformer_refusal, to_better_transformer
 
 # Settings of a generation_config that change what is decoded, with the values at which they do not.
@@ -281,6 +283,8 @@ def _load_model(
             f"{argument}: {name!r} writes down speech, and all tasks ask in writing; give a model that reads text, or "
             "call this one from Python"
         )
+    if kwargs.pop("blocks", False):
+        return _in_blocks(argument, name, device, kwargs["dtype"])
     # Of GGUF files, which have formats of their own, transformers widens the weights.
     quantized = kwargs.pop("quantization_config", None) if is_gguf(name) else None
     formats = {} if allow_pickle or is_gguf(name) else {"use_safetensors": True}
@@ -297,6 +301,19 @@ def _load_model(
         quantize_made(model, quantized.weights, argument=argument)
     # What accelerate has spread over devices must stay where it is.
     return model.eval() if "device_map" in kwargs else model.to(device).eval()
+
+
+def _in_blocks(argument: str, name: str, device: torch.device, dtype: torch.dtype | str) -> PreTrainedModel:
+    """A model as its GGUF file, here or on the hub, holds it."""
+    if not is_gguf(name) or device.type != "cpu":
+        what = "a GGUF file" if device.type == "cpu" else "a CPU"
+        raise BenchError(f"{argument}: {name!r} can't be read in blocks; that takes {what}. Leave precision gguf out")
+    place = location(name)
+    try:
+        file = cached_file(str(place[WHERE]), place["gguf_file"])
+        return hf_specdec.load_gguf(file, dtype=dtype if isinstance(dtype, torch.dtype) else None)
+    except Exception as error:
+        raise _unreachable(argument, name, error) from error
 
 
 def _auto(config: Any) -> Any:
@@ -326,6 +343,10 @@ def _first_line(error: BaseException) -> str:
 def _describe(name: str, model: PreTrainedModel, synthetic: str | None = None) -> Model:
     dtype = str(model.dtype).removeprefix("torch.")
     weights = getattr(getattr(model.config, "quantization_config", None), "weights", None)
+    weights = (
+        " and ".join(sorted({weight.kind for weight in model.parameters() if isinstance(weight, GgufWeight)}))
+        or weights
+    )
     dtype = dtype if weights is None else f"{weights} weights, {dtype}"
     parameters, kind = model.num_parameters(), type(model).__name__
     sampling, processors = (_generation_settings(model, names) for names in (_SAMPLING, _PROCESSORS))

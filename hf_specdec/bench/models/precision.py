@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, QuantoConfig
 from hf_specdec.bench.settings import BenchError
 from hf_specdec.compat.quanto_private import replace_extension
 
+GGUF = "gguf"  # the precision of weights that stay in the blocks of a GGUF file
 # The maps that accelerate works out itself; a device's name puts the whole model there.
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -25,11 +26,12 @@ def load_kwargs(
     offload_folder: Path | None = None,
     argument: str = "--precision",
 ) -> dict[str, Any]:
-    """Arguments for `from_pretrained`.
+    """Arguments for `from_pretrained`, and `blocks=True` for `load_gguf` in its place.
 
     Args:
         precision: `int8` or `int4`, of linear layers but the head: one scale a row of 8 bits, or a scale and an offset
-            for each 128 weights of 4 bits at most; they are multiplied in `dtype`. None: as `dtype` says.
+            for each 128 weights of 4 bits at most; they are multiplied in `dtype`. `gguf`: as a GGUF file holds them.
+            None: as `dtype` says.
         dtype: `auto` (as stored) or a float's name.
         device_map: `auto` or another of `DEVICE_MAPS`, or a device; models so placed must not be moved.
         offload_folder: takes what fits no device's memory.
@@ -39,7 +41,9 @@ def load_kwargs(
         BenchError: two that exclude each other, an unknown device, or a package that is missing.
     """
     kwargs: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-    if precision is not None:
+    if precision == GGUF:
+        kwargs["blocks"] = True
+    elif precision is not None:
         _prepare_quanto(precision, argument)
         if offload_folder is not None:
             raise BenchError(
@@ -73,7 +77,7 @@ def check_loaded(
         BenchError: names the argument, its value and the way out.
     """
     name = type(model).__name__
-    if precision is not None and not quantized_layers(model):
+    if precision not in (None, GGUF) and not quantized_layers(model):
         raise BenchError(
             f"{argument}: {precision!r} changes nothing in {name}, whose layers are of a kind that quanto doesn't "
             f"know; leave {argument} out for this model"
@@ -89,10 +93,12 @@ def quantize_made(model: PreTrainedModel, precision: str | None, *, argument: st
     """Quantize a model that was made, not loaded: its linear layers, its head included.
 
     Raises:
-        BenchError: a package is missing.
+        BenchError: a package is missing, or there is no file.
     """
     if precision is None:
         return
+    if precision == GGUF:
+        raise BenchError(f"{argument}: {precision!r} is for weights in a GGUF file; give a model that is one")
     _prepare_quanto(precision, argument)
     from optimum.quanto import freeze, quantize
 

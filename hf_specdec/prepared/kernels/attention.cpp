@@ -239,7 +239,7 @@ void attention(Given query, Given key, Given value, Given mask, double scale, Ha
   const int64_t rows = shape.rows(), masks = m.strides[1] ? rows : m.strides[2] ? queries : 1;
   const int64_t units = batch * shared * parts;
   const int64_t sizes[] = {batch, queries, heads, width};
-  *output = empty(query, 4, sizes).handle;
+  *output = empty(query.type(), 4, sizes).handle;
   T* out = pointer<T>(Given(*output));
   const Aligned<A> highest(units * rows), totals(units * rows), mixed(units * rows * width);
   const auto result = [&](int64_t unit, int64_t row) {

@@ -16,7 +16,13 @@ namespace {
 constexpr int64_t kMostTokens = 64;   // multiplied together; what is kept of them meanwhile stays in the caches
 constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
 
-// A matrix `[rows, k]` of S, and what its products become: scaled by row, if it has scales, and added to a bias.
+// How many numbers of a row an S is.
+template <class S> constexpr int64_t numbers_in() {
+  if constexpr (requires { S::kNumbers; }) return S::kNumbers;
+  else return 1;
+}
+
+// A matrix `[rows, k]` held as S, and what its products become: scaled by row, if it has scales, and added to a bias.
 template <class S, class T> struct Layer {
   using A = SumOf<T>;
 
@@ -52,7 +58,7 @@ template <class S, class T> struct Layer {
 // Some rows of a layer, `apart` rows from one to the next.
 template <class S, class T> struct Block {
   int64_t index(int64_t r) const { return first + std::min(r, count - 1) * apart; }  // the last one for missing ones
-  const S* row(int64_t r) const { return layer.weight + index(r) * layer.k; }
+  const S* row(int64_t r) const { return layer.weight + index(r) * (layer.k / numbers_in<S>()); }
   const Layer<S, T>& layer;
   int64_t first, apart, count;
 };
@@ -69,7 +75,7 @@ void multiply_layers(const std::array<Layer<S, T>, Count>& layers, const X& x) {
     for (const auto& layer : layers) {
       const int64_t least = (layer.rows + kRows - 1) / kRows;
       // Rows whose addresses end alike would share places of the cache.
-      const bool alike = least * layer.k * int64_t(sizeof(S)) % 4096 == 0;
+      const bool alike = least * (layer.k / numbers_in<S>()) * int64_t(sizeof(S)) % 4096 == 0;
       const int64_t apart = x.far() ? least + alike : 1, blocks = x.far() ? std::min(apart, layer.rows) : least;
       // Large parts first, which memory brings steadily, and small ones last, so that no thread waits long for another.
 #pragma omp for schedule(guided, 4) nowait

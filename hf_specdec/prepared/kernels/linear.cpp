@@ -2,7 +2,7 @@
 
 #include "amx_float.h"
 #include "floats.h"
-#include "tensors.h"
+#include "linears.h"
 #include "transposed.h"
 
 namespace {
@@ -38,40 +38,4 @@ void linears(Given input, const Given (&weights)[Count], const Given (&biases)[C
 
 }  // namespace
 
-NAMED(linear)(Handle input, Handle weight, Handle* bias, Handle* output) {
-  return reported([=] { linears<NUMBER, 1>(input, {weight}, {bias}, {output}); });
-}
-
-NAMED(linear_2)(Handle input, Handle weight_0, Handle weight_1, Handle* bias_0, Handle* bias_1, Handle* output_0,
-                Handle* output_1) {
-  return reported([=] { linears<NUMBER, 2>(input, {weight_0, weight_1}, {bias_0, bias_1}, {output_0, output_1}); });
-}
-
-NAMED(linear_3)(Handle input, Handle weight_0, Handle weight_1, Handle weight_2, Handle* bias_0, Handle* bias_1,
-                Handle* bias_2, Handle* output_0, Handle* output_1, Handle* output_2) {
-  return reported([=] {
-    linears<NUMBER, 3>(input, {weight_0, weight_1, weight_2}, {bias_0, bias_1, bias_2},
-                       {output_0, output_1, output_2});
-  });
-}
-
-namespace {
-
-using Linear = Operation<FUNCTION(linear), 1, Tensor, Tensor, Optional>;
-using Linear2 = Operation<FUNCTION(linear_2), 2, Tensor, Tensor, Tensor, Optional, Optional>;
-using Linear3 = Operation<FUNCTION(linear_3), 3, Tensor, Tensor, Tensor, Tensor, Optional, Optional, Optional>;
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_FRAGMENT(hf_specdec, library) {
-  library.def(OPERATION("linear") "(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
-  library.def(OPERATION("linear_2") "(Tensor input, Tensor w0, Tensor w1, Tensor? b0, Tensor? b1) -> (Tensor, Tensor)");
-  library.def(OPERATION("linear_3") "(Tensor input, Tensor w0, Tensor w1, Tensor w2, Tensor? b0, Tensor? b1, Tensor? b2)"
-              " -> (Tensor, Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(hf_specdec, CPU, library) {
-  library.impl(OPERATION("linear"), TORCH_BOX(&Linear::run));
-  library.impl(OPERATION("linear_2"), TORCH_BOX(&Linear2::run));
-  library.impl(OPERATION("linear_3"), TORCH_BOX(&Linear3::run));
-}
+LINEAR_OPERATIONS(linear, linears)

@@ -68,13 +68,13 @@ template <class T> T* pointer(Given of) {
 
 constexpr int64_t kDims = 8;  // of a tensor, at most
 
-// A contiguous tensor of the type of another.
-Given empty(Given like, int64_t dims, const int64_t* sizes) {
+// A contiguous tensor of a type.
+Given empty(int32_t type, int64_t dims, const int64_t* sizes) {
   int64_t strides[kDims];
   for (int64_t i = dims - 1, stride = 1; i >= 0; stride *= sizes[i--]) strides[i] = stride;
   Handle made;
   STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dims, sizes, strides, like.type(), aoti_torch_device_type_cpu(), 0, &made));
+      aoti_torch_empty_strided(dims, sizes, strides, type, aoti_torch_device_type_cpu(), 0, &made));
   return made;
 }
 
@@ -84,7 +84,7 @@ Given empty_rows(Given input, int64_t length) {
   const int64_t dims = input.dims();
   for (int64_t i = 0; i < dims - 1; ++i) sizes[i] = input.size(i);
   sizes[dims - 1] = length;
-  return empty(input, dims, sizes);
+  return empty(input.type(), dims, sizes);
 }
 
 // What a function of the C interface returns.

@@ -63,13 +63,8 @@ template <class A, class T> INLINE Vector<A> load(const T* from) {
   }
 }
 
-// Bytes with a sign, or the halves of bytes without one, widened.
-enum Part { kByte, kLowBits, kHighBits };
-template <class A> INLINE Vector<A> widen(const int8_t* from, Part part) {
-  __m128i bytes{};
-  std::memcpy(&bytes, from, kLanes<A>);
-  if (part == kHighBits) bytes = _mm_srli_epi16(bytes, 4);
-  if (part != kByte) bytes = _mm_and_si128(bytes, _mm_set1_epi8(15));
+// The first of 16 bytes with a sign, widened.
+template <class A> INLINE Vector<A> widen(__m128i bytes) {
 #ifdef CPU_CAPABILITY_AVX512
   if constexpr (sizeof(A) == 4) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
   else return _mm512_cvtepi32_pd(_mm256_cvtepi8_epi32(bytes));
@@ -77,6 +72,16 @@ template <class A> INLINE Vector<A> widen(const int8_t* from, Part part) {
   if constexpr (sizeof(A) == 4) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
   else return _mm256_cvtepi32_pd(_mm_cvtepi8_epi32(bytes));
 #endif
+}
+
+// Bytes with a sign, or the halves of bytes without one, widened.
+enum Part { kByte, kLowBits, kHighBits };
+template <class A> INLINE Vector<A> widen(const int8_t* from, Part part) {
+  __m128i bytes{};
+  std::memcpy(&bytes, from, kLanes<A>);
+  if (part == kHighBits) bytes = _mm_srli_epi16(bytes, 4);
+  if (part != kByte) bytes = _mm_and_si128(bytes, _mm_set1_epi8(15));
+  return widen<A>(bytes);
 }
 
 // Keeps a vector in a register, where compilers would read it from memory for each use.
