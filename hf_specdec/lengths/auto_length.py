@@ -23,7 +23,7 @@ UNPREPARED_PENALTY = 1.1
 # Above this expected speedup no early plain round is spent on timing plain decoding.
 CLEAR_SPEEDUP = 2.0
 # The budget for probes, of a call and of all calls together: a number of plain steps, plus a share of the time so far.
-PROBE_ALLOWANCE, PROBE_SHARE = 0.75, 0.01
+PROBE_ALLOWANCE, PROBE_SHARE = 1.0, 0.01
 # Plain decoding is timed again after this many rounds with drafts. The interval then grows fourfold up to the maximum,
 # unless the expected speedup is below the last figure: then more is lost by being wrong than by a plain round.
 FIRST_REFRESH, LAST_REFRESH, NARROW_SPEEDUP = 16, 256, 1.2
