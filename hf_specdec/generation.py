@@ -224,11 +224,7 @@ class SpeculativeDecoding:
         if not returns_dict:
             return transcript.sequences.clone()
         asked = [name for name in STATES if getattr(generation_config, name, None)]
-        states = (
-            decoder_states(model, call.model_kwargs, transcript.sequences, transcript.prompt_length, asked)
-            if asked
-            else {}
-        )
+        states = decoder_states(model, call.model_kwargs, transcript.sequences, transcript.prompt_length, asked)
         return _output(model, transcript, cache, stats, states)
 
     def _transcript(

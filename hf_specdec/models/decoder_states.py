@@ -31,13 +31,15 @@ def decoder_states(
         model_kwargs: what `generate` prepared for it; its cache is not used.
         text: `[B, N]`, prompts and new tokens.
         prompt_length: P.
-        asked: which of the two arguments are true.
+        asked: which of the two arguments are true; nothing is read if none is.
 
     Returns:
         Fields of the output. The decoder's have an entry for each of the N - P new tokens, and in it for each layer:
         attentions `[B, heads, q, keys]` and hidden states `[B, q, width]` of the token's pass, whose q is P for the
         first token and 1 for the others.
     """
+    if not asked:
+        return {}
     read = text[:, :-1]
     kwargs: dict[str, Any] = {**model_kwargs, cache_argument(model): None, "use_cache": False}
     if (mask := kwargs.get("decoder_attention_mask")) is not None:

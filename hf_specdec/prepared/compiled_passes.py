@@ -18,7 +18,7 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.models.masks import attention_windows
 from hf_specdec.models.static_runner import StaticRunner, static_pass
 from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
-from hf_specdec.prepared.compiled_step import CompiledStep, forget_codes, settle
+from hf_specdec.prepared.compiled_step import CompiledStep, forget_codes
 from hf_specdec.prepared.own_builds import tell_going_without
 from hf_specdec.prepared.round_steps import Side
 from hf_specdec.rules.round_statistics import Round
@@ -85,7 +85,6 @@ class CompiledPasses:
                 with ordinary_tensors():
                     step(torch.zeros_like(slots), slots)
             except BaseException as error:
-                settle()
                 forget_codes()
                 if not isinstance(error, Exception):
                     raise

@@ -232,7 +232,8 @@ def settle() -> None:
 
 
 def forget_codes() -> None:
-    """Look codes up anew: one whose compiler was interrupted would fail at every call."""
+    """Wait for inductor's thread, then look codes up anew: an interrupted compiler's would fail at every call."""
+    settle()
     _codes.clear()
 
 

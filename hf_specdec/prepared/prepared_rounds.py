@@ -129,7 +129,6 @@ class PreparedRounds:
                 settle()
                 self.engine.prepare(lookahead)
         except BaseException:
-            settle()
             forget_codes()
             self.engine.discard_steps()  # an interrupted call leaves some of them unfinished
             raise
