@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import (
     CompileConfig,
@@ -33,6 +35,11 @@ CONTINUED = frozenset(
 def attention_name(config: PreTrainedConfig) -> str:
     """The attention implementation in force: "sdpa", "eager" or another. Models read the same attribute."""
     return str(config._attn_implementation)
+
+
+def hands_out_chosen_layers() -> bool:
+    """Whether `output_hidden_states` may name layers by their indices among all. Otherwise, all are handed out."""
+    return Version(transformers.__version__).release >= (5, 23)
 
 
 def is_callers_cache(cache: object) -> bool:

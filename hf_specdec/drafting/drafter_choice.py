@@ -31,6 +31,7 @@ from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.block_runner import BlockRunner, check_block_draft
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.hidden_states import HiddenStates
+from hf_specdec.models.key_reading_runner import KeyReadingRunner
 from hf_specdec.models.mtp_runner import MtpRunner, mtp_layers
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.runner_choice import Runner, runner_for
@@ -38,7 +39,7 @@ from hf_specdec.models.states_runner import StatesRunner
 from hf_specdec.models.static_cache import CacheSize
 from hf_specdec.models.static_runner import outgrows_windows, static_cache, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.text_only_runner import TextOnlyRunner, text_kwargs, text_places
-from hf_specdec.models.traits import context_length, media_of, vocabulary_size
+from hf_specdec.models.traits import context_length, media_of, reads_keys, vocabulary_size
 from hf_specdec.models.trimmed_head import head_tokens
 from hf_specdec.strategies import STRATEGY_TABLE, stop_rule
 
@@ -144,6 +145,8 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         return call.stand_in(rule)
     draft, input_ids = call.draft, call.transcript.sequences
     assert draft is not None, "checked by SpeculativeDecoding"
+    if reads_keys(draft):
+        return _own(config, call, rule)
     if needs_translation(call.model, draft, *call.tokenizers):
         return _across_tokenizers(config, call, rule)
     kwargs = draft_inputs(draft, call.model_kwargs, input_ids, call.inputs_tensor, call.media)
@@ -174,6 +177,8 @@ def _own(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> OwnDraft
     runner: StatesRunner
     if config.drafter == "mtp":
         runner = MtpRunner(mtp_layers(model), HiddenStates([-1]), *given, call.kernels)
+    elif call.draft is not None and config.drafts_by_model:
+        runner = KeyReadingRunner(call.draft, model, *given, call.kernels)
     else:
         assert call.draft is not None, "checked by SpeculativeDecoding"
         check_block_draft(model, call.draft)

@@ -16,6 +16,7 @@ from hf_specdec.drafting.suffix import Copy, SuffixDrafter
 from hf_specdec.host.relaxations import CertainWhereKept
 from hf_specdec.lengths.choice import Choice
 from hf_specdec.lengths.stop_rules import StopRule
+from hf_specdec.models.hidden_states import HiddenStates
 from hf_specdec.rules.round_statistics import Round
 
 
@@ -44,6 +45,11 @@ class HybridDrafter(BaseDrafter):
         self._lengths = rule
         self._begun = False
         self._copied: list[int] = []  # the rows that the last round copied in
+
+    @property
+    def states(self) -> HiddenStates | None:
+        """The model's."""
+        return self.model.states
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """Copies in some rows, drafts of the model in others.

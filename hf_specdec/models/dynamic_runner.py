@@ -171,7 +171,7 @@ class DynamicRunner:
         with self._mode(), self._kernels():
             outputs = self.model(**inputs, return_dict=True)
         if self.states is not None:
-            self.states.add([n - appended for n in read], self.states.of_outputs(outputs, appended))
+            self.states.add(read, self.states.of_outputs(outputs, appended))
         if self._text is not None:
             self._text = text
         if not self.passes and not self._names_cache:
@@ -231,6 +231,21 @@ class DynamicRunner:
     def hand_out(self, states: HiddenStates) -> None:
         """Hand out the hidden states of every token that passes read from now on."""
         self.states, self._outputs = states, self._outputs.with_hidden_states(states.layers)
+        states.runner = self
+
+    def keys_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What a layer's cache holds.
+
+        Returns:
+            Keys and values `[B, H, n, D]`, and which of their slots hold tokens of a row `[B, n]`; its last token is
+            in the last one.
+        """
+        stored = cache_rollback.self_attention(self.cache).layers[layer]
+        mask, lags = self._mask, [self._width - self.hidden - n for n in self.read]
+        if mask is None:
+            mask = torch.ones(len(lags), self._width, dtype=torch.long, device=self._device)
+        shown = _rows_at(mask, lags, 0, self._width, before=0).bool()
+        return stored.keys, stored.values, shown[:, -stored.keys.shape[2] :]
 
     def set_aside(self, rows: Sequence[int], position: int) -> None:
         """Run the new tokens of these rows at one position until further notice, since nothing comes of them.

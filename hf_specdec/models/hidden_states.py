@@ -22,6 +22,7 @@ class HiddenStates:
 
     Attributes:
         first: the first place of each row that was handed out; None before the first pass.
+        runner: what hands them out.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -30,18 +31,23 @@ class HiddenStates:
         self._kept: list[int] = []
         self._ends: list[int] = []
         self.first: list[int] | None = None
+        self.runner: Any = None
 
     def of_outputs(self, outputs: Any, count: int) -> Tensor:
-        """`[m, count, H]`: the layers' states of a pass's last tokens, side by side."""
+        """`[m, count, H]`: the layers' states of a pass's last tokens, side by side.
+
+        Fewer where a model computes its last layers only for tokens whose logits are wanted.
+        """
         states = [outputs.hidden_states[layer][:, -count:] for layer in self.layers]
         return states[0] if len(states) == 1 else torch.cat(states, dim=-1)
 
-    def add(self, places: Sequence[int], states: Tensor) -> None:
-        """Take over the states `[B, k, H]` of a pass whose first token was at each row's entry of `places`."""
+    def add(self, ends: Sequence[int], states: Tensor) -> None:
+        """Take over the states `[B, k, H]` of a pass after which each row has read its entry of `ends` tokens."""
+        places = [end - states.shape[1] for end in ends]
         if self.first is None:
-            self.first = self._kept = list(places)
-        self._passes.append((list(places), states))
-        self._ends = [place + states.shape[1] for place in places]
+            self.first = self._kept = places
+        self._passes.append((places, states))
+        self._ends = list(ends)
         if len(self._passes) > MOST_PASSES:
             self.drop(self._kept)
 

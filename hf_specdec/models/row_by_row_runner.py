@@ -73,7 +73,9 @@ class RowByRowRunner:
         places = self.read
         logits = {row: self.rows[row].forward(tokens[row : row + 1], count) for row in self._fed}
         if self.states is not None:
-            self.states.add(places, self._joined(self._handed_out(places, tokens.shape[1])))
+            self.states.add(
+                [n + tokens.shape[1] for n in places], self._joined(self._handed_out(places, tokens.shape[1]))
+            )
         return self._joined(logits)
 
     def _joined(self, by_row: Mapping[int, Tensor]) -> Tensor:

@@ -173,7 +173,7 @@ class StaticRunner:
         if logits is None:
             logits, states = self._uncompiled(tokens, slots, span, count)
             if self.states is not None and states is not None:
-                self.states.add(self.read, self._by_row(states))
+                self.states.add([n + width for n in self.read], self._by_row(states))
         self.passes += 1
         for row in self._fed:
             self.read[row] += width
@@ -276,7 +276,18 @@ class StaticRunner:
     def hand_out(self, states: HiddenStates) -> None:
         """As `DynamicRunner.hand_out`."""
         self.states, self.outputs = states, self.outputs.with_hidden_states(states.layers)
-        self._recorded = recorded_passes(self.model, self._made_for, states.layers)
+        self._recorded, states.runner = recorded_passes(self.model, self._made_for, states.layers), self
+
+    def keys_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As `DynamicRunner.keys_of`, but token i of a row is in slot i, and the text may end before the last slot."""
+        stored, span = self.cache.layers[layer], max(self.read)
+        keys, values = stored.keys[:, :, :span], stored.values[:, :, :span]
+        if self._left_out:
+            rows = self._fed + self._left_out
+            places = sorted(range(len(rows)), key=rows.__getitem__)
+            keys, values = keys[places], values[places]
+        read = on_device(self.read, self.positions.device).unsqueeze(1)
+        return keys, values, self._by_row(self.visible[:, :span]) & (self._all_slots[:, :span] < read)
 
     def set_aside(self, rows: Sequence[int], position: int) -> None:
         """As `DynamicRunner.set_aside`."""

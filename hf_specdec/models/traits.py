@@ -98,6 +98,11 @@ def drafts_blocks(model: Any) -> bool:
     return all(hasattr(config, name) for name in ("block_size", "mask_token_id", "target_layer_ids"))
 
 
+def reads_keys(model: PreTrainedModel) -> bool:
+    """Whether a model is a draft that reads the target's keys, as Gemma 4's assistants."""
+    return hasattr(model.config, "backbone_hidden_size")
+
+
 def embedded(model_kwargs: Mapping[str, Any]) -> bool:
     """Whether a part of the prompt reaches the model as something else than tokens."""
     return bool(media_of(model_kwargs)) or model_kwargs.get("inputs_embeds") is not None
@@ -142,7 +147,8 @@ class Outputs:
 
     def with_hidden_states(self, layers: Sequence[int]) -> Outputs:
         """With the hidden states of some layers, by their indices among all, beside the logits."""
-        return replace(self, unread={**self.unread, "output_hidden_states": list(layers)})
+        asked = list(layers) if transformers_private.hands_out_chosen_layers() else True
+        return replace(self, unread={**self.unread, "output_hidden_states": asked})
 
     def last(self, count: int | None) -> dict[str, Any]:
         """The arguments of a pass that returns at least the last `count` logits; all if None."""

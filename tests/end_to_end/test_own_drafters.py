@@ -222,6 +222,12 @@ def test_control_keys_of_rejected_drafts_give_other_proposals(with_mtp, monkeypa
     assert theirs != ours
 
 
+def test_compiling_is_left_out_by_name(sampled_target) -> None:
+    inputs, call = {"input_ids": torch.tensor([[2, 3, 3, 2]])}, {"max_new_tokens": 6, "do_sample": False}
+    with pytest.warns(UserWarning, match="compile=True compiles no passes.*reads hidden states of LlamaForCausalLM"):
+        same_as_plain(sampled_target, None, inputs, call, use_mtp=True, compile=True)
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_passes_are_one_of_the_target_a_round_and_one_of_a_layer_a_token(layers: int, length: int, with_mtp) -> None:

@@ -130,3 +130,42 @@ def block_draft(**fields: Any) -> PreTrainedModel:
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.3)
     return draft.eval().double()
+
+
+def target_and_assistant(
+    monkeypatch: pytest.MonkeyPatch, window: int = 6, seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A tiny random Gemma 4 in float64, and an assistant that reads its keys.
+
+    transformers 5.23 and 5.24 can't make an assistant, all of whose layers share keys, which is put right here.
+    """
+    text = transformers.Gemma4TextConfig
+    if (modes := getattr(text, "kv_sharing_modes", None)) is not None:
+        monkeypatch.setattr(
+            text,
+            "kv_sharing_modes",
+            property(
+                lambda self: (
+                    ["reuse"] * self.num_hidden_layers
+                    if self.num_kv_shared_layers == self.num_hidden_layers
+                    else modes.fget(self)
+                )
+            ),
+        )
+    torch.manual_seed(seed)
+    shared = {"sliding_window": window, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    kinds, sizes = ["sliding_attention", "full_attention"], {**COMMON, **shared, "global_head_dim": 8}
+    del sizes["moe_intermediate_size"]
+    layers = {"num_hidden_layers": 4, "layer_types": kinds * 2, "num_kv_shared_layers": 2}
+    by_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+    config = text(**{**sizes, **layers, **by_layer})
+    own = text(**{**sizes, "layer_types": kinds, "num_kv_shared_layers": 2, "hidden_size": 16})
+    target = transformers.Gemma4ForCausalLM(config)
+    draft = transformers.Gemma4AssistantForCausalLM(
+        transformers.Gemma4AssistantConfig(text_config=own, backbone_hidden_size=32, tie_word_embeddings=False)
+    )
+    for model in (target, draft):
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "norm" not in name:
+                torch.nn.init.normal_(weight, std=0.3)
+    return target.eval().double(), draft.eval().double()

@@ -20,7 +20,7 @@ def test_the_last_pass_over_a_place_counts(drops: bool) -> None:
         for made in range(2 * MOST_PASSES):
             width = numbers.randint(1, 5)
             values = torch.rand(rows, width, 2)
-            states.add(texts, values)
+            states.add([place + width for place in texts], values)
             assert states.first == forgotten or drops or made
             for row, place in enumerate(texts):
                 left[row] |= {place + lane: float(values[row, lane, 1]) for lane in range(width)}
@@ -38,7 +38,7 @@ def test_the_last_pass_over_a_place_counts(drops: bool) -> None:
 
 def test_what_is_dropped_takes_no_memory() -> None:
     states = HiddenStates([-1])
-    states.add([0, 0], torch.rand(2, 100, 4))
+    states.add([100, 100], torch.rand(2, 100, 4))
     states.drop([97, 100])
     assert sum(kept.shape[1] for _, kept in states._passes) == 3
     states.drop([100, 100])
