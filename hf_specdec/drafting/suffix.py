@@ -122,11 +122,15 @@ class SuffixDrafter(BaseDrafter):
         return self._widths[bisect_left(self._widths, copied)]
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
-        """Choose for a round that is compiled or captured: of few widths, none much wider than those that are ready."""
+        """Choose for a round that is compiled: of few widths, and if measured none much wider than those that are ready.
+
+        Without times, drafts depend on the text alone, not on what earlier calls have prepared.
+        """
         if not self.prepares:
-            self.prepares, self.known, self._is_ready = True, self.known.of_prepared_rounds(), is_ready
+            self.prepares, self.known = True, self.known.of_prepared_rounds()
+            self._is_ready = is_ready if self.measures else self._is_ready
         widths = [n for n in PREPARED_LENGTHS if n < self.rule.limit] + [self.rule.limit]
-        longest = max((at for at, n in enumerate(widths) if is_ready(n)), default=0)
+        longest = max((at for at, n in enumerate(widths) if self._is_ready(n)), default=0)
         self._widths = widths[: longest + 2]
 
     def choose_prepared(

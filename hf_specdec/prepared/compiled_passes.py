@@ -1,7 +1,7 @@
 """`CompiledPasses`: compiled passes over few tokens, for rounds that can't be compiled as a whole.
 
-Processors that read the text, scores that are recorded and drafts that are copied run in Python; what lies between them
-is a model's pass. It is compiled by its width, after the first pass of that width, and serves texts of all lengths.
+Processors that read the text and the recording of scores run in Python; what lies between them is a model's pass. It is
+compiled by its width, after the first pass of that width, and serves texts of all lengths.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`PreparedRounds`: rounds that run two prepared steps, drafting and verification, and copy once to the host.
 
 The loop is `decoding.Decoder`'s, which also makes the rounds of calls that need what the steps lack: processors that
-read the text, recorded scores, drafters other than a model. Of these, the models' passes are compiled.
+read the text, recorded scores, drafts of other kinds. Of these, the models' passes are compiled.
 """
 
 from __future__ import annotations

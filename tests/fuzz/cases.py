@@ -201,7 +201,7 @@ def speculations(draw: st.DrawFn, prepared: bool) -> dict[str, Any]:
     speculation = {
         "generation_strategy": strategy,
         "num_assistant_tokens": draw(st.sampled_from([1, 2, 3, 4, 5, 8, 13, "auto", None])),
-        "drafter": draw(st.sampled_from(["model"] * 3 + (["none"] if prepared else ["suffix", "hybrid", "none"]))),
+        "drafter": draw(st.sampled_from(["model"] * 3 + ["suffix", "hybrid", "auto", "none"])),
         "on_draft_error": "raise" if prepared else draw(st.sampled_from(["raise", "continue"])),
     }
     speculation |= LOSSLESS_LIMITS.get(strategy, {})

@@ -92,9 +92,7 @@ EXCLUDED: dict[str, Callable[[Combination], bool]] = {
     "recorded passes of shapes that don't come again": lambda c: (
         c.engine == "recorded" and c.batch == "rows" and (c.end == "end of text" or c.stop != "fixed")
     ),
-    "prepared rounds of other drafters": lambda c: (
-        c.engine in PREPARED and c.drafter not in ("model", "larger vocabulary", "trimmed head", "none")
-    ),
+    "prepared rounds of other drafters": lambda c: c.engine in PREPARED and c.drafter in ("other device", *TOKENIZERS),
     "prepared rounds that read the text": lambda c: c.engine in PREPARED and c.processor == "repetition",
     "compiled rounds of a processor that reads scores on the host": lambda c: (
         c.engine == "compiled" and c.processor == "eta"

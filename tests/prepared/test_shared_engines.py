@@ -132,7 +132,6 @@ def test_of_many_engines_those_used_longest_ago_are_dropped(fast_rounds, monkeyp
     [
         {"repetition_penalty": 1.5},
         {"output_scores": True, "return_dict_in_generate": True},
-        {"drafter": "hybrid"},
         {"use_cache": False},
         {"input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])},
     ],
@@ -142,7 +141,7 @@ def test_what_needs_the_general_round_gets_it(fast_rounds, settings: dict) -> No
     target, draft = pair("llama")
     call = {**prompts(1), **GREEDY, **settings}
     speculative = target.generate(**call, assistant_model=draft, compile=True)
-    plain = target.generate(**{k: v for k, v in call.items() if k != "drafter"}, generation_strategy=None)
+    plain = target.generate(**call, generation_strategy=None)
     if "output_scores" in settings:
         speculative, plain = speculative.sequences, plain.sequences
     assert torch.equal(speculative, plain)
