@@ -72,10 +72,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 SEVERAL = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Step3p7ForConditionalGeneration", "Qwen3NextForCausalLM")
 
 
-def target_with_mtp(family: str, layers: int, seed: int = 0) -> tuple[PreTrainedModel, Any]:
+def target_with_mtp(family: str, layers: int, seed: int = 0, **other: Any) -> tuple[PreTrainedModel, Any]:
     """A tiny random target in float64, and its multi-token-prediction layers."""
     kind, fields = FAMILIES[family]
-    fields = {**COMMON, **fields}
+    fields = {**COMMON, **fields, **other}
     if "layer_types" in fields:
         fields |= {"mtp_layer_types": [fields["layer_types"][-1]] * layers}
         fields |= {"mtp_mlp_layer_types": ["dense"] * layers}

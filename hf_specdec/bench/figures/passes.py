@@ -141,8 +141,8 @@ def predicted(part: Part, method: Method, batch: int = 1) -> float | None:
 
 def _drafts_steadily(method: Method) -> bool:
     """Whether α and the lookahead tell its rounds: full-length drafts, one step a token, and a lossless rule."""
-    by_model = method.kind != "lookup" and method.keywords.get("drafter", "model") == "model"
-    return by_model and method.kind not in LOSSY_STRATEGIES and "entropy_threshold" not in method.keywords
+    by_model = method.draft is not None and method.keywords.get("drafter", "model") == "model"
+    return by_model and method.kind not in ("lookup", *LOSSY_STRATEGIES) and "entropy_threshold" not in method.keywords
 
 
 def bandwidth_share(part: Part, method: Method) -> float | None:

@@ -10,13 +10,15 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.generation import candidate_generator
 
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import Method, Rounds
 from hf_specdec.bench.running.methods import Contender, ReadRounds, fixed_lookahead
 from hf_specdec.bench.running.rounds import streamed_rounds
 from hf_specdec.bench.settings import Settings
+from hf_specdec.compat.transformers_private import is_stateful
+from hf_specdec.models.mtp_runner import mtp_layers
 
 # As Spec-Bench runs it; a look-up costs nothing, so that it pays to draft more than a model would.
 LOOKUP_TOKENS = 10
@@ -133,9 +135,30 @@ def prompt_lookup(settings: Settings, pair: LoadedPair) -> Contender:
         pair,
         LOOKUP_TOKENS,
         most_rows=1,
-        surroundings=lambda loaded: _watched_lookups(),
+        surroundings=lambda loaded: _watched(candidate_generator.PromptLookupCandidateGenerator),
         read_rounds=_reader(settings, tells_overlap=True, draft_passes=False),
     )
+
+
+def own_layers(settings: Settings, pair: LoadedPair) -> list[Contender]:
+    """transformers' own drafts by the multi-token-prediction layers of the target, a token each.
+
+    None where it refuses them: for recurrent targets. It loads the layers anew in each call.
+    """
+    if is_stateful(pair.target):
+        return []
+    layers = len(mtp_layers(pair.target).layers)
+    title = f"transformers' assisted generation, {layers} multi-token-prediction layers"
+    method = Method("use_mtp", title, "assisted", lookahead=layers, keywords={"use_mtp": True})
+    found = Contender(
+        method,
+        pair,
+        layers,
+        most_rows=1,
+        surroundings=lambda loaded: _watched(candidate_generator.MTPCandidateGenerator),
+        read_rounds=_reader(settings, tells_overlap=True, draft_passes=True),
+    )
+    return [found]
 
 
 def _same_vocabulary(pair: LoadedPair) -> bool:
@@ -178,9 +201,9 @@ def _watched_drafts(pair: LoadedPair, schedule: Schedule) -> Iterator[list[Tenso
 
 
 @contextmanager
-def _watched_lookups() -> Iterator[list[Tensor]]:
-    """Yields a list of what transformers' prompt lookup finds, `[length]` a round."""
-    get_candidates = PromptLookupCandidateGenerator.get_candidates
+def _watched(generator: Any) -> Iterator[list[Tensor]]:
+    """Yields a list of what one of transformers' generators proposes, `[length]` a round."""
+    get_candidates = generator.get_candidates
     found: list[Tensor] = []
 
     def watched(self: Any, input_ids: Any, **kwargs: Any) -> Any:
@@ -188,5 +211,5 @@ def _watched_lookups() -> Iterator[list[Tensor]]:
         found.append(candidates[0][0, input_ids.shape[1] :])
         return candidates
 
-    with patch.object(PromptLookupCandidateGenerator, "get_candidates", watched):
+    with patch.object(generator, "get_candidates", watched):
         yield found

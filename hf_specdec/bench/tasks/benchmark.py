@@ -22,7 +22,12 @@ from hf_specdec.bench.reports.markdown import bullets, capital, number, percent,
 from hf_specdec.bench.running.measuring import batches_of, measured
 from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
-from hf_specdec.bench.running.transformers_methods import assisted_baselines, assisted_refusal, prompt_lookup
+from hf_specdec.bench.running.transformers_methods import (
+    assisted_baselines,
+    assisted_refusal,
+    own_layers,
+    prompt_lookup,
+)
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import PROMPTS_PER_LENGTH
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
@@ -72,6 +77,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
         return [plain(pair)]
     strategy = ours(settings.generation_strategy, chosen_keywords(settings, pair), pair)
     theirs = [prompt_lookup(settings, pair)] if settings.drafter in ("suffix", "lookup") else []
+    theirs += own_layers(settings, pair) if settings.drafter == "mtp" else []
     return [one for one in (*baselines(settings, pair), *theirs, strategy) if one.takes(settings.batch_size)]
 
 

@@ -44,6 +44,7 @@ from hf_specdec.bench.running.transformers_methods import (
     assisted_refusal,
     can_ensemble,
     ensemble,
+    own_layers,
     prompt_lookup,
 )
 from hf_specdec.bench.settings import Settings
@@ -102,6 +103,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     if assisted_refusal(settings, pair) is None:
         schedules = [schedule for schedule in SCHEDULES if pair.synthetic is None or not schedule.confidence]
         found += [assisted(settings, pair, schedule) for schedule in schedules if pair.draft is not None]
+        found += own_layers(settings, pair) if settings.drafter == "mtp" else []
         if pair.synthetic is None:
             found += [ensemble(settings, pair)] if can_ensemble(pair) else []
             found.append(prompt_lookup(settings, pair))
