@@ -125,8 +125,9 @@ def enable(
 
     Args:
         model: the target, in wrappers or not (PEFT, `torch.compile`, DDP); held weakly. None for all models.
-        assistant_model, generation_strategy: defaults for later calls. If both are set, calls speculate without
-            further arguments; `generation_strategy=None` in a call opts out.
+        assistant_model, generation_strategy: defaults for later calls. If either of them or a `drafter` is set, calls
+            speculate without further arguments, by the strategy `"speculative"` unless another is named;
+            `generation_strategy=None`, here or in a call, opts out.
         settings: defaults for the fields of `SpeculationConfig`.
 
     Returns:
@@ -300,6 +301,8 @@ def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabl
             settings[name] = stored[0]
         elif name in defaults:
             settings[name] = defaults[name]
+    if any(defaults.get(name) is not None for name in ("assistant_model", "drafter")):
+        settings.setdefault("generation_strategy", "speculative")
     return settings
 
 

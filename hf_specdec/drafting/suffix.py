@@ -122,7 +122,7 @@ class SuffixDrafter(BaseDrafter):
         return self._widths[bisect_left(self._widths, copied)]
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
-        """Choose for a round that is compiled: of few widths, and if measured none much wider than those that are ready.
+        """Choose for a round that is compiled: of few widths, and by times of none much wider than those ready.
 
         Without times, drafts depend on the text alone, not on what earlier calls have prepared.
         """

@@ -248,6 +248,23 @@ def test_precedence_is_call_then_generation_config_then_enable(pair) -> None:
         assert speculates(target, token_healing=False)
 
 
+def test_a_draft_or_a_drafter_given_to_enable_is_used(pair) -> None:
+    """Unless a strategy is named, or none; a draft given to a call alone is transformers' affair."""
+    target, draft = pair
+    with hf_specdec.enable(target, generation_strategy="bild"), hf_specdec.enable(target, assistant_model=draft):
+        found = speculates(target)
+        assert found is not None and found.strategy == "bild"
+    for given in ({"assistant_model": draft}, {"drafter": "suffix"}):
+        with hf_specdec.enable(target, **given):
+            found = speculates(target)
+            assert found is not None and found.strategy == "speculative"
+            assert speculates(target, generation_strategy=None) is None
+        with hf_specdec.enable(target, **given, generation_strategy=None):
+            assert speculates(target) is None
+    with hf_specdec.enable(target):
+        assert speculates(target, assistant_model=draft) is None
+
+
 def test_the_draft_s_own_settings_count_where_no_others_are_given(pair, monkeypatch) -> None:
     """As in transformers' assisted generation, which reads them there; copies are not drafted by the model."""
     target, draft = pair
