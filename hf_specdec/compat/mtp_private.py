@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -105,9 +104,3 @@ def logits(mtp: Any, states: Tensor) -> Tensor:
     """The target's head over hidden states of the layers `[..., H]`."""
     projected: Tensor = mtp._project_to_logits(states)
     return projected
-
-
-def keeps_other_states(mtp: Any) -> bool:
-    """Whether a layer keeps more than keys and values of its tokens, which rows of different lengths can't share."""
-    block = type(mtp.layers[0].mtp_block)
-    return "conv_mask" in inspect.signature(block.forward).parameters

@@ -63,8 +63,8 @@ class HiddenStates:
             (everything,) = (states for _, states in self._passes)
         else:
             everything = torch.cat([states for _, states in self._passes], dim=1)
-        index = found.to(everything.device).unsqueeze(2).expand(-1, -1, everything.shape[2])
-        return everything.gather(1, index)
+        index = found.to(everything.device, non_blocking=everything.is_cuda)
+        return everything.gather(1, index.unsqueeze(2).expand(-1, -1, everything.shape[2]))
 
     def drop(self, before: Sequence[int]) -> None:
         """Forget the states before each row's entry of `before`."""

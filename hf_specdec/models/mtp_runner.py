@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_specdec.compat import mtp_private
 from hf_specdec.compat.transformers_private import attention_name
 from hf_specdec.models.hidden_states import HiddenStates
-from hf_specdec.models.masks import ATTENTION, LAYER_TYPES, SlotMasks, attention_windows
+from hf_specdec.models.masks import ATTENTION, SlotMasks, attention_windows
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.per_target import PerTarget
 from hf_specdec.models.states_runner import StatesRunner
@@ -47,12 +47,6 @@ def mtp_layers(model: PreTrainedModel) -> Any:
             f"{named}: its multi-token-prediction layers can't be loaded from its checkpoint "
             f"{model.config.name_or_path!r}: choose another drafter, or a checkpoint with such layers. ({error})"
         ) from error
-    kinds = set(attention_windows(layers.config))
-    if mtp_private.keeps_other_states(layers) or not kinds <= LAYER_TYPES:
-        raise ValueError(
-            f"{named}: its multi-token-prediction layers keep more than keys and values of their tokens "
-            f"({', '.join(sorted(kinds))}), which can't be rolled back here: choose another drafter."
-        )
     if (attention := attention_name(layers.config)) not in ATTENTION:
         raise ValueError(
             f"{named}: attn_implementation={attention!r} takes no masks of rows with different lengths: choose one of "
