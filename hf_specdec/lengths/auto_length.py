@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
 from hf_specdec.lengths.copy_chances import CopyChances
@@ -20,13 +21,9 @@ from hf_specdec.rules.round_statistics import Round
 PREPARED_LENGTHS = (0, 1, 2, 4, 8, MAX_ASSISTANT_TOKENS)
 # The factor by which a length that is not prepared yet must beat the prepared ones.
 UNPREPARED_PENALTY = 1.1
-# Above this expected speedup no early plain round is spent on timing plain decoding.
-CLEAR_SPEEDUP = 2.0
 # The budget for probes, of a call and of all calls together: a number of plain steps, plus a share of the time so far.
 PROBE_ALLOWANCE, PROBE_SHARE = 1.0, 0.01
-# Plain decoding is timed again after this many rounds with drafts. The interval then grows fourfold up to the maximum,
-# unless the expected speedup is below the last figure: then more is lost by being wrong than by a plain round.
-FIRST_REFRESH, LAST_REFRESH, NARROW_SPEEDUP = 16, 256, 1.2
+REFRESH = 64  # rounds with drafts after which plain decoding is timed again
 # After a while without drafts, this many plain rounds are only timed before the length is chosen again: learning from
 # one takes a hundredth of a short round, and choosing a tenth.
 PLAIN_ROUNDS = 32
@@ -41,13 +38,10 @@ class LengthHistory:
     Attributes:
         times: estimated pass times.
         copies: the chances of copies.
-        accepted, drafted, steps: for each draft position, how often a row's accepted drafts, the width of the target's
-            pass, and the draft's steps reach it.
+        accepted, steps: for each draft position, how often a row's accepted drafts, and the draft's steps, reach it.
         elapsed: seconds of all rounds, a share of which probes may lose.
-        balance: seconds gained by drafting, negative if lost.
         probed: seconds lost by probes.
         since_plain: number of rounds with drafts since the last plain one.
-        refresh: the number of them after which plain decoding is timed again.
         prepared: the estimates for prepared rounds, whose passes take different times; None before the first.
         lock: guards all attributes against concurrent calls.
     """
@@ -56,10 +50,9 @@ class LengthHistory:
         self.times = PassTimes(prepared=prepared)
         self.copies = CopyChances()
         self.accepted = PositionRates(PRIOR_ACCEPTANCE)
-        self.drafted = PositionRates(1.0)
         self.steps = PositionRates(1.0)
-        self.elapsed = self.balance = self.probed = 0.0
-        self.since_plain, self.refresh = 0, FIRST_REFRESH
+        self.elapsed = self.probed = 0.0
+        self.since_plain = 0
         self.prepared: LengthHistory | None = None
         self.lock = threading.RLock()
 
@@ -137,7 +130,7 @@ class AutoLength(StopRule):
         with known.lock:
             best = self._best(self._rates())
             if known.elapsed:
-                for positions in (known.accepted, known.drafted, known.steps):
+                for positions in (known.accepted, known.steps):
                     positions.weaken()
         self.limit = best if best and self.is_ready(best) else 1
 
@@ -186,19 +179,14 @@ class AutoLength(StopRule):
             known.since_plain = 0
         else:
             known.since_plain += 1
-            if self._rounds > 1:
-                self._account(gained * known.times.target(1) - finished.seconds)
+            if self._probing:
+                lost = max(finished.seconds - gained * known.times.target(1), 0.0)
+                self._probed += lost
+                known.probed += lost
             self._learn_acceptance(finished, live)
-        for positions in (known.accepted, known.drafted, known.steps):
+        for positions in (known.accepted, known.steps):
             positions.fade(waited + 1)
         self._choose()
-
-    def _account(self, gain: float) -> None:
-        """Note the seconds that a round with drafts has gained over plain ones, negative if lost."""
-        self.known.balance += gain
-        if self._probing:
-            self._probed += max(-gain, 0.0)
-            self.known.probed += max(-gain, 0.0)
 
     def _learn_acceptance(self, finished: Round, live: Sequence[int]) -> None:
         known = self.known
@@ -208,17 +196,12 @@ class AutoLength(StopRule):
             # Drafts after an end of text were not rejected.
             ended = finished.new_tokens[row] <= accepted
             known.accepted.add(accepted, accepted if ended else limits[row], 1.0 / len(live))
-        known.drafted.add(finished.width - 1, max(limits), 1.0)
         known.steps.add(finished.draft_steps, max(limits), 1.0)
 
     def _choose(self) -> None:
-        known, rates = self.known, self._rates()
-        best = self._best(rates)
+        known, best = self.known, self._best(self._rates())
         self._probing, self._pause = False, 1
-        doubtful = not known.times.knows_plain and rates[best] < CLEAR_SPEEDUP * rates[0]
-        if best and (doubtful or known.since_plain >= known.refresh):
-            narrow = rates[best] < NARROW_SPEEDUP * rates[0]
-            known.refresh = FIRST_REFRESH if narrow else min(4 * known.refresh, LAST_REFRESH)
+        if best and (not known.times.knows_plain or known.since_plain >= REFRESH):
             best = 0
         elif best == 0 and known.times.knows_plain:
             best = self._probe()
@@ -241,15 +224,14 @@ class AutoLength(StopRule):
 
     def _rates(self) -> list[float]:
         """Expected tokens per second of a row, indexed by draft length from 0 to the longest that may be chosen."""
-        tokens, drafts, steps = 1.0, 0.0, 0.0
+        tokens, steps = 1.0, 0.0
         known = self.known
         rates = [1.0 / known.times.target(1)]
         beginning, step = known.times.draft_line()
-        for _, accepted, drafted, stepped in zip(
-            range(self._choice()[-1]), known.accepted.reach(), known.drafted.reach(), known.steps.reach(), strict=False
-        ):
-            tokens, drafts, steps = tokens + accepted, drafts + drafted, steps + stepped
-            rates.append(tokens / (beginning + steps * step + known.times.target(1 + drafts)))
+        longest = self._choice()[-1]
+        for accepted, stepped in islice(zip(known.accepted.reach(), known.steps.reach(), strict=True), longest):
+            tokens, steps = tokens + accepted, steps + stepped
+            rates.append(tokens / (beginning + steps * step + known.times.target(1 + steps)))
         return rates
 
     def _probe(self) -> int:
@@ -259,14 +241,10 @@ class AutoLength(StopRule):
         lengths = [n for n in self.lengths if n and self.is_ready(n)]
         if not lengths:
             return 0
-        losses = {n: self._loss(n) for n in lengths if n <= 4 or n == lengths[0]}
-        cheap = [n for n, loss in losses.items() if n <= 4 and loss <= plain / 2]
-        length = cheap[-1] if cheap else lengths[0]
-        # Losses count only as far as they exceed earlier gains, except those of probes.
-        lost = max(known.probed, -known.balance)
-        budget = min(PROBE_SHARE * known.elapsed - lost, PROBE_SHARE * self._elapsed - self._probed)
+        length = max((n for n in lengths if n <= 4 and self._loss(n) <= plain / 2), default=lengths[0])
+        budget = min(PROBE_SHARE * known.elapsed - known.probed, PROBE_SHARE * self._elapsed - self._probed)
         budget += PROBE_ALLOWANCE * plain
-        return length if losses[length] <= budget else 0
+        return length if self._loss(length) <= budget else 0
 
     def _loss(self, length: int) -> float:
         """Seconds lost by a round of `length` drafts if none is accepted."""

@@ -14,9 +14,9 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.75, 2.0  # the weight counts rows
 PRIOR_SLOPE = 0.04  # each further token's share of a pass
 PRIOR_RATIO = 0.15  # time of a draft step / time of a target step
 # The weight of the assumed slope, in passes that are one token off the mean width.
-SLOPE_PRIOR_WEIGHT = 1.0
+SLOPE_PRIOR_WEIGHT = 0.7
 # The weight of the assumption that two tokens cost one token more and nothing besides, in passes.
-JUMP_PRIOR_WEIGHT = 0.3
+JUMP_PRIOR_WEIGHT = 0.2
 # Each round multiplies the weight of earlier rounds in the acceptance estimates, down to a minimum total weight, so
 # that a single new round can't dominate.
 DECAY, MIN_WEIGHT = 0.97, 3.0
@@ -24,15 +24,13 @@ DECAY, MIN_WEIGHT = 0.97, 3.0
 # weight, drafting would go on for too long where it no longer pays.
 EARLIER_WEIGHT = 2.0
 # The weight of a width's or a draft's times halves after this many rounds without it. By now it may be recorded, or no
-# longer stalled, but what seems slow is hardly ever chosen again. Each time that a later draft confirms the times of
-# drafts, they keep their weight for twice as long, up to the maximum.
-HALF_LIFE, LONGEST_HALF_LIFE = 16, 512
+# longer stalled, but what seems slow is hardly ever chosen again.
+HALF_LIFE = 16
 # Times are medians of this many passes of a width, so that one stall doesn't count.
 TIMES_KEPT = 5
 # What a prepared draft's first pass, which reads two tokens, takes beyond a step, in steps: assumed before drafts of
 # two lengths were timed, and at most.
 PRIOR_BEGINNING, MOST_BEGINNING = 0.5, 1.5
-LONG_PROMPT = 16  # tokens; shorter prompts don't tell how long the draft takes to read
 
 
 class PositionRates:
@@ -96,18 +94,15 @@ class PassTimes:
     def __init__(self, *, prepared: bool = False) -> None:
         self._prepared = prepared
         self._by_width: dict[int, deque[float]] = {}
-        self._changed: set[int] = set()  # widths timed since the last fit
         self._medians: dict[int, tuple[float, float]] = {}  # width -> (weight, median)
         self._rounds = 0
         self._seen: dict[int, int] = {}
-        self._line = (0.0, 0.0, 0.0, 0.0)
+        self._line: tuple[float, float, float, float] | None = None  # None since the last time
         self._drafts: dict[int, deque[float]] = {}  # steps of a draft, or 1 for a share of one -> seconds
         self._step: tuple[float, float] | None = None  # seconds of a step; beginning of a draft, in steps
         self._drafted = 0  # the last round with draft steps
-        self._half_life = HALF_LIFE  # of the times of drafts, in rounds
         self._catch_ups: deque[float] = deque(maxlen=TIMES_KEPT)
         self._ratio = PRIOR_RATIO
-        self._reading: float | None = None
 
     @property
     def knows_plain(self) -> bool:
@@ -115,12 +110,9 @@ class PassTimes:
         return not self._by_width or 1 in self._by_width
 
     def first_round(self, finished: Round) -> None:
-        """Learn from the round that reads the prompts: draft time relative to the target, and reading time."""
+        """Learn from the round that reads the prompts: draft time relative to the target."""
         if finished.draft_steps and finished.verify_seconds > 0:
             self._ratio = finished.draft_seconds / finished.verify_seconds
-            if finished.width >= LONG_PROMPT:
-                further_steps = (finished.draft_steps - 1) * self.step()
-                self._reading = max(finished.draft_seconds - further_steps, 0.0) / finished.width
 
     def add(self, finished: Round, unread: float) -> None:
         """Learn from a round before which the draft had skipped `unread` tokens. Ignores rounds without times."""
@@ -131,20 +123,16 @@ class PassTimes:
             # The first pass of a width may be a stall, or not compiled yet, so wider passes bound it.
             bound = 1.5 * self.target(width)
             target = min(target, bound, *(seconds for wider, (_, seconds) in self._medians.items() if wider > width))
-        if width == 1 and not unread and 1 in self._by_width:
-            # A plain pass right after drafts takes up to a tenth longer than those that follow it.
-            target = min(target, self.target(1))
         self._by_width.setdefault(width, deque(maxlen=TIMES_KEPT)).append(target)
         self._rounds += 1
         self._seen[width] = self._rounds
-        self._changed.add(width)
+        self._line = None
         if finished.draft_steps:
             drafting, caught_up = finished.draft_seconds, finished.catch_up_seconds
             if caught_up:
                 self._catch_ups.append(caught_up)
             elif unread:
                 caught_up = min(self.reading(unread), drafting / 2)
-            self._confirm(finished.draft_steps, drafting - caught_up)
             self._drafted = self._rounds
             self._add_draft(finished.draft_steps, drafting - caught_up)
 
@@ -153,15 +141,7 @@ class PassTimes:
         if seconds and 1 in self._by_width:
             self._by_width[1].extend(seconds[-TIMES_KEPT:])
             self._rounds += len(seconds)
-            self._changed.add(1)
-
-    def _confirm(self, steps: int, seconds: float) -> None:
-        """Let draft times age more slowly if, after many plain rounds, a draft takes as long as they say."""
-        if self._step is None or self._weight_of_drafts() > 0.5:
-            return
-        measured, beginning = self._step
-        confirmed = seconds / (steps + beginning) > (measured + self._ratio * self.target(1)) / 2
-        self._half_life = min(2 * self._half_life, LONGEST_HALF_LIFE) if confirmed else HALF_LIFE
+            self._line = None
 
     def _add_draft(self, steps: int, seconds: float) -> None:
         """Lengths of prepared drafts are few, and each is timed; other drafts tell the time of a step."""
@@ -185,24 +165,20 @@ class PassTimes:
         """
         if not self._by_width:
             return 1.0 + PRIOR_SLOPE * (width - 1)
-        if self._changed:
-            self._fit()
-        level, single, jump, slope = self._line
+        level, single, jump, slope = self._line = self._line or self._fit()
         line = max(single + jump * min(width - 1, 1.0) + slope * (width - 1), 0.1 * level)
         own = self._medians.get(width) if isinstance(width, int) else None
         return line if own is None else line + (own[1] - line) * own[0] / (own[0] + 1)
 
-    def _fit(self) -> None:
-        """Update the medians, and the line: (mean, one token, jump to two, each further token), in seconds.
+    def _fit(self) -> tuple[float, float, float, float]:
+        """Update the medians; the line: mean, one token, jump to two, each further token, in seconds.
 
         A single token often runs in another kernel, so that two cost much more and further ones little.
         """
         for width, times in self._by_width.items():
             # Plain rounds are timed again regularly, so their times keep full weight.
             weight = 1.0 if width == 1 else self._weight_of(self._seen[width])
-            middle = median_low(times) if width in self._changed else self._medians[width][1]
-            self._medians[width] = (len(times) * weight, middle)
-        self._changed.clear()
+            self._medians[width] = (len(times) * weight, median_low(times))
         known = [(w > 1, w - 1, n, t) for w, (n, t) in self._medians.items()]
         total = sum(n for _, _, n, _ in known)
         share = sum(n * several for several, _, n, _ in known) / total
@@ -220,7 +196,7 @@ class PassTimes:
         slope = (risen - jump * both) / slopes
         if slope < 0.0:
             jump, slope = max(jumped / jumps, 0.0), 0.0
-        self._line = level, level - jump * share - slope * middle, jump, slope
+        return level, level - jump * share - slope * middle, jump, slope
 
     def step(self) -> float:
         """Seconds of a draft step; after rounds without drafts nearer to the assumed time, if that is less."""
@@ -242,17 +218,17 @@ class PassTimes:
 
     def reading(self, unread: float) -> float:
         """Seconds that `unread` more tokens add to a draft pass."""
-        return unread * (PRIOR_SLOPE * self.step() if self._reading is None else self._reading)
+        return unread * PRIOR_SLOPE * self.step()
 
     def catch_up(self, unread: float) -> float:
         """Seconds that the draft takes to read `unread` tokens, in a separate pass if it has used one before."""
         measured = median_low(self._catch_ups) * self._weight_of_drafts() if self._catch_ups else 0.0
         return max(self.reading(unread), measured)
 
-    def _weight_of(self, last: int, half_life: int = HALF_LIFE) -> float:
+    def _weight_of(self, last: int) -> float:
         """The weight of a time that was last measured in round `last`, of 1 if that was the latest."""
-        return 0.5 ** ((self._rounds - last) / half_life)
+        return 0.5 ** ((self._rounds - last) / HALF_LIFE)
 
     def _weight_of_drafts(self) -> float:
         """The weight of the times of drafts."""
-        return self._weight_of(self._drafted, self._half_life)
+        return self._weight_of(self._drafted)
