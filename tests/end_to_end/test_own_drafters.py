@@ -27,12 +27,20 @@ from helpers.own_drafters import (
     target_with_mtp,
 )
 from helpers.sampled_outputs import FALSE_FAILURE, Combination, Draws, odds_of_independence, odds_of_outputs
+from helpers.trained_layers import trained
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, modeling_layers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    modeling_layers,
+)
 from transformers.generation import candidate_generator
 
 import hf_specdec
-from hf_specdec import SpeculativeDecoding
+from hf_specdec import SpeculativeDecoding, embedded
 from hf_specdec.compat import mtp_private
 from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.own_drafter import OwnDrafter
@@ -322,6 +330,21 @@ def test_layers_are_read_from_the_checkpoint_once(tmp_path, monkeypatch) -> None
     for out in made:
         assert torch.equal(out.sequences, lent.sequences)
         assert [one.accepted for one in out.speculation.rounds] == [one.accepted for one in lent.speculation.rounds]
+
+
+def test_layers_that_are_trained_for_a_target_are_accepted(monkeypatch) -> None:
+    """After a few steps, much more often than one of the vocabulary's tokens by chance."""
+    path = embedded.model_path("target")
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    mtp = trained(target, tokenizer, steps=25, rows=2)
+    target.double()
+    mtp.layers.double()
+    lend(monkeypatch, target, mtp)
+    texts = [embedded.render_prompt(embedded.examples(name, n=1)[0]) for name in embedded.SUBTASKS[:3]]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
+    call = {"max_new_tokens": 16, "do_sample": False}
+    out = same_as_plain(target, None, inputs, call, use_mtp=True, num_assistant_tokens=2)
+    assert out.speculation.acceptance_rate > 0.1
 
 
 def refused(model: PreTrainedModel, *words: str, **asked: Any) -> None:
