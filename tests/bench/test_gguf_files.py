@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from helpers.gguf_files import TEMPLATE, qwen2, write_gguf
 from helpers.models import noisy
 from helpers.tiny_pair import VOCABULARY, tokenizer
@@ -16,10 +17,11 @@ import hf_specdec
 from hf_specdec.bench.inputs.prompts import decode_prompts
 from hf_specdec.bench.models import names
 from hf_specdec.bench.models.loading import load_pair
-from hf_specdec.bench.models.precision import quantized_layers
+from hf_specdec.bench.models.precision import quantize_made, quantized_layers
 from hf_specdec.bench.models.real import convert_gguf
 from hf_specdec.bench.results import load
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.gguf.weights import GgufWeight
 
 ROWS = [[5, 9, 200, 17, 40], [7, 8, 9, 250, 31]]
 
@@ -90,6 +92,19 @@ def test_tokenizer_and_template_come_from_the_file(files: tuple[Path, Path]) -> 
 
 def test_its_weights_can_be_quantized_anew(files: tuple[Path, Path]) -> None:
     assert quantized_layers(load_pair(Settings(model_name=str(files[0]), precision="int8")).target) > 0
+
+
+def test_its_weights_can_stay_in_the_file(files: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, qwen2(VOCABULARY), tokenizer(), matrices=GGMLQuantizationType.Q8_0)
+    kinds = {"precision": "gguf", "draft_precision": "gguf", "dtype": "float32"}
+    pair = load_pair(Settings(model_name=str(path), assistant_model=str(path), assisted_generation=True, **kinds))
+    assert all(isinstance(model.lm_head.weight, GgufWeight) for model in pair.models)
+    assert [model.dtype for model in pair.describe().values()] == ["Q8_0 weights, float32"] * 2
+    with pytest.raises(BenchError, match="that takes a GGUF file"):
+        load_pair(Settings(model_name="target", precision="gguf"))
+    with pytest.raises(BenchError, match="is for weights in a GGUF file"):
+        quantize_made(qwen2(VOCABULARY), "gguf")
 
 
 def test_names_that_end_with_a_file(files: tuple[Path, Path]) -> None:

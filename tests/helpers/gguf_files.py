@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 import torch
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hf_specdec.bench.models.gguf_export import add_sizes
@@ -30,9 +30,13 @@ def qwen2(vocabulary: int, seed: int = 0) -> PreTrainedModel:
 
 
 def write_gguf(
-    path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, template: str = TEMPLATE
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    template: str = TEMPLATE,
+    matrices: GGMLQuantizationType = GGMLQuantizationType.F32,
 ) -> None:
-    """Writes float32 weights, sizes and a byte-level BPE tokenizer."""
+    """Writes weights, those of vectors in float32, sizes and a byte-level BPE tokenizer."""
     config, writer = model.config, GGUFWriter(path, "qwen2")
     add_sizes(writer, model)
     tokens = [tokenizer.convert_ids_to_tokens(number) for number in range(config.vocab_size)]
@@ -47,7 +51,9 @@ def write_gguf(
     writer.add_chat_template(template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
     for name, parameter in model.named_parameters():
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), parameter.detach().float().numpy())
+        kind = matrices if parameter.dim() > 1 else GGMLQuantizationType.F32
+        numbers = gguf.quantize(parameter.detach().float().numpy(), kind)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), numbers, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -21,19 +21,19 @@ template <class Block, class A, int R, int place> struct PlaceProduct {
   using Weights = Place<A>;
   using Column = Place<A>;
   using Sum = Vector<A>;
-  using Scales = typename Block::template Scales<A>;
+  using Scales = typename Block::template Scales<A, R>;
   static constexpr int kStep = 1;
   static constexpr bool kTable = Block::kFourBits && kParts<A> == 1 && sizeof(A) == 4;
 
-  INLINE PlaceProduct(const std::array<Scales, R>& scales, int span) : span(span) {
+  INLINE PlaceProduct(const Scales& scales, int span) : span(span) {
     each<R>([&](auto r) __attribute__((always_inline)) {
-      scale[r] = scales[r].scale(span, place);
-      if constexpr (Block::kShifts) shift[r] = scales[r].shift(span, place);
+      scale[r] = scales.scale(r, span, place);
+      if constexpr (Block::kShifts) shift[r] = scales.shift(r, span, place);
       if constexpr (kTable) scale[r] = numbers(Vector<A>::arange(A(-Block::kOffset), A(1)), r);
     });
   }
   INLINE Vector<A> numbers(const Vector<A>& quants, int row) const {
-    return Block::kShifts ? at::vec::fmsub(quants, scale[row], shift[row]) : quants * scale[row];
+    return Block::kShifts ? at::vec::fmadd(quants, scale[row], shift[row]) : quants * scale[row];
   }
   INLINE Place<A> weights(const Block* block, int row) const {
     Place<A> widened;
@@ -65,10 +65,7 @@ template <class Block, class A, int R, int place> struct PlaceProduct {
 
 // Calls `work(product, first)` for the places of a block of R rows, the first number of which is `first`.
 template <class A, int R, class Block, class Work> INLINE void each_place(const Block* const (&rows)[R], const Work& work) {
-  using Scales = typename Block::template Scales<A>;
-  const auto scales = [&]<size_t... r>(std::index_sequence<r...>) __attribute__((always_inline)) {
-    return std::array<Scales, R>{Scales(*rows[r])...};
-  }(std::make_index_sequence<R>{});
+  const typename Block::template Scales<A, R> scales(rows);
   for (int span = 0; span < Block::kNumbers / Block::kSpan; ++span)
     each<Block::kSpan / kPlace>([&](auto place) __attribute__((always_inline)) {
       work(PlaceProduct<Block, A, R, place>(scales, span), span * Block::kSpan + place * kPlace);

@@ -1,6 +1,6 @@
 // Blocks of GGUF files: 32 or 256 numbers of a row in few bits, with what scales them, as the files lay them out.
 //
-// A number is scale · q, or scale · q − shift in types that have shifts. A block consists of spans of alike layout, and
+// A number is scale · q, or scale · q + shift in types that have shifts. A block consists of spans of alike layout, and
 // these of places of 16 numbers: `quants<place>(span)` are the q of a place as bytes. Where they are four bits as they lie,
 // `raw<place>(span)` has them as the low or (`high<place>()`) the high bits of bytes. `Scales` has scales and shifts.
 
@@ -36,13 +36,24 @@ template <class A> INLINE Vector<A> spread(const uint8_t (&half)[2]) {
 template <class Block, int bits, bool shifts> struct Block32 {
   static constexpr int kNumbers = 32, kSpan = 32, kOffset = shifts ? 0 : 1 << (bits - 1);
   static constexpr bool kShifts = shifts, kFourBits = bits == 4;
-  template <class A> struct Scales {
-    INLINE explicit Scales(const Block& block) : by(spread<A>(block.d)) {
-      if constexpr (shifts) minus = spread<A>(block.m).neg();
+  // In memory, from where an instruction reads one into all lanes.
+  template <class A, int R> struct Scales {
+    INLINE explicit Scales(const Block* const (&rows)[R]) {
+      using Bits = std::conditional_t<shifts, int32_t, int16_t>;
+      const auto of = [&](int r) __attribute__((always_inline)) {
+        Bits found;
+        std::memcpy(&found, rows[r % R]->scales, sizeof found);
+        return found;
+      };
+      const __m128i halves = shifts ? _mm_setr_epi32(of(0), of(1), of(2), of(3))
+                                    : _mm_setr_epi16(short(of(0)), short(of(1)), short(of(2)), short(of(3)), 0, 0, 0, 0);
+      alignas(32) float numbers[8];
+      _mm256_store_ps(numbers, _mm256_cvtph_ps(halves));
+      std::copy_n(numbers, 8, by);
     }
-    INLINE Vector<A> scale(int, int) const { return by; }
-    INLINE Vector<A> shift(int, int) const { return minus; }
-    Vector<A> by, minus;
+    INLINE Vector<A> scale(int row, int, int) const { return Vector<A>(by[shifts ? 2 * row : row]); }
+    INLINE Vector<A> shift(int row, int, int) const { return Vector<A>(by[2 * row + 1]); }
+    A by[8];
   };
   const Block& block() const { return static_cast<const Block&>(*this); }
   template <int> INLINE __m128i raw(int) const { return bytes_at(block().q); }
@@ -60,29 +71,32 @@ template <class Block, int bits, bool shifts> struct Block32 {
   }
 };
 struct Q4_0 : Block32<Q4_0, 4, false> {
-  uint8_t d[2], q[16];
+  uint8_t scales[2], q[16];
 };
 struct Q4_1 : Block32<Q4_1, 4, true> {
-  uint8_t d[2], m[2], q[16];
+  uint8_t scales[4], q[16];
 };
 struct Q5_0 : Block32<Q5_0, 5, false> {
-  uint8_t d[2], fifth[4], q[16];
+  uint8_t scales[2], fifth[4], q[16];
 };
 struct Q5_1 : Block32<Q5_1, 5, true> {
-  uint8_t d[2], m[2], fifth[4], q[16];
+  uint8_t scales[4], fifth[4], q[16];
 };
 struct Q8_0 : Block32<Q8_0, 8, false> {
   static constexpr int kOffset = 0;
   template <int place> INLINE __m128i quants(int) const { return bytes_at(q + place * kPlace); }
-  uint8_t d[2], q[32];
+  uint8_t scales[2], q[32];
 };
 
 // Numbers of a block of 256 with a scale and a shift for each 32, in six bits each, and one for these.
 template <class Block, int bits> struct Block256 {
   static constexpr int kNumbers = 256, kSpan = 64, kOffset = 0;
   static constexpr bool kShifts = true, kFourBits = bits == 4;
-  template <class A> struct Scales {
-    INLINE explicit Scales(const Block& block) {
+  template <class A, int R> struct Scales {
+    INLINE explicit Scales(const Block* const (&rows)[R]) {
+      for (int r = 0; r < R; ++r) read(*rows[r], by[r]);
+    }
+    static INLINE void read(const Block& block, A (&by)[16]) {
       // Six bits of the first four scales, of the first four shifts, and four each of the others, whose upper two bits
       // are above those of the first.
       uint32_t words[3], all[4];
@@ -91,7 +105,7 @@ template <class Block, int bits> struct Block256 {
       all[1] = (words[2] & 0x0f0f0f0f) | (words[0] >> 2 & 0x30303030);
       all[2] = words[1] & 0x3f3f3f3f;
       all[3] = (words[2] >> 4 & 0x0f0f0f0f) | (words[1] >> 2 & 0x30303030);
-      const Vector<A> d = spread<A>(block.d), m = spread<A>(block.m);
+      const Vector<A> d = spread<A>(block.d), m = spread<A>(block.m).neg();
       int8_t bytes[16];
       std::memcpy(bytes, all, sizeof all);
       for (int at = 0; at < 16; at += kLanes<A>) {
@@ -100,9 +114,9 @@ template <class Block, int bits> struct Block256 {
         else (numbers * (at < 8 ? d : m)).store(by + at);
       }
     }
-    INLINE Vector<A> scale(int span, int place) const { return Vector<A>(by[2 * span + place / 2]); }
-    INLINE Vector<A> shift(int span, int place) const { return Vector<A>(by[8 + 2 * span + place / 2]); }
-    alignas(64) A by[16];
+    INLINE Vector<A> scale(int row, int span, int place) const { return Vector<A>(by[row][2 * span + place / 2]); }
+    INLINE Vector<A> shift(int row, int span, int place) const { return Vector<A>(by[row][8 + 2 * span + place / 2]); }
+    alignas(64) A by[R][16];
   };
   const Block& block() const { return static_cast<const Block&>(*this); }
   template <int place> INLINE __m128i raw(int span) const {
@@ -129,14 +143,14 @@ struct Q5_K : Block256<Q5_K, 5> {
 struct Q6_K {
   static constexpr int kNumbers = 256, kSpan = 64, kOffset = 32;
   static constexpr bool kShifts = false, kFourBits = false;
-  template <class A> struct Scales {
-    INLINE explicit Scales(const Q6_K& block) {
-      const Vector<A> d = spread<A>(block.d);
-      for (int at = 0; at < 16; at += kLanes<A>) (::widen<A>(block.scales + at, kByte) * d).store(by + at);
+  template <class A, int R> struct Scales {
+    INLINE explicit Scales(const Q6_K* const (&rows)[R]) {
+      for (int r = 0; r < R; ++r)
+        for (int at = 0; at < 16; at += kLanes<A>)
+          (::widen<A>(rows[r]->scales + at, kByte) * spread<A>(rows[r]->d)).store(by[r] + at);
     }
-    INLINE Vector<A> scale(int span, int place) const { return Vector<A>(by[4 * span + place]); }
-    INLINE Vector<A> shift(int, int) const { return Vector<A>(A(0)); }
-    alignas(64) A by[16];
+    INLINE Vector<A> scale(int row, int span, int place) const { return Vector<A>(by[row][4 * span + place]); }
+    alignas(64) A by[R][16];
   };
   template <int place> INLINE __m128i quants(int span) const {
     const int half = span / 2, bits = span % 2 * 4;  // of the block, and how far up the first numbers' bits are
