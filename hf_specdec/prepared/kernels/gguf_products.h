@@ -7,6 +7,12 @@
 #include "gguf_types.h"
 #include "layers.h"
 
+#ifdef __clang__
+#define UNROLLED _Pragma("clang loop unroll(full)")
+#else
+#define UNROLLED _Pragma("GCC unroll 4")
+#endif
+
 namespace {
 
 template <class A> constexpr int kParts = kPlace / kLanes<A>;  // vectors of a place
@@ -16,7 +22,7 @@ template <class A> struct Place {
 };
 
 // A place of a span of R rows. Where numbers have four bits and a vector 16 lanes, they are looked up.
-template <class Block, class A, int R, int place> struct PlaceProduct {
+template <class Block, class A, int R> struct PlaceProduct {
   using Stored = Block;
   using Weights = Place<A>;
   using Column = Place<A>;
@@ -25,7 +31,7 @@ template <class Block, class A, int R, int place> struct PlaceProduct {
   static constexpr int kStep = 1;
   static constexpr bool kTable = Block::kFourBits && kParts<A> == 1 && sizeof(A) == 4;
 
-  INLINE PlaceProduct(const Scales& scales, int span) : span(span) {
+  INLINE PlaceProduct(const Scales& scales, int span, int place) : span(span), place(place) {
     each<R>([&](auto r) __attribute__((always_inline)) {
       scale[r] = scales.scale(r, span, place);
       if constexpr (Block::kShifts) shift[r] = scales.shift(r, span, place);
@@ -39,12 +45,12 @@ template <class Block, class A, int R, int place> struct PlaceProduct {
     Place<A> widened;
     if constexpr (kTable) {
 #ifdef CPU_CAPABILITY_AVX512
-      const __m512i bytes = _mm512_cvtepu8_epi32(block->template raw<place>(span));
-      const __m512i places = block->template high<place>() ? _mm512_srli_epi32(bytes, 4) : bytes;
+      const __m512i bytes = _mm512_cvtepu8_epi32(block->raw(span, place));
+      const __m512i places = Block::high(place) ? _mm512_srli_epi32(bytes, 4) : bytes;
       widened.part[0] = _mm512_permutexvar_ps(places, scale[row]);
 #endif
     } else {
-      const __m128i bytes = block->template quants<place>(span);
+      const __m128i bytes = block->quants(span, place);
       each<kParts<A>>([&](auto part) __attribute__((always_inline)) {
         widened.part[part] = numbers(widen<A>(_mm_srli_si128(bytes, decltype(part)::value * kLanes<A>)), row);
       });
@@ -59,7 +65,7 @@ template <class Block, class A, int R, int place> struct PlaceProduct {
       sum = at::vec::fmadd(weights.part[part], token.part[part], sum);
     });
   }
-  const int span;
+  const int span, place;
   Vector<A> scale[R], shift[R];  // of each row, or the table of its numbers in place of the scale
 };
 
@@ -67,9 +73,8 @@ template <class Block, class A, int R, int place> struct PlaceProduct {
 template <class A, int R, class Block, class Work> INLINE void each_place(const Block* const (&rows)[R], const Work& work) {
   const typename Block::template Scales<A, R> scales(rows);
   for (int span = 0; span < Block::kNumbers / Block::kSpan; ++span)
-    each<Block::kSpan / kPlace>([&](auto place) __attribute__((always_inline)) {
-      work(PlaceProduct<Block, A, R, place>(scales, span), span * Block::kSpan + place * kPlace);
-    });
+    UNROLLED for (int place = 0; place < Block::kSpan / kPlace; ++place)
+      work(PlaceProduct<Block, A, R>(scales, span, place), span * Block::kSpan + place * kPlace);
 }
 
 // Writes the numbers of a block.
@@ -141,7 +146,7 @@ template <class Block_, class T> class GgufTokens {
     for (int64_t i = 0; i < k / Block_::kNumbers; ++i, token += Block_::kNumbers)
       each_place<A, 4, Block_>({rows[0] + i, rows[1] + i, rows[2] + i, rows[3] + i},
                                [&](const auto& product, int first) __attribute__((always_inline)) {
-        ::multiply<std::decay_t<decltype(product)>, 4, N>(rows, Places<A>{token + first, padded.width}, 0, i, i + 1,
+        ::multiply<PlaceProduct<Block_, A, 4>, 4, N>(rows, Places<A>{token + first, padded.width}, 0, i, i + 1,
                                                           fetch_nothing, found, product);
       });
     each<N>([&](auto t) __attribute__((always_inline)) {

@@ -1,8 +1,8 @@
 // Blocks of GGUF files: 32 or 256 numbers of a row in few bits, with what scales them, as the files lay them out.
 //
 // A number is scale · q, or scale · q + shift in types that have shifts. A block consists of spans of alike layout, and
-// these of places of 16 numbers: `quants<place>(span)` are the q of a place as bytes. Where they are four bits as they lie,
-// `raw<place>(span)` has them as the low or (`high<place>()`) the high bits of bytes. `Scales` has scales and shifts.
+// these of places of 16 numbers: `quants(span, place)` are the q of a place as bytes. Where they are four bits as they lie,
+// `raw(span, place)` has them as the low or (`high(place)`) the high bits of bytes. `Scales` has scales and shifts.
 
 #pragma once
 
@@ -56,9 +56,9 @@ template <class Block, int bits, bool shifts> struct Block32 {
     A by[8];
   };
   const Block& block() const { return static_cast<const Block&>(*this); }
-  template <int> INLINE __m128i raw(int) const { return bytes_at(block().q); }
-  template <int place> static constexpr bool high() { return place; }
-  template <int place> INLINE __m128i quants(int) const {
+  INLINE __m128i raw(int, int) const { return bytes_at(block().q); }
+  static INLINE bool high(int place) { return place; }
+  INLINE __m128i quants(int, int place) const {
     __m128i numbers = four_bits(bytes_at(block().q), place);
     if constexpr (bits == 5) {
       int16_t fifths;
@@ -84,7 +84,7 @@ struct Q5_1 : Block32<Q5_1, 5, true> {
 };
 struct Q8_0 : Block32<Q8_0, 8, false> {
   static constexpr int kOffset = 0;
-  template <int place> INLINE __m128i quants(int) const { return bytes_at(q + place * kPlace); }
+  INLINE __m128i quants(int, int place) const { return bytes_at(q + place * kPlace); }
   uint8_t scales[2], q[32];
 };
 
@@ -119,12 +119,12 @@ template <class Block, int bits> struct Block256 {
     alignas(64) A by[R][16];
   };
   const Block& block() const { return static_cast<const Block&>(*this); }
-  template <int place> INLINE __m128i raw(int span) const {
+  INLINE __m128i raw(int span, int place) const {
     return bytes_at(block().q + span * (kSpan / 2) + place % 2 * kPlace);
   }
-  template <int place> static constexpr bool high() { return place / 2; }
-  template <int place> INLINE __m128i quants(int span) const {
-    const __m128i numbers = four_bits(raw<place>(span), high<place>());
+  static INLINE bool high(int place) { return place / 2; }
+  INLINE __m128i quants(int span, int place) const {
+    const __m128i numbers = four_bits(raw(span, place), high(place));
     if constexpr (bits == 4) return numbers;
     else {
       const __m128i fifths = shifted(bytes_at(block().fifth + place % 2 * kPlace), 2 * span + place / 2);
@@ -152,7 +152,7 @@ struct Q6_K {
     INLINE Vector<A> scale(int row, int span, int place) const { return Vector<A>(by[row][4 * span + place]); }
     alignas(64) A by[R][16];
   };
-  template <int place> INLINE __m128i quants(int span) const {
+  INLINE __m128i quants(int span, int place) const {
     const int half = span / 2, bits = span % 2 * 4;  // of the block, and how far up the first numbers' bits are
     const __m128i numbers = low_bits(shifted(bytes_at(low + 64 * half + place * kPlace), bits), 4);
     const __m128i rest = shifted(bytes_at(upper + 32 * half + place % 2 * kPlace), bits + place / 2 * 2);
