@@ -12,6 +12,7 @@ from helpers import sampled_outputs
 from helpers.identity import same_as_plain
 from helpers.models import llama, prompts
 from helpers.own_drafters import PAD, VOCABULARY, target_and_assistant
+from packaging.version import Version
 from torch import Tensor
 from transformers.generation import candidate_generator
 
@@ -69,6 +70,10 @@ def test_rows_may_end_apart(pair) -> None:
         same_as_plain(*pair, texts(4), call, num_assistant_tokens=3, drafter=drafter)
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__).release < (5, 22),
+    reason="earlier, transformers' first draft read the hidden state of the prompt's first token",
+)
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("rows_cache", [True, False])
 def test_proposals_are_those_of_transformers(cut: bool, rows_cache: bool, monkeypatch) -> None:
