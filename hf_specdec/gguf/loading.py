@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def load_gguf(
         ValueError: the file is damaged, or its architecture, a type of its tensors or one of these is not known.
         ImportError: the package gguf is not installed.
     """
+    if find_spec("gguf") is None:
+        raise ImportError("load_gguf needs the package gguf; pip install 'hf_specdec[gguf]'")
     file = read(Path(path))
     architecture = check_architecture(file)
     found = config or config_of(file)

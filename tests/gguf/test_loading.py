@@ -11,11 +11,12 @@ import pytest
 import torch
 from helpers.gguf_blocks import HALVES, write_blocks
 from helpers.interpreted_steps import interpret_compiled_steps
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoding, load_gguf
-from hf_specdec.gguf import weights
+from hf_specdec.gguf import loading, weights
 from hf_specdec.gguf.architectures import MODEL_TYPES
 from hf_specdec.gguf.weights import GgufWeight
 from hf_specdec.prepared import compiled_step, few_token_products
@@ -95,6 +96,7 @@ def test_speculation_gives_the_target_s_tokens(
     assert torch.equal(found, asked.generate(**inputs, **GREEDY))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("inputs", [{"input_ids": PROMPT}, BATCH], ids=["one row", "batch"])
 @pytest.mark.parametrize("options", [{"assistant": True}, {"drafter": "none"}, {"drafter": "suffix"}], ids=str)
 def test_compiled_rounds(
@@ -217,6 +219,29 @@ def test_refusals(
     path.write_bytes(change(files["target"][0].read_bytes()))
     with pytest.raises(ValueError, match=match):
         load_gguf(path)
+
+
+def test_the_package_that_knows_the_types_is_missing(
+    files: dict[str, tuple[Path, PreTrainedModel]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"hf_specdec\[gguf\]"):
+        load_gguf(files["target"][0])
+
+
+def test_the_pipeline_speaks(files: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    path, asked = files["target"]
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({f"t{at}": at for at in range(48)}, unk_token="t0")),
+        unk_token="t0",
+        pad_token="t0",
+    )
+    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    texts = [
+        pipeline("text-generation", model=model, tokenizer=words)("t5 t6 t7 t8", max_new_tokens=5, do_sample=False)
+        for model in (load_gguf(path, dtype=torch.float64), asked)
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_shapes_that_are_not_the_configuration_s(files: dict[str, tuple[Path, PreTrainedModel]]) -> None:
