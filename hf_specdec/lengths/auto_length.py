@@ -83,9 +83,8 @@ class AutoLength(StopRule):
     draft steps and a target pass over γ + 1 tokens. Both are estimated from the rounds so far.
 
     While the chosen length is 0, single rounds with drafts, called probes, check whether drafting has become
-    worthwhile. A probe runs if its worst case fits two budgets, each a fixed allowance plus 1% of the time spent: that
-    of all calls, minus what drafting has lost, and that of this call, minus what its probes have lost. The cost of a
-    probe includes reading the tokens that the draft missed.
+    worthwhile. A probe runs if its worst case, which includes reading the tokens that the draft missed, fits two
+    budgets, of this call and of all: a plain step and 1% of the time spent, less what probes have lost.
 
     The first round has the length that earlier calls support. If there were none, or drafting did not pay in them, it
     drafts one token, so that the draft reads the prompt as part of the prefill.
@@ -104,7 +103,7 @@ class AutoLength(StopRule):
         super().__init__(1)
         self.known = self._general = known or LengthHistory()
         self.lengths: Sequence[int] = range(MAX_ASSISTANT_TOKENS + 1)
-        self.is_ready: Callable[[int], bool] = _always
+        self.is_ready: Callable[[int], bool] = lambda length: True
         self._rounds = 0
         self._unread = self._elapsed = self._probed = 0.0
         self._probing = False
@@ -136,7 +135,7 @@ class AutoLength(StopRule):
 
     def use_general(self) -> None:
         """Choose from all lengths again, with what was learned in general rounds."""
-        self.lengths, self.is_ready = range(MAX_ASSISTANT_TOKENS + 1), _always
+        self.lengths, self.is_ready = range(MAX_ASSISTANT_TOKENS + 1), lambda length: True
         self.known = self._general
 
     def observe(self, finished: Round) -> None:
@@ -251,7 +250,3 @@ class AutoLength(StopRule):
         times = self.known.times
         drafting = times.drafting(length) + times.catch_up(self._unread)
         return drafting + times.target(1 + length) - times.target(1)
-
-
-def _always(length: int) -> bool:
-    return True

@@ -55,10 +55,7 @@ class PositionRates:
                 self._succeeded[position] *= kept
 
     def weaken(self) -> None:
-        """Reduce the weight of earlier calls, by half at least: what is no longer reached is forgotten.
-
-        Call once per call.
-        """
+        """Reduce the weight of earlier calls, once per call, at least by half: what is not reached is forgotten."""
         for position, tried in enumerate(self._tried):
             kept = min(EARLIER_WEIGHT / tried, 0.5) if tried else 0.0
             self._tried[position] *= kept
@@ -204,7 +201,7 @@ class PassTimes:
         if self._step is None:
             return assumed
         measured = self._step[0]
-        return min(assumed, measured) + max(measured - assumed, 0.0) * self._weight_of_drafts()
+        return min(assumed, measured) + max(measured - assumed, 0.0) * self._weight_of(self._drafted)
 
     def draft_line(self) -> tuple[float, float]:
         """Seconds of a draft's beginning, and of each of its steps."""
@@ -222,13 +219,9 @@ class PassTimes:
 
     def catch_up(self, unread: float) -> float:
         """Seconds that the draft takes to read `unread` tokens, in a separate pass if it has used one before."""
-        measured = median_low(self._catch_ups) * self._weight_of_drafts() if self._catch_ups else 0.0
+        measured = median_low(self._catch_ups) * self._weight_of(self._drafted) if self._catch_ups else 0.0
         return max(self.reading(unread), measured)
 
     def _weight_of(self, last: int) -> float:
         """The weight of a time that was last measured in round `last`, of 1 if that was the latest."""
         return 0.5 ** ((self._rounds - last) / HALF_LIFE)
-
-    def _weight_of_drafts(self) -> float:
-        """The weight of the times of drafts."""
-        return self._weight_of(self._drafted)
