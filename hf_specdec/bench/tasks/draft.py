@@ -22,7 +22,8 @@ from hf_specdec.bench.aligning.clock import Clock
 from hf_specdec.bench.aligning.own_prompts import own_groups, own_questions
 from hf_specdec.bench.aligning.shape import check_target, cut_draft
 from hf_specdec.bench.aligning.shapes import Trials
-from hf_specdec.bench.figures.frames import whole
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.inputs.questions import OWN
 from hf_specdec.bench.journal import Journal
@@ -209,7 +210,7 @@ def render(result: Result) -> list[Block]:
     return [
         heading(part),
         align.advice(part, [AFTER, HYBRID]),
-        use(result),
+        use(part),
         *section("Speed", columns.SPEED, method_table({"": part}, columns.speed_columns(result))),
         *section("Rounds", columns.ROUNDS_LEGEND, rounds),
         Picture("acceptance-by-position", "lookahead.by_position", (part,)),
@@ -218,13 +219,16 @@ def render(result: Result) -> list[Block]:
     ]
 
 
-def use(result: Result) -> str:
-    """The call that uses the draft."""
-    assert result.training is not None
+def use(part: Part) -> str:
+    """The call that uses the draft in the faster way."""
+    facts = part.result.training
+    assert facts is not None
+    best = speed.fastest(part, [part.result.method(name) for name in (AFTER, HYBRID)])
+    copies = "" if best is None or best.name == AFTER else ', drafter="hybrid"'
     return f"""```python
-draft = AutoModelForCausalLM.from_pretrained("{result.training.saved}")
-hf_specdec.trim_draft_head(draft)  # proposes the {result.training.vocabulary:,} tokens that the target writes
-model.generate(**inputs, assistant_model=draft, generation_strategy="speculative", drafter="hybrid", compile=True)
+draft = AutoModelForCausalLM.from_pretrained("{facts.saved}")
+hf_specdec.trim_draft_head(draft)  # proposes the {facts.vocabulary:,} tokens that the target writes
+model.generate(**inputs, assistant_model=draft, generation_strategy="speculative"{copies}, compile=True)
 ```"""
 
 
