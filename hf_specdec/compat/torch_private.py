@@ -17,6 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["TorchDispatchMode", "pytree"]
 
 
+TO_COPY = torch.ops.aten._to_copy.default  # what `Tensor.to` becomes in `__torch_dispatch__`
+
+
+def wrapper_tensor(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a subclass without storage of its own, for what holds its numbers in another form."""
+    made: Tensor = Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+    return made
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Functions that are called here don't ask subclasses of tensors first."""
+    off: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return off
+
+
 class ModeStack:
     """The modes of a kind that are active in a thread. Without the functions that read the stack, none.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdec.compat.torch_private import linear_pointwise
+from hf_specdec.compat.torch_private import TO_COPY, linear_pointwise, without_torch_function, wrapper_tensor
 from hf_specdec.models.onednn_linears import OneDnnLinears
 from hf_specdec.prepared import few_token_products
 from hf_specdec.prepared.compiled_step import compile_refusal
@@ -34,8 +34,7 @@ class GgufWeight(Tensor):
     @staticmethod
     def __new__(cls, blocks: Tensor, kind: str, dtype: torch.dtype) -> GgufWeight:
         shape = (len(blocks), blocks.shape[1] * _numbers_of_block(kind))
-        made: GgufWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=blocks.device)
-        return made
+        return cast(GgufWeight, wrapper_tensor(cls, shape, dtype, blocks.device))
 
     def __init__(self, blocks: Tensor, kind: str, dtype: torch.dtype) -> None:
         self.blocks, self.kind = blocks, kind
@@ -60,7 +59,7 @@ class GgufWeight(Tensor):
         ours = _OURS.get(func)
         if ours is not None:
             return ours(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -74,7 +73,7 @@ class GgufWeight(Tensor):
             return cls(given.blocks, given.kind, given.dtype)
         if func is aten.clone.default:
             return cls(given.blocks.clone(), given.kind, given.dtype)
-        if func is aten._to_copy.default and device.type == "cpu":
+        if func is TO_COPY and device.type == "cpu":
             return cls(given.blocks, given.kind, options.get("dtype") or given.dtype)
         raise NotImplementedError(
             f"{func} of a weight in the blocks of a GGUF file, which linear layers and embeddings read on a CPU: call "

@@ -83,7 +83,7 @@ def cut_draft(target: PreTrainedModel, layers: Sequence[int], tokens: Sequence[i
     config.num_hidden_layers = len(layers)
     config.draft_tokens = sorted(tokens)
     config.name_or_path = ""
-    draft: PreTrainedModel = type(target)._from_config(config, dtype=target.dtype)
+    draft: PreTrainedModel = type(target)(config).to(target.dtype)
     places = {layer: place for place, layer in enumerate(layers)}
     weights: dict[str, Any] = {}
     for key, tensor in target.state_dict().items():
