@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import PreTrainedModel, modeling_layers
+from transformers import PreTrainedModel
 
 FIRST_VERSION = "5.23"  # the first whose models hand out the hidden states of chosen layers
 # The fields that count the layers, in transformers' configurations and in those of checkpoints that it reads.
@@ -60,6 +60,8 @@ def load(model: PreTrainedModel) -> Any:
     Raises:
         OSError, RuntimeError, ValueError: the checkpoint is not there or has no such weights.
     """
+    from transformers import modeling_layers  # here, since transformers loads it with a model's class only
+
     last = next(model.get_decoder().layers[-1].parameters())
     with _as_transformers_names_them(model):
         made = modeling_layers.MtpModel.from_pretrained(model, device_map={"": last.device})
