@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
 from hf_specdec.drafting.drafter import BaseDrafter, Copies, Drafter, DraftProposal, PreparedDrafting
-from hf_specdec.drafting.suffix import Copy, SuffixDrafter
+from hf_specdec.drafting.suffix import SuffixDrafter
 from hf_specdec.host.relaxations import CertainWhereKept
 from hf_specdec.lengths.choice import Choice
 from hf_specdec.lengths.stop_rules import StopRule
@@ -56,8 +56,7 @@ class HybridDrafter(BaseDrafter):
 
         Where a row has the model's distributions, copies get one-hot ones.
         """
-        copies, choice = self._chosen(ids, lengths, room)
-        found = [[] if row in choice.modelled else copy.tokens[: choice.copied] for row, copy in enumerate(copies)]
+        found, choice = self._chosen(ids, lengths, room)
         proposal = self.copies.proposal(ids, lengths, found)
         self._copied = [row for row, copied in enumerate(proposal.lengths) if copied]
         left = [space if row in choice.modelled else 0 for row, space in enumerate(room)]
@@ -68,8 +67,7 @@ class HybridDrafter(BaseDrafter):
     ) -> Copies:
         """As `propose`, for prepared rounds, in which the model drafts."""
         self.copies.use_prepared(is_ready)
-        copies, choice = self._chosen(ids, lengths, room)
-        found = [[] if row in choice.modelled else copy.tokens[: choice.copied] for row, copy in enumerate(copies)]
+        found, choice = self._chosen(ids, lengths, room)
         self._copied = [row for row, copied in enumerate(found) if copied]
         return Copies(found, choice.modelled, self.copies.fitting(choice.copied))
 
@@ -78,18 +76,21 @@ class HybridDrafter(BaseDrafter):
         drafting = self.model.for_prepared_rounds()
         return None if drafting is None else replace(drafting, choose=self.choose_prepared)
 
-    def _chosen(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> tuple[Sequence[Copy], Choice]:
-        """What may be copied after each row, and what is drafted.
+    def _chosen(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> tuple[list[list[int]], Choice]:
+        """The copied tokens of each row, none where the model drafts, and what was chosen.
 
         The first round is the model's, so that it reads the prompts while the target does.
         """
         copies = self.copies.find(ids, lengths, room)
         if not self._begun:
             self._begun = True
-            return copies, Choice(0, [row for row, space in enumerate(room) if space > 0])
+            return [[] for _ in copies], Choice(0, [row for row, space in enumerate(room) if space > 0])
         steps = self._lengths.limit
         drafted = sum(islice(self.copies.known.accepted.reach(), steps))
-        return copies, self.copies.choice(copies, room, drafted, steps)
+        choice = self.copies.choice(copies, room, drafted, steps)
+        return [
+            [] if row in choice.modelled else copy.tokens[: choice.copied] for row, copy in enumerate(copies)
+        ], choice
 
     def _merged(self, copies: DraftProposal, modelled: DraftProposal) -> DraftProposal:
         if not self._copied:

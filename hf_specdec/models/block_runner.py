@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.compat.mtp_private import check_version
-from hf_specdec.compat.transformers_private import attention_name
 from hf_specdec.models.hidden_states import HiddenStates
-from hf_specdec.models.masks import ATTENTION, attention_windows
+from hf_specdec.models.masks import attention_windows, check_attention
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.states_runner import StatesRunner
 from hf_specdec.models.traits import on_device
@@ -36,11 +35,7 @@ def check_block_draft(model: PreTrainedModel, draft: PreTrainedModel) -> None:
             f"{named} of width {draft.config.hidden_size}: {type(model).__name__} has hidden states of width {width}; "
             "choose the draft that was made for this model."
         )
-    if (attention := attention_name(draft.config)) not in ATTENTION:
-        raise ValueError(
-            f"{named}: attn_implementation={attention!r} takes no masks of rows with different lengths: choose one of "
-            f"{', '.join(map(repr, ATTENTION))}."
-        )
+    check_attention(draft.config, named)
 
 
 class BlockRunner(StatesRunner):

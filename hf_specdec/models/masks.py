@@ -39,6 +39,23 @@ def takes_4d_masks(model: PreTrainedModel) -> bool:
     )
 
 
+def check_attention(config: PreTrainedConfig, named: str, *, otherwise: str = "") -> None:
+    """Refuse an attention that takes no additive masks.
+
+    Args:
+        named: what has it.
+        otherwise: a further way out.
+
+    Raises:
+        ValueError: names the implementation, and those that do.
+    """
+    if (attention := attention_name(config)) not in ATTENTION:
+        raise ValueError(
+            f"{named}: attn_implementation={attention!r} takes no masks of rows with different lengths: choose one of "
+            f"{', '.join(map(repr, ATTENTION))}{otherwise}."
+        )
+
+
 def takes_one_causal_mask(model: PreTrainedModel) -> bool:
     """Whether a model takes 4-D masks and has no sliding windows, so that one causal mask serves all layers."""
     return takes_4d_masks(model) and not any(attention_windows(model.config).values())

@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.compat import mtp_private
-from hf_specdec.compat.transformers_private import attention_name
 from hf_specdec.models.hidden_states import HiddenStates
-from hf_specdec.models.masks import ATTENTION, SlotMasks, attention_windows
+from hf_specdec.models.masks import SlotMasks, attention_windows, check_attention
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.per_target import PerTarget
 from hf_specdec.models.states_runner import StatesRunner
@@ -47,11 +46,7 @@ def mtp_layers(model: PreTrainedModel) -> Any:
             f"{named}: its multi-token-prediction layers can't be loaded from its checkpoint "
             f"{model.config.name_or_path!r}: choose another drafter, or a checkpoint with such layers. ({error})"
         ) from error
-    if (attention := attention_name(layers.config)) not in ATTENTION:
-        raise ValueError(
-            f"{named}: attn_implementation={attention!r} takes no masks of rows with different lengths: choose one of "
-            f"{', '.join(map(repr, ATTENTION))}, or another drafter."
-        )
+    check_attention(layers.config, named, otherwise=", or another drafter")
     return layers
 
 

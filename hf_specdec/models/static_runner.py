@@ -283,8 +283,7 @@ class StaticRunner:
         stored, span = self.cache.layers[layer], max(self.read)
         keys, values = stored.keys[:, :, :span], stored.values[:, :, :span]
         if self._left_out:
-            rows = self._fed + self._left_out
-            places = sorted(range(len(rows)), key=rows.__getitem__)
+            places = self._places()
             keys, values = keys[places], values[places]
         read = on_device(self.read, self.positions.device).unsqueeze(1)
         return keys, values, self._by_row(self.visible[:, :span]) & (self._all_slots[:, :span] < read)
@@ -338,9 +337,12 @@ class StaticRunner:
 
     def as_dynamic(self, length: int) -> DynamicCache:
         """The cache as plain `generate` would leave it after `length` tokens of every row."""
+        return self.cache.as_dynamic(self.model.config, length, self._places())
+
+    def _places(self) -> list[int]:
+        """Where each row lies in the cache."""
         rows = self._fed + self._left_out
-        places = sorted(range(len(rows)), key=rows.__getitem__)
-        return self.cache.as_dynamic(self.model.config, length, places)
+        return sorted(range(len(rows)), key=rows.__getitem__)
 
 
 def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:

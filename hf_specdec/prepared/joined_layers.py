@@ -15,11 +15,8 @@ from hf_specdec.prepared.step_trace import value_of
 
 # A kernel of ours: its namespace in `torch.ops`, its name, and the numbers that it is for.
 KERNEL = re.compile(rf"(hf_specdec\w*)\.(\w+?)((?:_(?:{'|'.join(map(suffix, NUMBERS))}))?)\.default")
-LINEAR = (
-    "linear",
-    "quantized_linear",
-    "gguf_linear",
-)  # kernels that have a `linear_2` and a `linear_3`, for layers of one input
+# Kernels that have a `linear_2` and a `linear_3`, for layers of one input.
+LINEAR = ("linear", "quantized_linear", "gguf_linear")
 
 
 def join_linears(trace: Graph) -> None:

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hf_specdec.bench.models.gguf_export import add_sizes
 from hf_specdec.gguf.architectures import GEMMA, MODEL_TYPES
 
 # Where blocks of each type have floats of 16 bits.
@@ -59,7 +60,7 @@ def write_blocks(
     config = AutoConfig.for_model(MODEL_TYPES[architecture], **{**SIZES, **OWN.get(architecture, {}), **sizes})
     model = AutoModelForCausalLM.from_config(config).eval()
     writer = GGUFWriter(path, architecture)
-    add_metadata(writer, config, architecture)
+    add_metadata(writer, model, architecture)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     turn = cycle(kinds)
     for at, (name, weight) in enumerate(model.named_parameters()):
@@ -85,20 +86,10 @@ def write_blocks(
     return model
 
 
-def add_metadata(writer: GGUFWriter, config: Any, architecture: str) -> None:
+def add_metadata(writer: GGUFWriter, model: PreTrainedModel, architecture: str) -> None:
     """What a file tells of a model beside its weights."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    config = model.config
+    add_sizes(writer, model)
     writer.add_eos_token_id(config.eos_token_id)
     writer.add_pad_token_id(config.pad_token_id)
     writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
