@@ -83,6 +83,9 @@ EXCLUDED: dict[str, Callable[[Combination], bool]] = {
     # without effect
     "a stop rule where nothing is drafted": lambda c: c.drafter == "none" and c.stop != "fixed",
     "entropy of copies": lambda c: c.drafter == "suffix" and "entropy" in c.stop,
+    "pieces of which BiLD accepts none at these thresholds": lambda c: (
+        c.strategy == "bild" and c.drafter == "other pieces" and c.processor in ("temperature", "top_p", "eta")
+    ),
     "processors that another device can't run": lambda c: (
         c.drafter == "other device" and c.processor in ("repetition", "eta")
     ),

@@ -255,7 +255,8 @@ def test_what_goes_wrong_beside_inductors_thread_waits_for_it(error: type, fast_
         prepare(self, lookahead)
 
     monkeypatch.setattr(Engine, "prepare", failing)
-    monkeypatch.setattr(prepared_rounds, "settle", lambda: done.append("settled"))
+    for module in (prepared_rounds, compiled_step):
+        monkeypatch.setattr(module, "settle", lambda: done.append("settled"))
     monkeypatch.setattr(cuda_graphs, "prepare", lambda step, *about, **how: step)
     target, draft = pair("llama")
     settings = {**GREEDY, "assistant_model": draft, "cache_implementation": "static"}
