@@ -120,6 +120,7 @@ class HybridDrafter(BaseDrafter):
 
     def observe(self, finished: Round) -> None:
         """Learn from a finished round; the model's rule learns nothing from rows with copies."""
+        self.copies.observe_look_up(finished)
         if self._copied and not finished.draft_steps:
             self._lengths.observe(finished)
             return

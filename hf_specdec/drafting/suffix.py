@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from hf_specdec.drafting.drafter import BaseDrafter, Copies, DraftProposal, Prep
 from hf_specdec.drafting.suffix_automaton import Step, SuffixAutomaton
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import CertainWhereKept
-from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, UNPREPARED_PENALTY, LengthHistory
+from hf_specdec.lengths.auto_length import LOOK_UP_SHARE, PREPARED_LENGTHS, UNPREPARED_PENALTY, LengthHistory
 from hf_specdec.lengths.choice import Choice, best_choice
 from hf_specdec.lengths.copy_chances import CopyChances
 from hf_specdec.lengths.stop_rules import StopRule
@@ -26,8 +27,7 @@ from hf_specdec.rules.round_statistics import Round
 LEAST_REACH = 0.02
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """What may follow a row's text.
 
     Args:
@@ -35,8 +35,11 @@ class Copy:
         reach: for each, the chance that it and those before it are right.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    reach: list[float] = field(default_factory=list)
+    tokens: list[int]
+    reach: list[float]
+
+
+NO_COPY = Copy([], [])
 
 
 @dataclass
@@ -100,6 +103,7 @@ class SuffixDrafter(BaseDrafter):
         self._widths: Sequence[int] = range(rule.limit + 1)
         self._is_ready: Callable[[int], bool] = lambda width: True
         self._timed = False  # whether the round that reads the prompts is over
+        self._looked = True  # whether this round's copies were looked up
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """Copy as much as is worth verifying; all rows' drafts pay for the width together."""
@@ -109,9 +113,14 @@ class SuffixDrafter(BaseDrafter):
 
     def choice(self, copies: Sequence[Copy], room: Sequence[int], drafted: float = 0.0, steps: int = 0) -> Choice:
         """The best choice for the rows that have room; other arguments as of `best_choice`."""
-        reaches = {row: copies[row].reach[: self._widths[-1]] for row, space in enumerate(room) if space > 0}
+        going = [row for row, space in enumerate(room) if space > 0]
+        if not self._looked:
+            return Choice(0, frozenset(going) if steps else ())
+        reaches = {row: copies[row].reach[: self._widths[-1]] for row in going}
         with self.known.lock:
-            return best_choice(reaches, drafted, steps, self._seconds)
+            best = best_choice(reaches, drafted, steps, self._seconds)
+            self.known.pay_look_up(best.saved)
+        return best
 
     def _seconds(self, copied: int, steps: int) -> float:
         width = copied if copied <= steps else self.fitting(copied)
@@ -157,9 +166,16 @@ class SuffixDrafter(BaseDrafter):
         return point_masses(ids, lengths, copies, self.processors)
 
     def find(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> list[Copy]:
-        """What may follow each row's text; nothing where the row has no room. Arguments as in `propose`."""
+        """What may follow each row's text; nothing where the row has no room, or look-ups rest.
+
+        They rest where copies have saved less time than finding them took, but for a two-hundredth of all time.
+        Arguments as in `propose`.
+        """
         self._rows = self._rows or [_Row(places=[(0, 0)] * len(self._remembered)) for _ in room]
-        copies = [Copy()] * len(room)
+        copies = [NO_COPY] * len(room)
+        self._looked = not self._timed or not self.measures or self.known.credit > 0.0
+        if not self._looked:
+            return copies
         live = [row for row, space in enumerate(room) if space > 0]
         first = min((self._rows[row].read for row in live), default=0)
         fresh = ids[:, first : max(lengths)].tolist()
@@ -173,10 +189,20 @@ class SuffixDrafter(BaseDrafter):
 
     def observe(self, finished: Round) -> None:
         """Learn what a pass takes. The text itself tells what was accepted."""
-        if self.measures and self._timed:
+        if self.measures and self._timed and self._looked:
             with self.known.lock:
                 self.known.times.add(finished, 0.0)
                 self.known.elapsed += finished.seconds
+        self.observe_look_up(finished)
+
+    def observe_look_up(self, finished: Round) -> None:
+        """Learn what looking up takes, from a round in which no model drafts, and let time pass while look-ups rest."""
+        if self.measures and self._timed:
+            if not self._looked:
+                with self.known.lock:
+                    self.known.credit += LOOK_UP_SHARE
+            elif not finished.draft_steps:
+                self.known.times.add_look_up(finished.draft_seconds)
         self._timed = True
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:

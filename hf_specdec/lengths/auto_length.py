@@ -27,6 +27,9 @@ REFRESH = 64  # rounds with drafts after which plain decoding is timed again
 # After a while without drafts, this many plain rounds are only timed before the length is chosen again: learning from
 # one takes a hundredth of a short round, and choosing a tenth.
 PLAIN_ROUNDS = 32
+# In plain steps: what look-ups may take beyond what copies save, for each round and at most. A look-up takes as long as
+# a tenth of a plain step of a few million parameters.
+LOOK_UP_SHARE, LOOK_UP_ALLOWANCE = 0.005, 4.0
 
 
 class LengthHistory:
@@ -42,6 +45,7 @@ class LengthHistory:
         elapsed: seconds of all rounds, a share of which probes may lose.
         probed: seconds lost by probes.
         since_plain: number of rounds with drafts since the last plain one.
+        credit: what look-ups may still take, in plain steps.
         prepared: the estimates for prepared rounds, whose passes take different times; None before the first.
         lock: guards all attributes against concurrent calls.
     """
@@ -53,6 +57,7 @@ class LengthHistory:
         self.steps = PositionRates(1.0)
         self.elapsed = self.probed = 0.0
         self.since_plain = 0
+        self.credit = LOOK_UP_ALLOWANCE
         self.prepared: LengthHistory | None = None
         self.lock = threading.RLock()
 
@@ -60,6 +65,12 @@ class LengthHistory:
         """The time of a round that copies up to `copied` tokens a row, and in which the model drafts in `steps`."""
         with self.lock:
             return self.times.drafting(steps) + self.times.target(1 + max(copied, steps))
+
+    def pay_look_up(self, saved: float) -> None:
+        """Take the time of a look-up off the credit, and add the seconds that its copies are expected to save."""
+        with self.lock:
+            found = self.credit + (saved - self.times.look_up()) / self.times.target(1)
+            self.credit = min(max(found, -1.0), LOOK_UP_ALLOWANCE)
 
     def of_prepared_rounds(self) -> LengthHistory:
         """The estimates for prepared rounds."""

@@ -13,10 +13,12 @@ class Choice(NamedTuple):
     Args:
         copied: the most tokens that are copied in a row.
         modelled: the rows in which the model drafts; the others copy.
+        saved: the seconds that copies are expected to save.
     """
 
     copied: int
     modelled: Collection[int]
+    saved: float = 0.0
 
 
 def best_choice(
@@ -32,15 +34,20 @@ def best_choice(
     """
     rows, by_model = len(copies), drafted if steps else 0.0
     best = Choice(0, frozenset(copies) if steps else ())
-    rate = max((rows + rows * by_model) / seconds(0, steps), rows / seconds(0, 0))
+    rate = without = max((rows + rows * by_model) / seconds(0, steps), rows / seconds(0, 0))
     found = dict.fromkeys(copies, 0.0)
     for count, chances in enumerate(zip_longest(*copies.values(), fillvalue=0.0), start=1):
         for row, chance in zip(copies, chances, strict=True):
             found[row] += chance
-        alone = (rows + sum(found.values())) / seconds(count, 0)
+        copied = seconds(count, 0)
+        alone = (rows + sum(found.values())) / copied
         if alone > rate:
-            best, rate = Choice(count, ()), alone
-        beside = (rows + sum(max(tokens, by_model) for tokens in found.values())) / seconds(count, steps)
-        if steps and beside > rate:
-            best, rate = Choice(count, frozenset(row for row, tokens in found.items() if tokens <= by_model)), beside
+            best, rate = Choice(count, (), copied * (alone / without - 1.0)), alone
+        if not steps:
+            continue
+        both = seconds(count, steps)
+        beside = (rows + sum(max(tokens, by_model) for tokens in found.values())) / both
+        if beside > rate:
+            by = frozenset(row for row, tokens in found.items() if tokens <= by_model)
+            best, rate = Choice(count, by, both * (beside / without - 1.0)), beside
     return best

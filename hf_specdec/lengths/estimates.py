@@ -99,6 +99,7 @@ class PassTimes:
         self._step: tuple[float, float] | None = None  # seconds of a step; beginning of a draft, in steps
         self._drafted = 0  # the last round with draft steps
         self._catch_ups: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._look_ups: deque[float] = deque(maxlen=TIMES_KEPT)
         self._ratio = PRIOR_RATIO
 
     @property
@@ -139,6 +140,14 @@ class PassTimes:
             self._by_width[1].extend(seconds[-TIMES_KEPT:])
             self._rounds += len(seconds)
             self._line = None
+
+    def add_look_up(self, seconds: float) -> None:
+        """Learn how long a look-up took, whether it found a copy or not."""
+        self._look_ups.append(seconds)
+
+    def look_up(self) -> float:
+        """Seconds of a look-up."""
+        return median_low(self._look_ups) if self._look_ups else 0.0
 
     def _add_draft(self, steps: int, seconds: float) -> None:
         """Lengths of prepared drafts are few, and each is timed; other drafts tell the time of a step."""
@@ -210,8 +219,10 @@ class PassTimes:
 
     def drafting(self, steps: int) -> float:
         """Seconds of a draft of `steps` steps."""
+        if not steps:
+            return 0.0
         beginning, step = self.draft_line()
-        return beginning + steps * step if steps else 0.0
+        return beginning + steps * step
 
     def reading(self, unread: float) -> float:
         """Seconds that `unread` more tokens add to a draft pass."""

@@ -49,6 +49,27 @@ def test_in_batches(right: float, spans: float, step: float, wider: float, rows:
     assert found >= 0.98 * world.speed(plain, CALLS)
 
 
+@pytest.mark.parametrize(("tokens", "calls"), [(128, CALLS), (32, 4 * CALLS)])
+def test_look_ups_rest_where_they_find_nothing(tokens: int, calls: int) -> None:
+    """Each takes a tenth of a plain step. With a model, probes take a hundredth of the time besides."""
+    world = World(0.0, 0.0, 0.3, tokens=tokens, look_up=0.1)
+    alone = world.speed(plain, calls)
+    assert world.speed(auto(), calls) >= 0.97 * alone
+    assert world.speed(auto(has_model=False), calls) >= 0.98 * alone
+
+
+@pytest.mark.parametrize(("right", "spans"), [(0.0, 0.05), (0.0, 0.15), (0.6, 0.15), (0.9, 0.03)])
+def test_look_ups_go_on_where_copies_pay(right: float, spans: float) -> None:
+    world = World(right, spans, 0.3, look_up=0.1)
+    assert world.speed(auto(), CALLS) >= 0.95 * max(world.speed(one, CALLS) for one in FIXED)
+
+
+def test_control_look_ups_without_rest_are_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LengthHistory, "pay_look_up", lambda self, saved: None)
+    world = World(0.0, 0.0, 0.3, look_up=0.1)
+    assert world.speed(auto(has_model=False), CALLS) < 0.95 * world.speed(plain, CALLS)
+
+
 @pytest.mark.parametrize(
     "seconds",
     [lambda self, copied, steps: 1.0, lambda self, copied, steps: 1.0 + 10.0 * max(copied, steps)],

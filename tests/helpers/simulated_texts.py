@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_specdec.drafting.drafter import BaseDrafter, Drafter, DraftProposal, NoDrafter
 from hf_specdec.drafting.hybrid import HybridDrafter
-from hf_specdec.drafting.suffix import SuffixDrafter
+from hf_specdec.drafting.suffix import Copy, SuffixDrafter
 from hf_specdec.lengths.auto_length import AutoLength, LengthHistory
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
@@ -36,6 +37,7 @@ class World:
         spans: the chance that a place begins a copy of 5 to 30 tokens from anywhere before it.
         step: the time of a draft step.
         wider, jump: what each further token adds to a pass, and what the second one adds besides.
+        look_up: the time of a row's look-up.
         rows: of a call.
         tokens: of an answer.
     """
@@ -45,6 +47,7 @@ class World:
     step: float
     wider: float = 0.05
     jump: float = 0.0
+    look_up: float = 0.0
     rows: int = 1
     tokens: int = 128
 
@@ -73,12 +76,14 @@ class World:
         while min(lengths) < end:
             room = [max(end - length - 1, 0) for length in lengths]
             drafter.retain([row for row, length in enumerate(lengths) if length < end])
+            looked = Suffix.looked
             proposal = drafter.propose(ids.clone(), lengths, room)
             accepted = tuple(map(self._agreeing, texts.tokens, lengths, proposal.tokens.tolist(), proposal.lengths))
             new = tuple(min(n + 1, end - length) for n, length in zip(accepted, lengths, strict=True))
             width = 1 + (proposal.tokens.shape[1] if rounds else PROMPT)
             jitter = (3.0 if chance.random() < 0.02 else 1.0) * chance.lognormvariate(0.0, 0.05)
             drafting = self.step * (proposal.steps + self.wider * unread) * jitter if proposal.steps else 0.0
+            drafting += self.look_up * (Suffix.looked - looked)
             verifying = (1.0 + self.jump * (width > 1) + self.wider * (width - 1)) * jitter
             unread = 0 if proposal.steps else unread + max(new)
             rounds.append(
@@ -103,6 +108,16 @@ class World:
     def speed(self, make: Callable[[Texts], Drafter], calls: int = 10) -> float:
         """Tokens of a row per plain step, over all calls."""
         return calls / sum(self.call(make, seed)[0] for seed in range(calls))
+
+
+class Suffix(SuffixDrafter):
+    """Counts rows that are looked up, in all calls."""
+
+    looked = 0
+
+    def _foreseen(self, row: Any) -> Copy:
+        Suffix.looked += 1
+        return super()._foreseen(row)
 
 
 class Model(BaseDrafter):
@@ -131,13 +146,13 @@ def model(tokens: int) -> Callable[[Texts], Drafter]:
 
 
 def suffix(tokens: int) -> Callable[[Texts], Drafter]:
-    return lambda texts: SuffixDrafter(StopRule(tokens), vocabulary=VOCABULARY)
+    return lambda texts: Suffix(StopRule(tokens), vocabulary=VOCABULARY)
 
 
 def hybrid(tokens: int) -> Callable[[Texts], Drafter]:
     def make(texts: Texts) -> Drafter:
         rule = StopRule(tokens)
-        return HybridDrafter(SuffixDrafter(rule, vocabulary=VOCABULARY), Model(texts, rule), rule)
+        return HybridDrafter(Suffix(rule, vocabulary=VOCABULARY), Model(texts, rule), rule)
 
     return make
 
@@ -147,7 +162,7 @@ def auto(*, has_model: bool = True) -> Callable[[Texts], Drafter]:
     known = LengthHistory()
 
     def make(texts: Texts) -> Drafter:
-        copies = SuffixDrafter(StopRule(MOST), vocabulary=VOCABULARY, known=known)
+        copies = Suffix(StopRule(MOST), vocabulary=VOCABULARY, known=known)
         if not has_model:
             return copies
         rule = AutoLength(known)

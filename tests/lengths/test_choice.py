@@ -43,7 +43,13 @@ def test_a_model_that_was_told_to_draft_drafts_unless_copies_are_better() -> Non
     """Also where nothing would be faster: it is a fixed length, or a probe."""
     dear = {"drafted": 0.0, "steps": 4, "seconds": lambda copied, steps: 1.0 + steps + 0.1 * copied}
     assert best_choice({0: [], 1: [0.05]}, **dear) == Choice(0, frozenset({0, 1}))
-    assert best_choice({0: [], 1: [0.9]}, **dear) == Choice(1, ())
+    assert best_choice({0: [], 1: [0.9]}, **dear)[:2] == (1, ())
+
+
+def test_what_copies_save_is_the_time_that_their_tokens_would_have_taken() -> None:
+    """Two of three tokens are expected, which plain rounds of 1.0 would make in 3.0."""
+    choice = best_choice({0: [0.9, 0.7, 0.4]}, 0.0, 0, lambda copied, steps: 1.0 + 0.1 * copied)
+    assert choice.copied == 3 and choice.saved == pytest.approx(3.0 - 1.3)
 
 
 def test_nothing_found_is_worth_nothing() -> None:
