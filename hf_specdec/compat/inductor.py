@@ -56,22 +56,26 @@ def find_instructions() -> None:
 def in_background(finished: Callable[[Path], None] = lambda library: None) -> Iterator[None]:
     """Compile inductor's C++ in threads; the code waits for its library when it is first called.
 
-    Without the functions that this replaces, code is compiled before it is returned, as inductor does it.
+    Without the functions that this replaces, code is compiled before it is returned, as inductor does it. On one
+    processor it is compiled at its first call: inductor's `submit` would compile it at once, under a lock that
+    compiling waits for.
 
     Args:
         finished: called with the file of each library once it is loaded.
     """
-    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor import async_compile
     from torch._inductor.codecache import CppWrapperCodeCache as Cache
 
-    submit, start = getattr(AsyncCompile, "submit", None), getattr(Cache, "load_pybinding_async", None)
+    submit = getattr(async_compile.AsyncCompile, "submit", None)
+    start = getattr(Cache, "load_pybinding_async", None)
     if submit is None or start is None:
         yield
         return
+    threads = getattr(async_compile, "get_compile_threads", lambda: 2)()
 
     def load(*args: Any, **options: Any) -> Callable[..., Any]:
         """As `CppWrapperCodeCache.load_pybinding`, but the function waits for its library at its first call."""
-        library = start(*args, submit_fn=submit, **options)
+        library = start(*args, submit_fn=submit if threads > 1 else None, **options)
 
         @cache
         def function() -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch._inductor.codecache")
 
+from torch._inductor import async_compile
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppWrapperCodeCache
 
@@ -31,6 +32,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return library
 
     monkeypatch.setattr(CppWrapperCodeCache, "load_pybinding_async", classmethod(start))
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 2)
     return seen
 
 
@@ -40,6 +42,16 @@ def test_code_waits_for_its_library_at_its_first_call(libraries: list[str]) -> N
     assert libraries == ["double submitted"]
     assert double(3) == 6
     assert libraries == ["double submitted", "double awaited"]
+
+
+def test_one_processor_compiles_at_the_first_call(libraries: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor would compile while it holds a lock that compiling waits for."""
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
+    with in_background():
+        double = CppWrapperCodeCache.load_pybinding("double")
+    assert libraries == []
+    assert double(3) == 6
+    assert libraries == ["double awaited"]
 
 
 def test_outside_the_block_code_is_compiled_before_it_is_returned(libraries: list[str]) -> None:
