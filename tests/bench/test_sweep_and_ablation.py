@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from hf_specdec.bench.figures import speed
+from hf_specdec.bench.figures.frames import whole
 from hf_specdec.bench.inputs.prompts import Prompt
 from hf_specdec.bench.models.loading import LoadedPair, load_pair, load_pairs
 from hf_specdec.bench.models.names import known_drafts
@@ -129,6 +131,25 @@ def test_a_sweep_from_end_to_end(saved_pair: tuple[Path, Path], dataset: Path) -
     assert {(item.engine, item.draft) for item in result.passes} == {
         (engine, draft) for engine in ("generate", "recorded") for draft in drafts
     }
+
+
+def test_a_sweep_compares_automatic_lookaheads_with_the_fastest_fixed_one(
+    saved_pair: tuple[Path, Path], dataset: Path
+) -> None:
+    """Also with plain decoding, and without a draft model."""
+    grid = {"num_assistant_tokens": (3, "auto"), "drafter": ("model", "suffix")}
+    settings = replace(settings_for(saved_pair, dataset, "sweep", grid=grid), repeats=1)
+    run_task(settings)
+    part = whole(load(settings.output_dir / f"{stem(settings)}.json.gz"))
+    text = document(part.result, "sweep", sweep.render)[0].partition("## Automatic lookaheads")[2]
+    rows = [line for line in text.partition("## Cold")[0].splitlines() if "auto" in line]
+    assert len(rows) == 2 and all("–" not in row for row in rows)
+    for method in part.methods:
+        best = sweep.best_fixed(part, method) if method.lookahead == "auto" else None
+        assert best is None or best.lookahead != "auto"
+        for one in part.methods if best else ():
+            if one.kind in ("none", "speculative") and one.lookahead != "auto" and one.draft in (None, method.draft):
+                assert speed.decode_rate(part.of(best.name)) >= speed.decode_rate(part.of(one.name))
 
 
 def test_drafts_that_reports_would_call_alike_are_refused() -> None:

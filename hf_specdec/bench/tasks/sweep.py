@@ -56,6 +56,12 @@ LOSSY = (
 )
 
 
+AUTOMATIC = (
+    "Each over plain decoding on its engine, and over the fastest of what it could have chosen: plain decoding, and "
+    "fixed lookaheads with its draft or without one, which is chosen on the calls that it is measured on."
+)
+
+
 def run(settings: Settings, shared: Processes) -> None:
     """Measures, writes the result and its report into `settings.output_dir`, prints the tables and the best settings.
 
@@ -179,7 +185,30 @@ def _tables(part: Part) -> list[Block]:
             "Lossy strategies", LOSSY, method_table(groups, LOSSY_COLUMNS, group="Subtask", methods=lambda _: lossy)
         )
         found.append(Picture("speed-and-quality", "quality.speed_against_quality", (part,)))
+    drafting = [method for method in speed.drafting(part) if method in lossless]
+    automatic = [method for method in drafting if method.lookahead == "auto" and method.keywords["drafter"] != "none"]
+    if automatic and len(automatic) < len(drafting):
+        chosen = method_table(by_subtask(part), AUTOMATIC_COLUMNS, group="Subtask", methods=lambda _: automatic)
+        found += section("Automatic lookaheads", AUTOMATIC, chosen)
     return found
+
+
+def best_fixed(part: Part, method: Method) -> Method | None:
+    """The fastest on a method's engine without automatic lookahead: of its draft, of none, or plain decoding."""
+    drafts = (None, method.draft)
+    fit = [one for one in part.methods if one.same_engine == method.same_engine and one.lookahead != "auto"]
+    alike = [one for one in fit if one.kind == "speculative" and one.draft in drafts]
+    return speed.fastest(part, [one for one in part.methods if one.name == method.same_engine] + alike)
+
+
+def _best_fixed(part: Part, method: Method) -> str:
+    best = best_fixed(part, method)
+    return "–" if best is None else best.title
+
+
+def _over_fixed(part: Part, method: Method) -> str:
+    best = best_fixed(part, method)
+    return ratio(None if best is None else speed.speedup(part, method.name, best.name))
 
 
 def _name(part: Part, method: Method) -> str:
@@ -238,4 +267,11 @@ LOSSY_COLUMNS: Mapping[str, Any] = {
     **columns.TOKENS,
     "Speed over lossless speculation": _over_lossless,
     "Facts, difference to lossless": lambda part, method: points(quality.change(part, method.name)),
+}
+AUTOMATIC_COLUMNS: Columns = {
+    "Method": columns.title,
+    **columns.N,
+    "Speedup over plain on the same engine": lambda part, method: ratio(speed.over(part, method, "engine")),
+    "Fastest fixed setting": _best_fixed,
+    "Speedup over it": _over_fixed,
 }
