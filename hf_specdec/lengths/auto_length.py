@@ -21,6 +21,8 @@ from hf_specdec.rules.round_statistics import Round
 PREPARED_LENGTHS = (0, 1, 2, 4, 8, MAX_ASSISTANT_TOKENS)
 # The factor by which a length that is not prepared yet must beat the prepared ones.
 UNPREPARED_PENALTY = 1.1
+# The factor by which drafting must beat plain decoding: below it, what seems to be a gain may be noise of the times.
+LEAST_GAIN = 1.03
 # The budget for probes, of a call and of all calls together: a number of plain steps, plus a share of the time so far.
 PROBE_ALLOWANCE, PROBE_SHARE = 1.0, 0.01
 REFRESH = 64  # rounds with drafts after which plain decoding is timed again
@@ -222,7 +224,7 @@ class AutoLength(StopRule):
     def _best(self, rates: Sequence[float]) -> int:
         """The length with the highest of the `rates`, which are indexed by length; 0 if it gains nothing."""
         best = max(self._choice(), key=lambda n: rates[n] if self.is_ready(n) else rates[n] / UNPREPARED_PENALTY)
-        return best if rates[best] > rates[0] else 0
+        return best if rates[best] > LEAST_GAIN * rates[0] else 0
 
     def _choice(self) -> Sequence[int]:
         """The lengths to choose from now: at most one step longer than the longest ready one.

@@ -50,6 +50,14 @@ def test_in_batches(right: float, spans: float, step: float, wider: float, rows:
 
 
 @pytest.mark.parametrize(("tokens", "calls"), [(128, CALLS), (32, 4 * CALLS)])
+@pytest.mark.parametrize(("wider", "jump"), [(0.02, 0.0), (0.05, 0.3)])
+def test_the_target_as_its_own_draft_costs_next_to_nothing(tokens: int, calls: int, wider: float, jump: float) -> None:
+    """Always right, it loses so little that the noise of times may look like a gain."""
+    world = World(1.0, 0.0, 1.0, wider, jump, tokens=tokens)
+    assert world.speed(auto(), calls) >= 0.98 * world.speed(plain, calls)
+
+
+@pytest.mark.parametrize(("tokens", "calls"), [(128, CALLS), (32, 4 * CALLS)])
 def test_look_ups_rest_where_they_find_nothing(tokens: int, calls: int) -> None:
     """Each takes a tenth of a plain step. With a model, probes take a hundredth of the time besides."""
     world = World(0.0, 0.0, 0.3, tokens=tokens, look_up=0.1)
