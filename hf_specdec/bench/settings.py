@@ -116,7 +116,7 @@ class Settings:
         named = bool(self.assistant_model or self.draft_models)
         # Answers are replayed with the draft model that is named, if any; a draft is yet to be made.
         by_model = self.task not in ("replay", "draft") and any(
-            one in (None, "model", "hybrid") for one in self.values("drafter")
+            one in (None, "model", "hybrid", "dflash") for one in self.values("drafter")
         )
         return self.assisted_generation and (named or by_model)
 

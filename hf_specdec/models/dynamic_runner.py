@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_specdec.config import FORESEEN_TOKENS
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, takes_cache
-from hf_specdec.models.hidden_states import HiddenStates
+from hf_specdec.models.hidden_states import HiddenStates, states_of
 from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recurrent_states import recurrent_layers
@@ -171,7 +171,7 @@ class DynamicRunner:
         with self._mode(), self._kernels():
             outputs = self.model(**inputs, return_dict=True)
         if self.states is not None:
-            self.states.add(read, self.states.of_outputs(outputs, appended))
+            self.states.add(read, states_of(outputs, self.states.layers, appended))
         if self._text is not None:
             self._text = text
         if not self.passes and not self._names_cache:

@@ -33,14 +33,6 @@ class HiddenStates:
         self.first: list[int] | None = None
         self.runner: Any = None
 
-    def of_outputs(self, outputs: Any, count: int) -> Tensor:
-        """`[m, count, H]`: the layers' states of a pass's last tokens, side by side.
-
-        Fewer where a model computes its last layers only for tokens whose logits are wanted.
-        """
-        states = [outputs.hidden_states[layer][:, -count:] for layer in self.layers]
-        return states[0] if len(states) == 1 else torch.cat(states, dim=-1)
-
     def add(self, ends: Sequence[int], states: Tensor) -> None:
         """Take over the states `[B, k, H]` of a pass after which each row has read its entry of `ends` tokens."""
         places = [end - states.shape[1] for end in ends]
@@ -71,3 +63,12 @@ class HiddenStates:
         width = max(end - kept for end, kept in zip(self._ends, before, strict=True))
         self._passes = [(list(before), self.of(before, width))] if width > 0 else []
         self._kept = list(before)
+
+
+def states_of(outputs: Any, layers: Sequence[int], count: int) -> Tensor:
+    """`[m, count, H]`: the layers' states of a pass's last tokens, side by side.
+
+    Fewer where a model computes its last layers only for tokens whose logits are wanted.
+    """
+    states = [outputs.hidden_states[layer][:, -count:] for layer in layers]
+    return states[0] if len(states) == 1 else torch.cat(states, dim=-1)

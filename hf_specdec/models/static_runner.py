@@ -17,7 +17,7 @@ from hf_specdec.config import FORESEEN_TOKENS
 from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 from hf_specdec.models.cache_rollback import holds_whole_text, new_cache
 from hf_specdec.models.dynamic_runner import extend_count, extend_mask, in_chunks, prompt_positions
-from hf_specdec.models.hidden_states import HiddenStates
+from hf_specdec.models.hidden_states import HiddenStates, states_of
 from hf_specdec.models.masks import (
     MAX_MASKED_TOKENS,
     CausalMasks,
@@ -37,8 +37,8 @@ from hf_specdec.models.traits import Outputs, has_default_inputs, on_device, pas
 class Passes(Protocol):
     """Another way to run passes over few tokens, with the same results."""
 
-    def run(self, tokens: Tensor, slots: Tensor) -> Tensor | None:
-        """Logits `[B, k, V]` after reading `tokens` into `slots`, both `[B, k]`; None if it can't."""
+    def run(self, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Logits `[B, k, V]` and hidden states after reading `tokens` into `slots`, `[B, k]`; None if it can't."""
 
 
 Masks = Tensor | dict[str, Tensor] | None
@@ -169,11 +169,10 @@ class StaticRunner:
         if span > self._all_slots.shape[1]:
             self._lengthen(span)
         slots = self._slots(read, width)
-        logits = self.compiled.run(tokens, slots) if self.compiled is not None and any(read) else None
-        if logits is None:
-            logits, states = self._uncompiled(tokens, slots, span, count)
-            if self.states is not None and states is not None:
-                self.states.add([n + width for n in self.read], self._by_row(states))
+        done = self.compiled.run(tokens, slots) if self.compiled is not None and any(read) else None
+        logits, states = self._uncompiled(tokens, slots, span, count) if done is None else done
+        if self.states is not None and states is not None:
+            self.states.add([n + width for n in self.read], self._by_row(states))
         self.passes += 1
         for row in self._fed:
             self.read[row] += width
@@ -190,7 +189,7 @@ class StaticRunner:
             outputs = masked_pass(self.model, self.cache, tokens, slots, positions, masks, span=span, asked=asked)
         if self.states is None:
             return outputs.logits, None
-        states = self.states.of_outputs(outputs, tokens.shape[1])
+        states = states_of(outputs, self.states.layers, tokens.shape[1])
         self._states_width = states.shape[2]
         return outputs.logits, states
 
@@ -232,7 +231,7 @@ class StaticRunner:
             if handed is None:
                 logits: Tensor = outputs.logits
                 return logits
-            return torch.cat([handed.of_outputs(outputs, tokens.shape[1]), outputs.logits], dim=-1)
+            return torch.cat([states_of(outputs, handed.layers, tokens.shape[1]), outputs.logits], dim=-1)
 
         inputs = [tokens, slots, self.positions, *masks.values(), *self.cache.tensors(), *self._weights]
         returned = recorded.of(len(self._fed)).run(step, inputs, span, self.model)
@@ -272,6 +271,11 @@ class StaticRunner:
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `DynamicRunner.rewind`; only lengths change."""
         self.read = [min(n, length) for n, length in zip(self.read, lengths, strict=True)]
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """The layers whose hidden states passes hand out."""
+        return () if self.states is None else tuple(self.states.layers)
 
     def hand_out(self, states: HiddenStates) -> None:
         """As `DynamicRunner.hand_out`."""
@@ -365,7 +369,7 @@ def static_pass(
     *,
     span: int,
     asked: dict[str, Any],
-) -> Tensor:
+) -> Any:
     """A forward pass that writes to given slots: a function of tensors that can be captured or compiled.
 
     Args:
@@ -376,11 +380,10 @@ def static_pass(
         asked: what to return, see `Outputs.last`.
 
     Returns:
-        Logits `[B, count, V]`, or of all tokens `[B, k, V]`.
+        The model's outputs, of which the logits are `[B, count, V]`, or of all tokens `[B, k, V]`.
     """
     masks = slot_masks(slots, visible[:, :span], windows, model.dtype)
-    logits: Tensor = masked_pass(model, cache, tokens, slots, positions, masks, span=span, asked=asked).logits
-    return logits
+    return masked_pass(model, cache, tokens, slots, positions, masks, span=span, asked=asked)
 
 
 def masked_pass(
@@ -394,7 +397,7 @@ def masked_pass(
     span: int,
     asked: dict[str, Any],
 ) -> Any:
-    """The outputs of `static_pass` with given masks: 4-D ones, or for a prompt the 2-D one of `generate`."""
+    """`static_pass` with given masks: 4-D ones, or for a prompt the 2-D one of `generate`."""
     cache.slots.next_pass(slots, span)
     return model(
         input_ids=tokens,

@@ -94,7 +94,11 @@ def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def drafts_blocks(model: Any) -> bool:
     """Whether a model, in wrappers or not, is a DFlash draft, which reads hidden states of a target."""
-    config = getattr(wrapped_model(model), "config", None)
+    return describes_block_draft(getattr(wrapped_model(model), "config", None))
+
+
+def describes_block_draft(config: Any) -> bool:
+    """Whether a configuration is that of a DFlash draft."""
     return all(hasattr(config, name) for name in ("block_size", "mask_token_id", "target_layer_ids"))
 
 

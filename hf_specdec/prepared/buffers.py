@@ -132,7 +132,7 @@ def _weights(side: Side) -> list[Tensor]:
 
 def _side(runner: StaticRunner) -> Side:
     positions, visible = _bounded_positions(runner).clone(), runner.visible.clone()
-    return Side(weakref.ref(runner.model), runner.cache, positions, visible, runner.outputs)
+    return Side(weakref.ref(runner.model), runner.cache, positions, visible, runner.outputs, runner.layers_read)
 
 
 def _bounded_positions(runner: StaticRunner) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hf_specdec.decoding import Decoder
 from hf_specdec.host.transcript import Transcript
-from hf_specdec.models.masks import attention_windows
-from hf_specdec.models.static_runner import StaticRunner, static_pass
+from hf_specdec.models.hidden_states import states_of
+from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
 from hf_specdec.prepared.compiled_step import CompiledStep, forget_codes
 from hf_specdec.prepared.own_builds import tell_going_without
@@ -49,10 +49,11 @@ class CompiledPasses:
         """How many widths are compiled."""
         return len(self._steps)
 
-    def run(self, tokens: Tensor, slots: Tensor) -> Tensor | None:
+    def run(self, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Logits `[B, k, V]` after reading `tokens` into `slots`, both `[B, k]`; None where no pass is compiled for it.
 
-        A narrower pass runs in one of up to twice the width: what it writes beyond is overwritten before it is seen.
+        With the hidden states `[B, k, H]` of the side's `layers_read`. A narrower pass runs in one of up to twice the
+        width: what it writes beyond is overwritten before it is seen.
         """
         wanted = tokens.shape[1]
         width = min((known for known in self._steps if wanted <= known <= 2 * wanted + 1), default=None)
@@ -65,8 +66,9 @@ class CompiledPasses:
         with ordinary_tensors():
             spare = torch.arange(1, width - wanted + 1, device=slots.device)
             read = torch.cat([tokens, tokens[:, -1:].expand(-1, len(spare))], dim=1)
-            logits: Tensor = self._steps[width](read, torch.cat([slots, slots[:, -1:] + spare], dim=1))
-        return logits[:, :wanted]
+            done = self._steps[width](read, torch.cat([slots, slots[:, -1:] + spare], dim=1))
+        logits, *states = (one[:, :wanted] for one in done)
+        return logits, states[0] if states else None
 
     def prepare(self, read: Sequence[int]) -> None:
         """Compile the widths that passes have lacked, over the slots that follow those `read` of each row."""
@@ -95,12 +97,10 @@ class CompiledPasses:
             self._buffers.gather_pages()
 
 
-def _pass(side: Side, tokens: Tensor, slots: Tensor) -> Tensor:
-    model = side.held()
-    assert model is not None  # whoever runs a pass holds its model
-    windows, asked = attention_windows(model.config), side.outputs.last(None)
-    span = side.cache.capacity
-    return static_pass(model, side.cache, tokens, slots, side.positions, side.visible, windows, span=span, asked=asked)
+def _pass(side: Side, tokens: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    outputs = side.run(tokens, slots, None)
+    states = [states_of(outputs, side.layers_read, tokens.shape[1])] if side.layers_read else []
+    return outputs.logits, *states
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) 
     models = [runner.model for runner in (target, draft) if runner is not None]
     # Captured steps read the very memory that they were captured over.
     addresses = tuple(map(weights_of, models)) if captures else ()
-    states = tuple(map(state_of, models)), forms_of(*models), addresses
+    states = tuple(map(state_of, models)), forms_of(*models), addresses, target.layers_read
     key = (compile, len(target.read), target.cache.capacity, states)
     group = STORE.take(key, plan)
     if group is None:
@@ -282,6 +282,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or not drafting.rule.serves_prepared_rounds
         or (drafting.choose is not None and transcript.device.type != "cpu")
         or not isinstance(target, StaticRunner)
+        or target.layers_read
         or target.cache.grows
         or transcript.records
         or not decoder.processors.serve_prepared_rounds
@@ -319,8 +320,6 @@ def _refusal_of(runner: StaticRunner, transcript: Transcript) -> str | None:
     """
     model = runner.model
     name = type(model).__name__
-    if runner.states is not None:
-        return f"the draft reads hidden states of {name}, which compiled code does not return."
     if not _within(context_length(model), transcript):
         return f"it may exceed the context of {name}."
     if not bool(runner.visible[:, transcript.prompt_length - 1].all()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class Side:
         cache: the model's keys and values.
         positions, visible: `[B, capacity]`, see `StaticRunner`.
         outputs: what the model's passes return.
+        layers_read: the layers whose hidden states they return, see `HiddenStates`.
     """
 
     held: Callable[[], PreTrainedModel | None]
@@ -40,12 +42,18 @@ class Side:
     positions: Tensor
     visible: Tensor
     outputs: Outputs
+    layers_read: tuple[int, ...] = ()
 
     def read(self, tokens: Tensor, slots: Tensor, count: int) -> Tensor:
         """Logits `[B, count, V]` in float32 after reading `tokens` into `slots`, `[B, k]`."""
+        logits: Tensor = self.run(tokens, slots, count).logits
+        return logits[:, -count:].float()
+
+    def run(self, tokens: Tensor, slots: Tensor, count: int | None) -> Any:
+        """What the model returns of a pass, with at least the last `count` logits, or all."""
         model = self.held()
-        assert model is not None  # whoever runs a step holds its models
-        logits = static_pass(
+        assert model is not None  # whoever runs a pass holds its model
+        return static_pass(
             model,
             self.cache,
             tokens,
@@ -56,7 +64,6 @@ class Side:
             span=self.cache.capacity,
             asked=self.outputs.last(count),
         )
-        return logits[:, -count:].float()
 
 
 @dataclass(frozen=True)

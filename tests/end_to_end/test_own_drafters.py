@@ -13,6 +13,7 @@ import torch
 import transformers
 from helpers import sampled_outputs
 from helpers.identity import same_as_plain
+from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.models import llama, prompts
 from helpers.own_drafters import (
     BLOCK_TARGETS,
@@ -46,6 +47,7 @@ from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.own_drafter import OwnDrafter
 from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.hidden_states import HiddenStates
+from hf_specdec.models.static_runner import StaticRunner
 
 pytestmark = needs_own_drafters
 BY_LAYERS = [(family, layers) for family in FAMILIES for layers in (1, 3) if layers == 1 or family in SEVERAL]
@@ -230,10 +232,31 @@ def test_control_keys_of_rejected_drafts_give_other_proposals(with_mtp, monkeypa
     assert theirs != ours
 
 
-def test_compiling_is_left_out_by_name(sampled_target) -> None:
-    inputs, call = {"input_ids": torch.tensor([[2, 3, 3, 2]])}, {"max_new_tokens": 6, "do_sample": False}
-    with pytest.warns(UserWarning, match="compile=True compiles no passes.*reads hidden states of LlamaForCausalLM"):
-        same_as_plain(sampled_target, None, inputs, call, use_mtp=True, compile=True)
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_targets_passes_compile(kind: str, rows: int, sampled_target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same proposals as without compiling: the drafter gets the same hidden states."""
+    interpret_compiled_steps(monkeypatch)
+    if kind == "mtp":
+        model, asked = sampled_target, {"use_mtp": True}
+    else:
+        model, draft = target_and_block_draft()
+        asked = {"speculation_type": "dflash", "assistant_model": draft}
+    inputs, seen, found = texts(rows), [], []
+    inputs["input_ids"] %= model.config.vocab_size
+    uncompiled = StaticRunner._uncompiled
+    monkeypatch.setattr(StaticRunner, "_uncompiled", lambda *given: seen.append(1) or uncompiled(*given))
+    with hf_specdec.enable(model):
+        for compile in (False, True, True):
+            seen.clear()
+            out = model.generate(
+                **inputs, **GREEDY, **asked, generation_strategy="speculative", num_assistant_tokens=3, compile=compile,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            stats = out.speculation
+            found.append((out.sequences.tolist(), stats.drafted, stats.accepted, stats.target_passes))
+    assert found[0] == found[1] == found[2]
+    assert len(seen) == 1, "the prompt's pass alone is not compiled in the last call"
 
 
 @pytest.mark.parametrize("layers", [1, 3])

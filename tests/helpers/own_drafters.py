@@ -107,16 +107,18 @@ def lend(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, mtp: Any) -> N
 BLOCK_TARGETS = ("LlamaForCausalLM", "MuseGlimmerForConditionalGeneration")
 
 
-def target_and_block_draft(family: str = "LlamaForCausalLM", seed: int = 0) -> tuple[PreTrainedModel, PreTrainedModel]:
+def target_and_block_draft(
+    family: str = "LlamaForCausalLM", seed: int = 0, **other: Any
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A tiny random target in float64, and a DFlash draft that makes up to four tokens at once."""
     torch.manual_seed(seed)
     config = getattr(
         transformers, family.replace("ForCausalLM", "Config").replace("ForConditionalGeneration", "Config")
     )
-    fields = dict(COMMON)
+    fields = {**COMMON, **other}
     if family.startswith("Muse"):
-        fields = {"text_config": {**COMMON, "sliding_window": 6}, "vision_config": SMALL_VISION}
-    return getattr(transformers, family)(config(**fields)).eval().double(), block_draft()
+        fields = {"text_config": {**fields, "sliding_window": 6}, "vision_config": SMALL_VISION}
+    return getattr(transformers, family)(config(**fields)).eval().double(), block_draft(**other)
 
 
 def block_draft(**fields: Any) -> PreTrainedModel:

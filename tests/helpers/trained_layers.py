@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m helpers.trained_layers --steps 200
 
 Prints a line of JSON: how often the layers' drafts are accepted, and the seconds of interleaved calls, the fastest of
-several, of plain `generate()`, of transformers' loop with the layers (one row only) and of ours.
+several, of plain `generate()`, of transformers' loop with the layers (one row only) and of ours, compiled and not.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def measured(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: 
     if rows == 1:
         ways["transformers"] = lambda: target.generate(**call, use_mtp=True)
     for length in (1, LAYERS, 4):
-        ways[f"ours {length}"] = lambda length=length: target.generate(**call, **ours, num_assistant_tokens=length)
+        for compile in (False, True):
+            settings = {**ours, "num_assistant_tokens": length, "compile": compile}
+            name = f"ours {length}, compiled" if compile else f"ours {length}"
+            ways[name] = lambda settings=settings: target.generate(**call, **settings)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     found: dict[str, Any] = {}
     with hf_specdec.enable(target):

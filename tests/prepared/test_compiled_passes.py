@@ -87,9 +87,9 @@ def test_the_tokens_are_those_of_compiled_passes(compiled: list[int], monkeypatc
     target = llama()
     draft, run = noisy(target), CompiledPasses.run
 
-    def reversed_logits(self: CompiledPasses, *given: Tensor) -> Tensor | None:
-        logits = run(self, *given)
-        return None if logits is None else -logits
+    def reversed_logits(self: CompiledPasses, *given: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        done = run(self, *given)
+        return None if done is None else (-done[0], done[1])
 
     monkeypatch.setattr(CompiledPasses, "run", reversed_logits)
     assert not torch.equal(_call(target, draft, 1, **PROCESSORS), _plain(target, 1, 11, PROCESSORS))

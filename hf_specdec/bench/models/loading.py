@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -41,6 +42,7 @@ from hf_specdec.bench.records import Model
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.gguf.weights import GgufWeight
 from hf_specdec.models.better_transformer import attention_of, better_transformer_refusal, to_better_transformer
+from hf_specdec.models.traits import describes_block_draft
 
 # Settings of a generation_config that change what is decoded, with the values at which they do not.
 _SAMPLING = {
@@ -189,12 +191,22 @@ def with_draft(
     """The pair with this draft; with `trim` its head has rows of the tokens only that its configuration lists."""
     kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
     start = time.perf_counter()
-    draft = _load_model("--assistant_model", name, pair.target.config, device, kwargs, settings.allow_pickle)
+    config = _read("--assistant_model", name, AutoConfig)
+    blocks = describes_block_draft(config)
+    if blocks != ("dflash" in settings.values("drafter")):
+        raise BenchError(
+            f"--assistant_model: {name!r} is {'a' if blocks else 'no'} DFlash draft; "
+            f"{'add' if blocks else 'leave out'} --drafter dflash"
+        )
+    config = config if blocks else pair.target.config
+    draft = _load_model("--assistant_model", name, config, device, kwargs, settings.allow_pickle)
     check_loaded(draft, settings.draft_precision, argument="--draft_precision")
+    if blocks:
+        draft.generation_config = GenerationConfig()  # it has none, since the target generates with it
     if trim and getattr(draft.config, "draft_tokens", None):
         hf_specdec.trim_draft_head(draft)
     loading = {**pair.loading_seconds, name: time.perf_counter() - start}
-    draft_tokenizer = _read("--assistant_model", name, AutoTokenizer)
+    draft_tokenizer = pair.tokenizer if blocks else _read("--assistant_model", name, AutoTokenizer)
     return replace(pair, draft_name=name, draft=draft, draft_tokenizer=draft_tokenizer, loading_seconds=loading)
 
 
@@ -317,6 +329,8 @@ def _in_blocks(argument: str, name: str, device: torch.device, dtype: torch.dtyp
 
 
 def _auto(config: Any) -> Any:
+    if describes_block_draft(config):
+        return AutoModel  # its head is the target's
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 

@@ -133,7 +133,7 @@ def ours(
     """
     kept = {key: keywords[key] for key in KEYWORDS if keywords.get(key) is not None and keywords[key] is not False}
     kept = {key: value for key, value in kept.items() if key not in others_settings(strategy)}
-    draft = pair.draft if kept.get("drafter", "model") in ("auto", "model", "hybrid") else None
+    draft = pair.draft if kept.get("drafter", "model") in ("auto", "model", "hybrid", "dflash") else None
     engine = engine_of(keywords, pair)
     method = Method(
         strategy if name is None else name,

@@ -18,7 +18,9 @@ from hf_specdec.bench.running.methods import Contender, ReadRounds, fixed_lookah
 from hf_specdec.bench.running.rounds import streamed_rounds
 from hf_specdec.bench.settings import Settings
 from hf_specdec.compat.transformers_private import is_stateful
+from hf_specdec.config import OWN_DRAFTERS
 from hf_specdec.models.mtp_runner import mtp_layers
+from hf_specdec.models.traits import drafts_blocks
 
 # As Spec-Bench runs it; a look-up costs nothing, so that it pays to draft more than a model would.
 LOOKUP_TOKENS = 10
@@ -87,7 +89,14 @@ def assisted(settings: Settings, pair: LoadedPair, schedule: Schedule | None = N
 
 
 def assisted_baselines(settings: Settings, pair: LoadedPair) -> list[Contender]:
-    """With our lookahead and with transformers' own default, which means nothing where texts are random."""
+    """With our lookahead and with transformers' own default, which means nothing where texts are random.
+
+    With a drafter that the target brings along: that one in transformers' loop.
+    """
+    if settings.drafter in OWN_DRAFTERS:
+        return own_drafts(settings, pair)
+    if pair.draft is None:
+        return []
     schedules = (None,) if pair.synthetic is not None else (None, DEFAULT)
     return [assisted(settings, pair, schedule) for schedule in schedules]
 
@@ -123,7 +132,7 @@ def _with_draft(
 
 def can_ensemble(pair: LoadedPair) -> bool:
     """Whether target and draft have the distributions over one vocabulary that an ensemble mixes."""
-    return pair.draft is not None and _same_vocabulary(pair)
+    return pair.draft is not None and _same_vocabulary(pair) and not drafts_blocks(pair.draft)
 
 
 def prompt_lookup(settings: Settings, pair: LoadedPair) -> Contender:
@@ -140,22 +149,33 @@ def prompt_lookup(settings: Settings, pair: LoadedPair) -> Contender:
     )
 
 
-def own_layers(settings: Settings, pair: LoadedPair) -> list[Contender]:
-    """transformers' own drafts by the multi-token-prediction layers of the target, a token each.
+def own_drafts(settings: Settings, pair: LoadedPair) -> list[Contender]:
+    """transformers' loop with the target's multi-token-prediction layers, or with its DFlash draft.
 
     None where it refuses them: for recurrent targets. It loads the layers anew in each call.
     """
     if is_stateful(pair.target):
         return []
-    layers = len(mtp_layers(pair.target).layers)
-    title = f"transformers' assisted generation, {layers} multi-token-prediction layers"
-    method = Method("use_mtp", title, "assisted", lookahead=layers, keywords={"use_mtp": True})
+    title, models = "transformers' assisted generation", {}
+    if settings.drafter == "mtp":
+        length, generator = len(mtp_layers(pair.target).layers), candidate_generator.MTPCandidateGenerator
+        title, name, keywords = (
+            f"{title}, {length} multi-token-prediction layers",
+            "use_mtp",
+            dict[str, Any](use_mtp=True),
+        )
+    else:
+        assert pair.draft is not None
+        generator, models = candidate_generator.DFlashTokenCandidateGenerator, {"assistant_model": pair.draft}
+        length, name, keywords = pair.draft.config.block_size - 1, "dflash", {"speculation_type": "dflash"}
+        title = f"{title}, blocks of {length} drafts"
     found = Contender(
-        method,
+        Method(name, title, "assisted", lookahead=length, keywords=keywords),
         pair,
-        layers,
+        length,
+        models,
         most_rows=1,
-        surroundings=lambda loaded: _watched(candidate_generator.MTPCandidateGenerator),
+        surroundings=lambda loaded: _watched(generator),
         read_rounds=_reader(settings, tells_overlap=True, draft_passes=True),
     )
     return [found]

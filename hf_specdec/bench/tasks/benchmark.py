@@ -25,7 +25,6 @@ from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.transformers_methods import (
     assisted_baselines,
     assisted_refusal,
-    own_layers,
     prompt_lookup,
 )
 from hf_specdec.bench.settings import BenchError, Settings
@@ -77,14 +76,13 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
         return [plain(pair)]
     strategy = ours(settings.generation_strategy, chosen_keywords(settings, pair), pair)
     theirs = [prompt_lookup(settings, pair)] if settings.drafter in ("suffix", "lookup") else []
-    theirs += own_layers(settings, pair) if settings.drafter == "mtp" else []
     return [one for one in (*baselines(settings, pair), *theirs, strategy) if one.takes(settings.batch_size)]
 
 
 def baselines(settings: Settings, pair: LoadedPair) -> list[Contender]:
     """Plain generate(), plain on our loop, and transformers' assisted generation."""
     found = [plain(pair), plain_on_engine(chosen_keywords(settings, pair), pair)]
-    if pair.draft is not None and assisted_refusal(settings, pair) is None:
+    if assisted_refusal(settings, pair) is None:
         found += assisted_baselines(settings, pair)
     return found
 

@@ -44,13 +44,13 @@ from hf_specdec.bench.running.transformers_methods import (
     assisted_refusal,
     can_ensemble,
     ensemble,
-    own_layers,
+    own_drafts,
     prompt_lookup,
 )
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks import PROMPTS_PER_LENGTH
 from hf_specdec.compat.transformers_private import compiled_on_any_device
-from hf_specdec.config import COPYING
+from hf_specdec.config import COPYING, OWN_DRAFTERS
 
 LOOKAHEADS = (2, 4, 6, 8)
 
@@ -101,9 +101,11 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
         compiling = {} if on_gpu else {"compile_config": compiled_on_any_device()}
         found.append(replace(static, most_rows=1, models=compiling))
     if assisted_refusal(settings, pair) is None:
-        schedules = [schedule for schedule in SCHEDULES if pair.synthetic is None or not schedule.confidence]
-        found += [assisted(settings, pair, schedule) for schedule in schedules if pair.draft is not None]
-        found += own_layers(settings, pair) if settings.drafter == "mtp" else []
+        if settings.drafter in OWN_DRAFTERS:
+            found += own_drafts(settings, pair)
+        elif pair.draft is not None:
+            schedules = [schedule for schedule in SCHEDULES if pair.synthetic is None or not schedule.confidence]
+            found += [assisted(settings, pair, schedule) for schedule in schedules]
         if pair.synthetic is None:
             found += [ensemble(settings, pair)] if can_ensemble(pair) else []
             found.append(prompt_lookup(settings, pair))
