@@ -81,11 +81,13 @@ class HybridDrafter(BaseDrafter):
 
         The first round is the model's, so that it reads the prompts while the target does.
         """
-        copies = self.copies.find(ids, lengths, room)
-        if not self._begun:
+        rests, steps = self.copies.rests(), self._lengths.limit
+        copies = [] if rests else self.copies.find(ids, lengths, room)
+        if rests or not self._begun:
+            going = [row for row, space in enumerate(room) if space > 0]
+            modelled = going if steps or not self._begun else ()
             self._begun = True
-            return [[] for _ in copies], Choice(0, [row for row, space in enumerate(room) if space > 0])
-        steps = self._lengths.limit
+            return [[]] * len(room), Choice(0, modelled)
         drafted = sum(islice(self.copies.known.accepted.reach(), steps))
         choice = self.copies.choice(copies, room, drafted, steps)
         return [

@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hf_specdec.drafting.drafter import BaseDrafter, Copies, DraftProposal, PreparedDrafting, point_masses, usable
+from hf_specdec.drafting.drafter import (
+    BaseDrafter,
+    Copies,
+    DraftProposal,
+    PreparedDrafting,
+    no_drafts,
+    point_masses,
+    usable,
+)
 from hf_specdec.drafting.suffix_automaton import Step, SuffixAutomaton
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import CertainWhereKept
@@ -107,16 +115,15 @@ class SuffixDrafter(BaseDrafter):
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """Copy as much as is worth verifying; all rows' drafts pay for the width together."""
+        if self.rests():
+            return no_drafts(ids)
         copies = self.find(ids, lengths, room)
         count = self.choice(copies, room).copied
         return self.proposal(ids, lengths, [copy.tokens[:count] for copy in copies])
 
     def choice(self, copies: Sequence[Copy], room: Sequence[int], drafted: float = 0.0, steps: int = 0) -> Choice:
         """The best choice for the rows that have room; other arguments as of `best_choice`."""
-        going = [row for row, space in enumerate(room) if space > 0]
-        if not self._looked:
-            return Choice(0, frozenset(going) if steps else ())
-        reaches = {row: copies[row].reach[: self._widths[-1]] for row in going}
+        reaches = {row: copies[row].reach[: self._widths[-1]] for row, space in enumerate(room) if space > 0}
         with self.known.lock:
             best = best_choice(reaches, drafted, steps, self._seconds)
             self.known.pay_look_up(best.saved)
@@ -146,6 +153,8 @@ class SuffixDrafter(BaseDrafter):
         self, ids: Tensor, lengths: Sequence[int], room: Sequence[int], is_ready: Callable[[int], bool]
     ) -> Copies:
         """As `propose`, for prepared rounds."""
+        if self.rests():
+            return Copies([()] * len(room), (), 0)
         self.use_prepared(is_ready)
         copies = self.find(ids, lengths, room)
         count = self.choice(copies, room).copied
@@ -165,17 +174,18 @@ class SuffixDrafter(BaseDrafter):
             ]
         return point_masses(ids, lengths, copies, self.processors)
 
-    def find(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> list[Copy]:
-        """What may follow each row's text; nothing where the row has no room, or look-ups rest.
+    def rests(self) -> bool:
+        """Whether nothing is looked up in this round: copies have saved less time than finding them took.
 
-        They rest where copies have saved less time than finding them took, but for a two-hundredth of all time.
-        Arguments as in `propose`.
+        A two-hundredth of all time goes to look-ups nevertheless. To be asked once in a round.
         """
+        self._looked = not self._timed or not self.measures or self.known.credit > 0.0
+        return not self._looked
+
+    def find(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> list[Copy]:
+        """What may follow each row's text; nothing where the row has no room. Arguments as in `propose`."""
         self._rows = self._rows or [_Row(places=[(0, 0)] * len(self._remembered)) for _ in room]
         copies = [NO_COPY] * len(room)
-        self._looked = not self._timed or not self.measures or self.known.credit > 0.0
-        if not self._looked:
-            return copies
         live = [row for row, space in enumerate(room) if space > 0]
         first = min((self._rows[row].read for row in live), default=0)
         fresh = ids[:, first : max(lengths)].tolist()
@@ -196,13 +206,12 @@ class SuffixDrafter(BaseDrafter):
         self.observe_look_up(finished)
 
     def observe_look_up(self, finished: Round) -> None:
-        """Learn what looking up takes, from a round in which no model drafts, and let time pass while look-ups rest."""
+        """Learn what looking up takes, from rounds in which no model drafts, and let time pass while look-ups rest."""
         if self.measures and self._timed:
-            if not self._looked:
-                with self.known.lock:
-                    self.known.credit += LOOK_UP_SHARE
-            elif not finished.draft_steps:
-                self.known.times.add_look_up(finished.draft_seconds)
+            with self.known.lock:
+                self.known.credit += 0.0 if self._looked else LOOK_UP_SHARE
+                if not finished.draft_steps:
+                    self.known.times.add_look_up(finished.draft_seconds, self._looked)
         self._timed = True
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:

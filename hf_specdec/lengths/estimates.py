@@ -99,7 +99,7 @@ class PassTimes:
         self._step: tuple[float, float] | None = None  # seconds of a step; beginning of a draft, in steps
         self._drafted = 0  # the last round with draft steps
         self._catch_ups: deque[float] = deque(maxlen=TIMES_KEPT)
-        self._look_ups: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._before: dict[bool, deque[float]] = {looked: deque(maxlen=TIMES_KEPT) for looked in (False, True)}
         self._ratio = PRIOR_RATIO
 
     @property
@@ -141,13 +141,14 @@ class PassTimes:
             self._rounds += len(seconds)
             self._line = None
 
-    def add_look_up(self, seconds: float) -> None:
-        """Learn how long a look-up took, whether it found a copy or not."""
-        self._look_ups.append(seconds)
+    def add_look_up(self, seconds: float, looked: bool) -> None:
+        """Learn how long it took from a round's beginning to the target's pass, with a look-up or without one."""
+        self._before[looked].append(seconds)
 
     def look_up(self) -> float:
-        """Seconds of a look-up."""
-        return median_low(self._look_ups) if self._look_ups else 0.0
+        """Seconds of a look-up; before any round went without one, with what else precedes the target's pass."""
+        without, with_one = (median_low(times) if times else 0.0 for times in self._before.values())
+        return max(with_one - without, 0.0)
 
     def _add_draft(self, steps: int, seconds: float) -> None:
         """Lengths of prepared drafts are few, and each is timed; other drafts tell the time of a step."""
