@@ -7,7 +7,7 @@ Times are passed in; nothing here reads a clock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
 
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
@@ -221,9 +221,9 @@ class AutoLength(StopRule):
             self._pause = 1 if best else min(1 + int(self._unread) // 2, PLAIN_ROUNDS)
         self.limit = best
 
-    def _best(self, rates: Sequence[float]) -> int:
-        """The length with the highest of the `rates`, which are indexed by length; 0 if it gains nothing."""
-        best = max(self._choice(), key=lambda n: rates[n] if self.is_ready(n) else rates[n] / UNPREPARED_PENALTY)
+    def _best(self, rates: Mapping[int, float]) -> int:
+        """The length with the highest of the `rates`; 0 if it gains nothing."""
+        best = max(rates, key=lambda n: rates[n] if self.is_ready(n) else rates[n] / UNPREPARED_PENALTY)
         return best if rates[best] > LEAST_GAIN * rates[0] else 0
 
     def _choice(self) -> Sequence[int]:
@@ -234,16 +234,16 @@ class AutoLength(StopRule):
         longest = max((at for at, n in enumerate(self.lengths) if self.is_ready(n)), default=0)
         return self.lengths[: longest + 2]
 
-    def _rates(self) -> list[float]:
-        """Expected tokens per second of a row, indexed by draft length from 0 to the longest that may be chosen."""
-        tokens, steps = 1.0, 0.0
-        known = self.known
-        rates = [1.0 / known.times.target(1)]
+    def _rates(self) -> dict[int, float]:
+        """Expected tokens per second of a row by draft length, of those that may be chosen."""
+        tokens, steps, known, choice = 1.0, 0.0, self.known, self._choice()
+        rates = {0: 1.0 / known.times.target(1)}
         beginning, step = known.times.draft_line()
-        longest = self._choice()[-1]
-        for accepted, stepped in islice(zip(known.accepted.reach(), known.steps.reach(), strict=True), longest):
+        reached = zip(known.accepted.reach(), known.steps.reach(), strict=True)
+        for length, (accepted, stepped) in enumerate(islice(reached, choice[-1]), start=1):
             tokens, steps = tokens + accepted, steps + stepped
-            rates.append(tokens / (beginning + steps * step + known.times.target(1 + steps)))
+            if length in choice:
+                rates[length] = tokens / (beginning + steps * step + known.times.target(1 + steps))
         return rates
 
     def _probe(self) -> int:

@@ -21,8 +21,9 @@ JUMP_PRIOR_WEIGHT = 0.2
 # that a single new round can't dominate.
 DECAY, MIN_WEIGHT = 0.97, 3.0
 # Earlier calls count as much as this many rounds of a new one, whose text may be much harder to draft. With a larger
-# weight, drafting would go on for too long where it no longer pays.
-EARLIER_WEIGHT = 2.0
+# weight, drafting would go on for too long where it no longer pays; with half of it, two unlucky rounds shorten the
+# drafts of a text that is as easy as those before.
+EARLIER_WEIGHT = 4.0
 # The weight of a width's or a draft's times halves after this many rounds without it. By now it may be recorded, or no
 # longer stalled, but what seems slow is hardly ever chosen again.
 HALF_LIFE = 16

@@ -175,7 +175,7 @@ def test_a_much_longer_length_is_not_prepared_on_a_guess() -> None:
 @pytest.mark.parametrize("make", [AutoLength, Preparing])
 @pytest.mark.parametrize("step", [0.1, 0.3, 0.5])
 def test_128_hard_tokens_after_easy_texts_lose_little(step: float, make: type[AutoLength]) -> None:
-    """At most 5%, though the draft, which was right before, never is any more and so starts with long drafts."""
+    """At most 8%, though the draft, which was right before, never is any more and so starts with long drafts."""
 
     def later_call() -> AutoLength:
         known = LengthHistory()
@@ -183,7 +183,7 @@ def test_128_hard_tokens_after_easy_texts_lose_little(step: float, make: type[Au
         return make(known)
 
     machine = Machine(step, flat(0.0))
-    assert mean_time(machine, lambda: StopRule(0)) / mean_time(machine, later_call) >= 0.95
+    assert mean_time(machine, lambda: StopRule(0)) / mean_time(machine, later_call) >= 0.92
 
 
 def test_rounds_without_times_are_learnt_from_as_far_as_they_go() -> None:
