@@ -135,7 +135,7 @@ class SuffixDrafter(BaseDrafter):
 
     def fitting(self, copied: int) -> int:
         """The lookahead of a round that copies so many tokens."""
-        return self._widths[bisect_left(self._widths, copied)]
+        return self._widths[bisect_left(self._widths, copied)] if self.prepares else copied
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
         """Choose for a round that is compiled: of few widths, and by times of none much wider than those ready.
