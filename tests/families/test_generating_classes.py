@@ -25,7 +25,7 @@ REFUSED = {
     "FSMTForConditionalGeneration": "tokens see those after them",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "pictures or sound for 3 rows of",  # positions are places
     "MoshiForCausalLM": "sees its last 9 tokens only because its cache drops the others",
-    "XLNetLMHeadModel": "a cache of its own kind",
+    "XLNetLMHeadModel": "a cache of its own kind|by mems",  # before and since transformers 5.24
 }
 
 
@@ -42,7 +42,8 @@ def test_tokens_are_those_of_plain_generate(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_can_not_read_drafts_are_refused_by_name(name: str) -> None:
     line = _verdict(name)
-    assert line.startswith("refused: ") and name in line and REFUSED[name] in line, line
+    assert line.startswith("refused: ") and name in line, line
+    assert any(reason in line for reason in REFUSED[name].split("|")), line
     assert "decode without" in line or "pass one row" in line
 
 
