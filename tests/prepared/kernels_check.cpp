@@ -80,7 +80,7 @@ void check_layers(int64_t tokens, int64_t k, int64_t rows) {
 
 // Blocks of `bytes`, with floats of 16 bits at `halves`.
 void check_gguf(int64_t tokens, int64_t rows, int64_t bytes, const std::vector<int64_t>& halves) {
-  const int64_t k = 512, blocks = k / (bytes > 64 ? 256 : 32);
+  const int64_t k = bytes > 64 ? 512 : 352, blocks = k / (bytes > 64 ? 256 : 32);
   const Floats x = floats({tokens, k}), bias = floats({rows}), like = floats({1, k});
   Filled<uint8_t> stored({rows, blocks, bytes}, aoti_torch_dtype_uint8(), 0, 255);
   Filled<int64_t> indices({rows}, aoti_torch_dtype_int64(), 0, 1);
@@ -126,7 +126,7 @@ int main() {
   for (const int64_t tokens : {1, 2, 5, 7, 17, 40, 64})
     for (const int64_t k : {64, 100})
       for (const int64_t rows : {1, 5, 35}) check_layers(tokens, k, rows);
-  for (const int64_t tokens : {1, 3, 40})
+  for (const int64_t tokens : {1, 3, 5, 40})
     for (const int64_t rows : {1, 5}) {
       for (const int64_t bytes : {18, 22, 34}) check_gguf(tokens, rows, bytes, {0});
       for (const int64_t bytes : {20, 24, 144, 176}) check_gguf(tokens, rows, bytes, {0, 2});

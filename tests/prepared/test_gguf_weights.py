@@ -109,6 +109,16 @@ def test_a_gradient_reaches_what_is_multiplied() -> None:
     torch.testing.assert_close(states.grad, numbers.sum(0).expand(2, -1))
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so(number: float, tokens: int) -> None:
+    weight, _ = _weight(6, 288, "Q4_1", torch.float32)
+    states = _draw(tokens, 288)
+    states[-1, 280] = number
+    assert not linear(states, weight)[-1].isfinite().any()
+    assert linear(states, weight)[:-1].isfinite().all()
+
+
 def test_an_index_of_no_row_is_an_error() -> None:
     weight, _ = _weight(6, 256, "Q8_0", torch.float32)
     for index in (-1, 6):

@@ -1,6 +1,7 @@
 // Linear layers and embeddings of blocks as GGUF files hold them.
 
 #include "gguf_products.h"
+#include "gguf_vnni.h"
 #include "linears.h"
 
 namespace {
@@ -21,7 +22,12 @@ void gguf_linears(Given input, const Given (&weights)[Count], const Given (&bias
         layers[i] = {reinterpret_cast<const Stored*>(pointer<const uint8_t>(weights[i])), rows, k,
                      pointer<const T>(biases[i]), pointer<T>(Given(*outputs[i])) + first * rows, rows};
       }
-      multiply_layers(layers, GgufTokens<Stored, T>(pointer<const T>(input) + first * k, size, k));
+      const T* tokens = pointer<const T>(input) + first * k;
+#ifdef MULTIPLIES_BYTES
+      if constexpr (std::is_same_v<SumOf<T>, float>)
+        if (size <= GgufDigits<Stored, T>::kMost) return multiply_layers(layers, GgufDigits<Stored, T>(tokens, size, k));
+#endif
+      multiply_layers(layers, GgufTokens<Stored, T>(tokens, size, k));
     });
   });
 }
@@ -38,15 +44,17 @@ template <class T> Given gguf_rows(Given like, Given indices, Given blocks) {
     using A = SumOf<T>;
     int64_t sizes[kDims + 1];
     for (int64_t i = 0; i < dims; ++i) sizes[i] = indices.size(i);
-    sizes[dims] = per_row * Stored::kNumbers;
+    const int64_t k = sizes[dims] = per_row * Stored::kNumbers, stretches = (k + kStretch - 1) / kStretch;
     output = empty(like.type(), dims + 1, sizes);
     const auto* from = reinterpret_cast<const Stored*>(pointer<const uint8_t>(blocks));
     T* to = pointer<T>(output);
-#pragma omp parallel for if (count * per_row * Stored::kNumbers > kSerial)
-    for (int64_t at = 0; at < count * per_row; ++at) {
-      alignas(64) A numbers[Stored::kNumbers];
-      widen_block(from + rows[at / per_row] * per_row + at % per_row, numbers);
-      for (int i = 0; i < Stored::kNumbers; ++i) to[at * Stored::kNumbers + i] = T(numbers[i]);
+#pragma omp parallel for if (count * k > kSerial)
+    for (int64_t at = 0; at < count * stretches; ++at) {
+      const int64_t first = at % stretches * kStretch;
+      alignas(64) A numbers[kStretch];
+      const int pieces = int(std::min<int64_t>(kStretch, k - first) / kPiece);
+      widen_stretch(from + rows[at / stretches] * per_row + first / Stored::kNumbers, pieces, numbers);
+      for (int i = 0; i < pieces * kPiece; ++i) to[at / stretches * k + first + i] = T(numbers[i]);
     }
   });
   return output;

@@ -1,8 +1,8 @@
 // Blocks of GGUF files: 32 or 256 numbers of a row in few bits, with what scales them, as the files lay them out.
 //
-// A number is scale · q, or scale · q + shift in types that have shifts. A block consists of spans of alike layout, and
-// these of places of 16 numbers: `quants(span, place)` are the q of a place as bytes. Where they are four bits as they lie,
-// `raw(span, place)` has them as the low or (`high(place)`) the high bits of bytes. `Scales` has scales and shifts.
+// A number is scale · q + shift, q from 0 on. Rows are read by stretches of 256 numbers, a block or eight, and these by
+// pieces of 32: `quants(piece)` are the q of a piece as bytes, and `scales` writes those of a stretch, a scale and a shift
+// for `kScaled` numbers each.
 
 #pragma once
 
@@ -12,154 +12,134 @@
 
 namespace {
 
-constexpr int kPlace = 16;  // numbers
+constexpr int kPiece = 32, kStretch = 256, kPieces = kStretch / kPiece;
 
-INLINE __m128i bytes_at(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
-INLINE __m128i low_bits(__m128i bytes, int bits) { return _mm_and_si128(bytes, _mm_set1_epi8(char((1 << bits) - 1))); }
-INLINE __m128i four_bits(__m128i bytes, bool high) { return low_bits(high ? _mm_srli_epi16(bytes, 4) : bytes, 4); }
-INLINE __m128i shifted(__m128i bytes, int bits) { return _mm_srl_epi16(bytes, _mm_cvtsi32_si128(bits)); }
-INLINE __m128i less(__m128i bytes, int by) { return _mm_sub_epi8(bytes, _mm_set1_epi8(char(by))); }
-
-// A float of 16 bits, in all lanes.
-template <class A> INLINE Vector<A> spread(const uint8_t (&half)[2]) {
-  uint16_t bits;
+INLINE __m256i bytes_at(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+INLINE __m256i low_bits(__m256i bytes, int bits) {
+  return _mm256_and_si256(bytes, _mm256_set1_epi8(char((1 << bits) - 1)));
+}
+INLINE __m256i shifted(__m256i bytes, int bits) { return _mm256_srl_epi16(bytes, _mm_cvtsi32_si128(bits)); }
+INLINE __m256i with_upper(__m256i four_bits, __m256i upper) {
+  return _mm256_or_si256(four_bits, _mm256_slli_epi16(upper, 4));
+}
+INLINE __m256 widened(__m128i halves) { return _mm256_cvtph_ps(halves); }
+INLINE __m256 spread(const uint8_t (&half)[2]) {
+  int16_t bits;
   std::memcpy(&bits, half, sizeof bits);
-  if constexpr (sizeof(A) == 8) return Vector<A>(A(_cvtsh_ss(bits)));
-#ifdef CPU_CAPABILITY_AVX512
-  else return Vector<A>(_mm512_cvtph_ps(_mm256_set1_epi16(short(bits))));
-#else
-  else return Vector<A>(_mm256_cvtph_ps(_mm_set1_epi16(short(bits))));
-#endif
+  return widened(_mm_set1_epi16(bits));
+}
+INLINE __m256 eight_bytes(const int8_t* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
 
-// Numbers of one scale a block, in four bits or five, and one shift if `shifts`; else q is as much above 0 as below.
-template <class Block, int bits, bool shifts> struct Block32 {
-  static constexpr int kNumbers = 32, kSpan = 32, kOffset = shifts ? 0 : 1 << (bits - 1);
-  static constexpr bool kShifts = shifts, kFourBits = bits == 4;
-  // In memory, from where an instruction reads one into all lanes.
-  template <class A, int R> struct Scales {
-    INLINE explicit Scales(const Block* const (&rows)[R]) {
-      using Bits = std::conditional_t<shifts, int32_t, int16_t>;
-      const auto of = [&](int r) __attribute__((always_inline)) {
-        Bits found;
-        std::memcpy(&found, rows[r % R]->scales, sizeof found);
-        return found;
-      };
-      const __m128i halves = shifts ? _mm_setr_epi32(of(0), of(1), of(2), of(3))
-                                    : _mm_setr_epi16(short(of(0)), short(of(1)), short(of(2)), short(of(3)), 0, 0, 0, 0);
-      alignas(32) float numbers[8];
-      _mm256_store_ps(numbers, _mm256_cvtph_ps(halves));
-      std::copy_n(numbers, 8, by);
-    }
-    INLINE Vector<A> scale(int row, int, int) const { return Vector<A>(by[shifts ? 2 * row : row]); }
-    INLINE Vector<A> shift(int row, int, int) const { return Vector<A>(by[2 * row + 1]); }
-    A by[8];
-  };
-  const Block& block() const { return static_cast<const Block&>(*this); }
-  INLINE __m128i raw(int, int) const { return bytes_at(block().q); }
-  static INLINE bool high(int place) { return place; }
-  INLINE __m128i quants(int, int place) const {
-    __m128i numbers = four_bits(bytes_at(block().q), place);
-    if constexpr (bits == 5) {
-      int16_t fifths;
-      std::memcpy(&fifths, block().fifth + 2 * place, sizeof fifths);
-      const __m128i its_byte = _mm_set_epi64x(0x0101010101010101, 0), its_bit = _mm_set1_epi64x(0x8040201008040201);
-      const __m128i bits_of_bytes = _mm_and_si128(_mm_shuffle_epi8(_mm_set1_epi16(fifths), its_byte), its_bit);
-      numbers = _mm_or_si128(numbers, _mm_and_si128(_mm_cmpeq_epi8(bits_of_bytes, its_bit), _mm_set1_epi8(16)));
-    }
-    return less(numbers, kOffset);
+// Blocks of 32 numbers with one scale and, if `shifts`, a shift; else q is moved down by `middle`.
+template <class Block, int middle, bool shifts> struct Block32 {
+  static constexpr int kNumbers = 32, kScaled = 32;
+  const Block& block(int at) const { return static_cast<const Block*>(this)[at]; }
+  INLINE void scales(int pieces, float* scale, float* shift) const {
+    const auto pair = [&](int piece) __attribute__((always_inline)) {  // a scale and what follows it
+      int32_t bits;
+      std::memcpy(&bits, block(std::min(piece, pieces - 1)).scale, sizeof bits);
+      return bits;
+    };
+    const auto four = [&](int piece) __attribute__((always_inline)) {
+      return _mm_setr_epi32(pair(piece), pair(piece + 1), pair(piece + 2), pair(piece + 3));
+    };
+    const __m256i pairs = _mm256_set_m128i(four(4), four(0)), first = _mm256_set1_epi32(0xffff);
+    const __m256i packed = _mm256_packus_epi32(_mm256_and_si256(pairs, first), _mm256_srli_epi32(pairs, 16));
+    const __m256i halves = _mm256_permute4x64_epi64(packed, 0b11011000);
+    const __m256 by = widened(_mm256_castsi256_si128(halves));
+    _mm256_storeu_ps(scale, by);
+    const __m256 second = widened(_mm256_extracti128_si256(halves, 1));
+    _mm256_storeu_ps(shift, shifts ? second : _mm256_mul_ps(by, _mm256_set1_ps(-middle)));
+  }
+  // The low bits of 16 bytes, then their high ones.
+  INLINE __m256i four_bits(int piece) const {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block(piece).q));
+    return low_bits(_mm256_srlv_epi64(_mm256_broadcastsi128_si256(bytes), _mm256_setr_epi64x(0, 0, 4, 4)), 4);
+  }
+  INLINE __m256i five_bits(int piece) const {
+    int32_t fifths;
+    std::memcpy(&fifths, block(piece).fifth, sizeof fifths);
+    const __m256i its_byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i its_bit = _mm256_set1_epi64x(0x8040201008040201);
+    const __m256i bits = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(fifths), its_byte), its_bit);
+    const __m256i fifth = _mm256_and_si256(_mm256_cmpeq_epi8(bits, its_bit), _mm256_set1_epi8(16));
+    return _mm256_or_si256(four_bits(piece), fifth);
   }
 };
-struct Q4_0 : Block32<Q4_0, 4, false> {
-  uint8_t scales[2], q[16];
+struct Q4_0 : Block32<Q4_0, 8, false> {
+  INLINE __m256i quants(int piece) const { return four_bits(piece); }
+  uint8_t scale[2], q[16];
 };
-struct Q4_1 : Block32<Q4_1, 4, true> {
-  uint8_t scales[4], q[16];
+struct Q4_1 : Block32<Q4_1, 0, true> {
+  INLINE __m256i quants(int piece) const { return four_bits(piece); }
+  uint8_t scale[4], q[16];
 };
-struct Q5_0 : Block32<Q5_0, 5, false> {
-  uint8_t scales[2], fifth[4], q[16];
+struct Q5_0 : Block32<Q5_0, 16, false> {
+  INLINE __m256i quants(int piece) const { return five_bits(piece); }
+  uint8_t scale[2], fifth[4], q[16];
 };
-struct Q5_1 : Block32<Q5_1, 5, true> {
-  uint8_t scales[4], fifth[4], q[16];
+struct Q5_1 : Block32<Q5_1, 0, true> {
+  INLINE __m256i quants(int piece) const { return five_bits(piece); }
+  uint8_t scale[4], fifth[4], q[16];
 };
-struct Q8_0 : Block32<Q8_0, 8, false> {
-  static constexpr int kOffset = 0;
-  INLINE __m128i quants(int, int place) const { return bytes_at(q + place * kPlace); }
-  uint8_t scales[2], q[32];
+struct Q8_0 : Block32<Q8_0, 128, false> {
+  INLINE __m256i quants(int piece) const { return _mm256_xor_si256(bytes_at(block(piece).q), _mm256_set1_epi8(-128)); }
+  uint8_t scale[2], q[32];
 };
 
-// Numbers of a block of 256 with a scale and a shift for each 32, in six bits each, and one for these.
-template <class Block, int bits> struct Block256 {
-  static constexpr int kNumbers = 256, kSpan = 64, kOffset = 0;
-  static constexpr bool kShifts = true, kFourBits = bits == 4;
-  template <class A, int R> struct Scales {
-    INLINE explicit Scales(const Block* const (&rows)[R]) {
-      for (int r = 0; r < R; ++r) read(*rows[r], by[r]);
-    }
-    static INLINE void read(const Block& block, A (&by)[16]) {
-      // Six bits of the first four scales, of the first four shifts, and four each of the others, whose upper two bits
-      // are above those of the first.
-      uint32_t words[3], all[4];
-      std::memcpy(words, block.scales, sizeof words);
-      all[0] = words[0] & 0x3f3f3f3f;
-      all[1] = (words[2] & 0x0f0f0f0f) | (words[0] >> 2 & 0x30303030);
-      all[2] = words[1] & 0x3f3f3f3f;
-      all[3] = (words[2] >> 4 & 0x0f0f0f0f) | (words[1] >> 2 & 0x30303030);
-      const Vector<A> d = spread<A>(block.d), m = spread<A>(block.m).neg();
-      int8_t bytes[16];
-      std::memcpy(bytes, all, sizeof all);
-      for (int at = 0; at < 16; at += kLanes<A>) {
-        const Vector<A> numbers = ::widen<A>(bytes + at, kByte);
-        if constexpr (kLanes<A> == 16) (numbers * Vector<A>::template blend<0xff00>(d, m)).store(by);
-        else (numbers * (at < 8 ? d : m)).store(by + at);
-      }
-    }
-    INLINE Vector<A> scale(int row, int span, int place) const { return Vector<A>(by[row][2 * span + place / 2]); }
-    INLINE Vector<A> shift(int row, int span, int place) const { return Vector<A>(by[row][8 + 2 * span + place / 2]); }
-    alignas(64) A by[R][16];
-  };
+// Blocks of 256 numbers with a scale and a shift for each 32, in six bits each, and one for these.
+template <class Block> struct Block256 {
+  static constexpr int kNumbers = 256, kScaled = 32;
   const Block& block() const { return static_cast<const Block&>(*this); }
-  INLINE __m128i raw(int span, int place) const {
-    return bytes_at(block().q + span * (kSpan / 2) + place % 2 * kPlace);
+  INLINE void scales(int, float* scale, float* shift) const {
+    // Six bits of the first four scales, of the first four shifts, and four each of the others, whose upper two bits are
+    // above those of the first.
+    uint32_t words[3], all[4];
+    std::memcpy(words, block().six_bits, sizeof words);
+    all[0] = words[0] & 0x3f3f3f3f;
+    all[1] = (words[2] & 0x0f0f0f0f) | (words[0] >> 2 & 0x30303030);
+    all[2] = words[1] & 0x3f3f3f3f;
+    all[3] = (words[2] >> 4 & 0x0f0f0f0f) | (words[1] >> 2 & 0x30303030);
+    int8_t bytes[16];
+    std::memcpy(bytes, all, sizeof all);
+    _mm256_storeu_ps(scale, _mm256_mul_ps(eight_bytes(bytes), spread(block().d)));
+    const __m256 down = _mm256_sub_ps(_mm256_setzero_ps(), spread(block().m));
+    _mm256_storeu_ps(shift, _mm256_mul_ps(eight_bytes(bytes + 8), down));
   }
-  static INLINE bool high(int place) { return place / 2; }
-  INLINE __m128i quants(int span, int place) const {
-    const __m128i numbers = four_bits(raw(span, place), high(place));
-    if constexpr (bits == 4) return numbers;
-    else {
-      const __m128i fifths = shifted(bytes_at(block().fifth + place % 2 * kPlace), 2 * span + place / 2);
-      return _mm_or_si128(numbers, _mm_slli_epi16(low_bits(fifths, 1), 4));
-    }
+  INLINE __m256i four_bits(int piece) const {
+    return low_bits(shifted(bytes_at(block().q + piece / 2 * kPiece), piece % 2 * 4), 4);
   }
 };
-struct Q4_K : Block256<Q4_K, 4> {
-  uint8_t d[2], m[2], scales[12], q[128];
+struct Q4_K : Block256<Q4_K> {
+  INLINE __m256i quants(int piece) const { return four_bits(piece); }
+  uint8_t d[2], m[2], six_bits[12], q[128];
 };
-struct Q5_K : Block256<Q5_K, 5> {
-  uint8_t d[2], m[2], scales[12], fifth[32], q[128];
+struct Q5_K : Block256<Q5_K> {
+  INLINE __m256i quants(int piece) const {
+    return with_upper(four_bits(piece), low_bits(shifted(bytes_at(fifth), piece), 1));
+  }
+  uint8_t d[2], m[2], six_bits[12], fifth[32], q[128];
 };
 
-// Numbers in six bits, a scale for each 16 in eight bits, and one for these.
+// Numbers in six bits, moved down by 32; a scale for each 16 in eight bits, and one for these.
 struct Q6_K {
-  static constexpr int kNumbers = 256, kSpan = 64, kOffset = 32;
-  static constexpr bool kShifts = false, kFourBits = false;
-  template <class A, int R> struct Scales {
-    INLINE explicit Scales(const Q6_K* const (&rows)[R]) {
-      for (int r = 0; r < R; ++r)
-        for (int at = 0; at < 16; at += kLanes<A>)
-          (::widen<A>(rows[r]->scales + at, kByte) * spread<A>(rows[r]->d)).store(by[r] + at);
+  static constexpr int kNumbers = 256, kScaled = 16;
+  INLINE void scales(int, float* scale, float* shift) const {
+    for (int at = 0; at < 16; at += 8) {
+      const __m256 by = _mm256_mul_ps(eight_bytes(eighths + at), spread(d));
+      _mm256_storeu_ps(scale + at, by);
+      _mm256_storeu_ps(shift + at, _mm256_mul_ps(by, _mm256_set1_ps(-32)));
     }
-    INLINE Vector<A> scale(int row, int span, int place) const { return Vector<A>(by[row][4 * span + place]); }
-    alignas(64) A by[R][16];
-  };
-  INLINE __m128i quants(int span, int place) const {
-    const int half = span / 2, bits = span % 2 * 4;  // of the block, and how far up the first numbers' bits are
-    const __m128i numbers = low_bits(shifted(bytes_at(low + 64 * half + place * kPlace), bits), 4);
-    const __m128i rest = shifted(bytes_at(upper + 32 * half + place % 2 * kPlace), bits + place / 2 * 2);
-    return less(_mm_or_si128(numbers, _mm_slli_epi16(low_bits(rest, 2), 4)), kOffset);
+  }
+  INLINE __m256i quants(int piece) const {
+    const int half = piece / 4, place = piece % 4;
+    const __m256i numbers = low_bits(shifted(bytes_at(low + 64 * half + place % 2 * kPiece), place / 2 * 4), 4);
+    return with_upper(numbers, low_bits(shifted(bytes_at(upper + 32 * half), place * 2), 2));
   }
   uint8_t low[128], upper[64];
-  int8_t scales[16];
+  int8_t eighths[16];
   uint8_t d[2];
 };
 

@@ -63,14 +63,14 @@ template <class A, class T> INLINE Vector<A> load(const T* from) {
   }
 }
 
-// The first of 16 bytes with a sign, widened.
-template <class A> INLINE Vector<A> widen(__m128i bytes) {
+// The first of 16 bytes with a sign or without, widened.
+template <class A, bool sign = true> INLINE Vector<A> widen(__m128i bytes) {
 #ifdef CPU_CAPABILITY_AVX512
-  if constexpr (sizeof(A) == 4) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-  else return _mm512_cvtepi32_pd(_mm256_cvtepi8_epi32(bytes));
+  if constexpr (sizeof(A) == 4) return _mm512_cvtepi32_ps(sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+  else return _mm512_cvtepi32_pd(sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
-  if constexpr (sizeof(A) == 4) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-  else return _mm256_cvtepi32_pd(_mm_cvtepi8_epi32(bytes));
+  if constexpr (sizeof(A) == 4) return _mm256_cvtepi32_ps(sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+  else return _mm256_cvtepi32_pd(sign ? _mm_cvtepi8_epi32(bytes) : _mm_cvtepu8_epi32(bytes));
 #endif
 }
 
