@@ -14,7 +14,7 @@ from hf_specdec.config import DRAFTERS, SETTINGS, STRATEGIES, STRATEGY_SETTINGS,
 
 PROG = "assisted_generation.py"
 ENGINES = ("eager", "recorded", "static", "compiled")
-LLAMA_CPP = ("llama.cpp-f32", "llama.cpp-bf16", "llama.cpp-q8_0")
+LLAMA_CPP = ("llama.cpp-f32", "llama.cpp-bf16", "llama.cpp-q8_0", "llama.cpp-gguf")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _LOSSES = ("cross_entropy", "forward_kl", "reverse_kl", "total_variation", "lk_hybrid")
 

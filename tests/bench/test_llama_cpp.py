@@ -20,7 +20,7 @@ from hf_specdec.bench.models import gguf_export
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.models.precision import quantize_made
 from hf_specdec.bench.records import Model
-from hf_specdec.bench.running.llama_cpp import Rows, decode, decode_with_draft
+from hf_specdec.bench.running.llama_cpp import Copies, Rows, decode, decode_with_draft
 from hf_specdec.bench.running.llama_cpp_methods import llama_cpp_methods, llama_cpp_refusal
 from hf_specdec.bench.running.methods import plain
 from hf_specdec.bench.running.timed_call import timed_call
@@ -190,3 +190,13 @@ def test_where_llama_cpp_can_not_take_part_the_report_says_why(changes: dict, wo
 def test_a_head_wider_than_q8_0_s_is_said(dtype: str, synthetic_pair: str | None, said: bool) -> None:
     target = Model("big", "Llama", 100, dtype, "cpu", "sdpa", synthetic_pair)
     assert ("output head" in llama_cpp_legend(target)) is said
+
+
+def test_copies_in_place_of_a_draft(tmp_path: Path) -> None:
+    """What followed the first place of the last two tokens; the output is that of plain decoding."""
+    assert Copies.after([1, 2, 3, 4, 1, 2], 2) == [3, 4]
+    assert Copies.after([1, 2, 3], 2) == [] and Copies.after([1, 1], 0) == []
+    rows, prompts = loaded(random_model("llama"), tmp_path), [[5, 6, 7, 8, 5, 6]]
+    copied = decode_with_draft(rows, Copies(), prompts, 12, lookahead=4)
+    assert copied.drafted[0] == [4]
+    assert copied.tokens == decode(rows, prompts, 12).tokens

@@ -315,15 +315,19 @@ def _load_model(
     return model.eval() if "device_map" in kwargs else model.to(device).eval()
 
 
+def gguf_path(name: str) -> Path:
+    """Where the GGUF file of a full name is, fetched from the hub if it is there."""
+    place = location(name)
+    return Path(str(cached_file(str(place[WHERE]), place["gguf_file"])))
+
+
 def _in_blocks(argument: str, name: str, device: torch.device, dtype: torch.dtype | str) -> PreTrainedModel:
     """A model as its GGUF file, here or on the hub, holds it."""
     if not is_gguf(name) or device.type != "cpu":
         what = "a GGUF file" if device.type == "cpu" else "a CPU"
         raise BenchError(f"{argument}: {name!r} can't be read in blocks; that takes {what}. Leave precision gguf out")
-    place = location(name)
     try:
-        file = cached_file(str(place[WHERE]), place["gguf_file"])
-        return hf_specdec.load_gguf(file, dtype=dtype if isinstance(dtype, torch.dtype) else None)
+        return hf_specdec.load_gguf(gguf_path(name), dtype=dtype if isinstance(dtype, torch.dtype) else None)
     except Exception as error:
         raise _unreachable(argument, name, error) from error
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 # What llama.cpp keeps keys and values in, and its attention: its defaults, but float32 throughout under float32
 # weights, where its fused attention computes in float16.
@@ -20,6 +21,7 @@ _ATTENTION = {
     "f32": (llama_cpp.GGML_TYPE_F32, llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED),
     "bf16": _HALF,
     "q8_0": _HALF,
+    "gguf": _HALF,  # a file as it is
 }
 _CHUNK = 2048  # tokens of a call of llama_decode, its default
 _SPARE = 64  # positions beyond the last token, for drafts: one cache serves every lookahead
@@ -121,6 +123,22 @@ class Rows:
             raise RuntimeError(f"llama_decode returned {status} for a batch of {len(chunk)} tokens")
 
 
+class Copies:
+    """The drafter of llama-cpp-python, in place of a draft: what followed the last two tokens before, or the last."""
+
+    def prepare(self, rows: int, positions: int) -> None:
+        """Nothing is kept."""
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def after(text: Sequence[int], most: int) -> list[int]:
+        """Up to `most` tokens."""
+        ids = np.array(text, np.intc)
+        return [] if most < 1 else LlamaPromptLookupDecoding.find_candidate_pred_tokens(ids, 2, most).tolist()
+
+
 @dataclass
 class Decoded:
     """The new tokens of each row, and one list of counts a round (one entry a row, 0 for a finished one)."""
@@ -149,14 +167,15 @@ def decode(
 
 def decode_with_draft(
     target: Rows,
-    draft: Rows,
+    draft: Rows | Copies,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     lookahead: int,
     delivered: Delivered = lambda tokens: None,
 ) -> Decoded:
     """The same tokens, `lookahead` of them drafted a round; what is left to decode bounds a round's draft."""
-    for model in (target, draft):
+    models: tuple[Any, ...] = (target, draft)
+    for model in models:
         model.prepare(len(prompts), max(map(len, prompts)) + new_tokens)
     target.feed([prompt[:-1] for prompt in prompts], last_only=True)
     text = [list(prompt) for prompt in prompts]
@@ -173,7 +192,7 @@ def decode_with_draft(
         new = [answer[: count + 1] for answer, count in zip(answers, accepted, strict=True)]
         for row, found in zip(text, new, strict=True):
             row += found
-        for model in (target, draft):
+        for model in models:
             model.keep([len(row) - 1 for row in text])
         done.drafted.append([len(drafted) for drafted in drafts])
         done.accepted.append(accepted)
@@ -183,8 +202,10 @@ def decode_with_draft(
     return done
 
 
-def _draft(draft: Rows, text: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
+def _draft(draft: Rows | Copies, text: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
     """Up to `room` tokens behind each row's text; the draft first reads what it has not read of the text."""
+    if isinstance(draft, Copies):
+        return [draft.after(row, most) for row, most in zip(text, room, strict=True)]
     drafts: list[list[int]] = [[] for _ in text]
     fed = [list(row[draft.lengths[place] :]) if room[place] > 0 else [] for place, row in enumerate(text)]
     while any(fed):

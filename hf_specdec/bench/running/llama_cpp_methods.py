@@ -14,26 +14,35 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.models.loading import LoadedPair, gguf_path
+from hf_specdec.bench.models.names import is_gguf
 from hf_specdec.bench.records import Method, Rounds
 from hf_specdec.bench.running.methods import Contender
 from hf_specdec.bench.running.rounds import counted_round, summary
 from hf_specdec.bench.settings import BenchError, Settings
 
 if TYPE_CHECKING:
-    from hf_specdec.bench.running.llama_cpp import Decoded, Rows
+    from hf_specdec.bench.running.llama_cpp import Copies, Decoded, Rows
 
 KIND = "llama.cpp"
+FILE = "llama.cpp-gguf"  # the target's GGUF file as it is
 # By how its weights are stored.
-LLAMA_CPP_ENGINES = {"llama.cpp-f32": "f32", "llama.cpp-bf16": "bf16", "llama.cpp-q8_0": "q8_0"}
+LLAMA_CPP_ENGINES = {"llama.cpp-f32": "f32", "llama.cpp-bf16": "bf16", "llama.cpp-q8_0": "q8_0", FILE: "gguf"}
 
 
 class _Pair:
-    """A pair written for llama.cpp and read by it, and what its last call decoded."""
+    """A pair written for llama.cpp and read by it, or a file and copies, and what its last call decoded."""
 
     def __init__(self, pair: LoadedPair, weights: str):
-        self.target = _loaded(pair.target, weights)
-        self.draft = None if pair.draft is None else _loaded(pair.draft, weights)
+        self.draft: Rows | Copies | None
+        if weights == LLAMA_CPP_ENGINES[FILE]:
+            from hf_specdec.bench.running.llama_cpp import Copies, Rows
+
+            self.target = Rows(gguf_path(pair.target_name), weights, torch.get_num_threads())
+            self.draft = Copies()
+        else:
+            self.target = _loaded(pair.target, weights)
+            self.draft = None if pair.draft is None else _loaded(pair.draft, weights)
         self.last: Decoded | None = None
 
     def generate(
@@ -90,6 +99,8 @@ def llama_cpp_refusal(settings: Settings, pair: LoadedPair) -> str | None:
         return "llama.cpp is left out: it is compared on a CPU only."
     if processors := pair.describe()["target"].processors:
         return f"llama.cpp is left out: it lacks the processors of the target ({', '.join(processors)})."
+    if FILE in settings.engines:
+        return None if is_gguf(pair.target_name) else f"{FILE} is left out: the target is no GGUF file."
     return next((refusal for model in pair.models if (refusal := export_refusal(model))), None)
 
 
@@ -102,10 +113,12 @@ def llama_cpp_methods(pair: LoadedPair, engine: str, lookaheads: Sequence[int]) 
     name = f"none {engine}"
     plain = Method(name, f"plain, {engine}", KIND, engine, same_engine=name, role="plain")
     found = [Contender(plain, pair, generate=partial(loaded.generate, None))]
-    for tokens in lookaheads if pair.draft is not None else ():
-        title = f"speculative, γ = {tokens}, {engine}"
-        size = pair.draft.num_parameters()  # type: ignore[union-attr]
-        drafting = Method(title, title, KIND, engine, tokens, name, pair.draft_name, size, role="fixed")
+    for tokens in lookaheads if loaded.draft is not None else ():
+        title, by = f"speculative, γ = {tokens}, {engine}", pair.draft_name
+        size = None if pair.draft is None else pair.draft.num_parameters()
+        if engine == FILE:
+            title, by, size = f"prompt look-up, γ = {tokens}, {engine}", "copies", None
+        drafting = Method(title, title, KIND, engine, tokens, name, by, size, role="fixed")
         call = partial(loaded.generate, tokens)
         found.append(Contender(drafting, pair, tokens, generate=call, read_rounds=loaded.read_rounds))
     return found

@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import hf_specdec
 from hf_specdec.bench import results
 from hf_specdec.bench.figures import passes, speed
 from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.inputs.prompts import asked_prompts
-from hf_specdec.bench.models.loading import LoadedPair, load_pair
+from hf_specdec.bench.models.loading import LoadedPair, gguf_path, load_pair
+from hf_specdec.bench.models.precision import GGUF
 from hf_specdec.bench.records import Interval, Method, Model, Result
 from hf_specdec.bench.reports import columns
 from hf_specdec.bench.reports.columns import method_table
@@ -92,6 +94,9 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     what depends on texts or on the draft's confidence, which mean nothing there.
     """
     found = [plain(pair)]
+    if settings.precision == GGUF:
+        wide = replace(pair, target=hf_specdec.load_gguf(gguf_path(pair.target_name)).dequantize())
+        found.append(plain(wide).told(name="plain widened", title="plain generate(), weights widened"))
     on_gpu = pair.target.device.type != "cpu"
     if on_gpu or "compiled" in settings.engines:
         # Compiling takes half a minute or more, anew for each batch size.
