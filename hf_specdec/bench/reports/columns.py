@@ -91,10 +91,11 @@ def quantized_note(result: Result) -> list[str]:
     weights = result.models["target"].dtype.partition(" weights")
     if not weights[1]:
         return []
+    by_quanto = weights[0].startswith("int")
+    slowly = ", as quantized by optimum-quanto, which multiplies them more slowly than float32" if by_quanto else ""
     return [
-        f"Plain generate() ran with {weights[0]} weights, as quantized by optimum-quanto, which multiplies them more "
-        "slowly than float32: speedups over it say nothing about float32. The gain from drafting is that over plain "
-        "decoding on the same engine."
+        f"Plain generate() ran with {weights[0]} weights{slowly}: speedups over it "
+        "say nothing about float32. The gain from drafting is that over plain decoding on the same engine."
     ]
 
 

@@ -192,13 +192,13 @@ def llama_cpp_legend(target: Model) -> str:
 
 
 def over_llama_cpp(part: Part) -> str:
-    """One row per batch size and engine of this package, plain and with the draft; empty without llama.cpp."""
+    """One row per batch size and engine of this package, plain and with drafts; empty without llama.cpp."""
     theirs = dict.fromkeys(method.engine for method in part.methods if method.kind == "llama.cpp")
     if not theirs:
         return ""
     shown: dict[str, Any] = {
         "Engine": lambda here, method: method.engine,
-        "Decoding": lambda here, method: "with a draft" if method.draft else "plain",
+        "Decoding": lambda here, method: "plain" if method.lookahead is None else "with a draft",
         **columns.N,
         **columns.RATE,
     }
@@ -209,7 +209,7 @@ def over_llama_cpp(part: Part) -> str:
 
 
 def fastest_of_ours(part: Part) -> Iterator[Method]:
-    """This package's fastest methods, plain and with the draft on each engine."""
+    """This package's fastest methods, plain and with drafts on each engine."""
     for engine in speed.engines_of(part):
         alone = [method for method in part.methods if (method.kind, method.engine) == ("none", engine)]
         yield from filter(None, (speed.fastest(part, alone), speed.fastest(part, speed.drafting(part, engine))))
@@ -217,7 +217,8 @@ def fastest_of_ours(part: Part) -> Iterator[Method]:
 
 def _over(part: Part, own: Method, engine: str) -> str:
     """A method's speedup over llama.cpp, which drafts if the method does."""
-    fit = [m for m in part.methods if (m.kind, m.engine) == ("llama.cpp", engine) and bool(m.draft) == bool(own.draft)]
+    theirs = [method for method in part.methods if (method.kind, method.engine) == ("llama.cpp", engine)]
+    fit = [method for method in theirs if (method.lookahead is None) == (own.lookahead is None)]
     best = speed.fastest(part, fit)
     return ratio(None if best is None else speed.speedup(part, own.name, best.name))
 

@@ -186,7 +186,7 @@ def _tables(part: Part) -> list[Block]:
         )
         found.append(Picture("speed-and-quality", "quality.speed_against_quality", (part,)))
     drafting = [method for method in speed.drafting(part) if method in lossless]
-    automatic = [method for method in drafting if method.lookahead == "auto" and method.keywords["drafter"] != "none"]
+    automatic = [one for one in drafting if one.lookahead == "auto" and one.keywords.get("drafter") != "none"]
     if automatic and len(automatic) < len(drafting):
         chosen = method_table(by_subtask(part), AUTOMATIC_COLUMNS, group="Subtask", methods=lambda _: automatic)
         found += section("Automatic lookaheads", AUTOMATIC, chosen)
