@@ -299,11 +299,6 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
         raise ValueError(
             f"{named} decodes in a loop of its own, {own}, which speculation would replace: decode without speculation."
         )
-    if argument == "model" and (steered := steered_by(model)):
-        raise ValueError(
-            f"{named} steers its decoding after every token, by {', '.join(steered)}, which a pass over several tokens "
-            "can't do: decode without speculation."
-        )
     sharding = _sharding_of(model)
     if sharding is not None:
         raise ValueError(
@@ -311,6 +306,11 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
             "drafts; gather the model's weights first, or decode without speculation."
         )
     check_recurrence(model, argument)
+    if argument == "model" and (steered := steered_by(model)):
+        raise ValueError(
+            f"{named} steers its decoding after every token, by {', '.join(steered)}, which a pass over several tokens "
+            "can't do: decode without speculation."
+        )
 
 
 _REFUSED_FLAGS = {

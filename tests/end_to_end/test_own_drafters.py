@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers import sampled_outputs
+from helpers.auto_lengths import choose_in_turn
 from helpers.identity import same_as_plain
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.models import llama, prompts
@@ -303,7 +304,8 @@ def sampled_target(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("c", SAMPLED, ids=", ".join)
-def test_outputs_are_distributed_as_the_targets_own(c: Combination, sampled_target) -> None:
+def test_outputs_are_distributed_as_the_targets_own(c: Combination, sampled_target, monkeypatch) -> None:
+    choose_in_turn(monkeypatch, 2, 1)  # where lengths are automatic
     draws = Draws(c)
     assert odds_of_outputs(draws, c) > FALSE_FAILURE
     if c.batch == "rows":
