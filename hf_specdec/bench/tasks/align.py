@@ -229,13 +229,24 @@ def verdict(part: Part) -> str:
     return f"{decoding} Acceptance went {change}. The aligned draft is in `{training.saved}`."
 
 
-def advice(part: Part, names: Sequence[str]) -> str:
-    """Whether a draft is worth its use: what decoding with it brings by the fastest of some methods."""
+def advice(part: Part, names: Sequence[str], without: str | None = None) -> str:
+    """Whether a draft is worth its use: what decoding with it brings by the fastest of some methods.
+
+    Args:
+        names: the methods with the draft.
+        without: a method that drafts without a model, which has to be slower.
+    """
     best = speed.fastest(part, [part.result.method(name) for name in names])
     pays = None if best is None else speed.over(part, best, "engine")
     if best is None or pays is None:
         return "No answer is long enough to tell what decoding with it brings."
     what = f"{ratio(pays)} times the speed of plain decoding on the same engine"
+    other = None if without is None else part.result.method(without)
+    if other is not None and (rival := speed.over(part, other, "engine")) is not None and rival.value > pays.value:
+        return (
+            f"**Not recommended: decoding is faster without it**, {ratio(rival)} times the speed of plain decoding on "
+            f"the same engine ({other.title}); with it, {ratio(pays)} times ({best.title})."
+        )
     if pays.value >= LEAST_GAIN:
         return f"**Decoding with it has {what}** ({best.title})."
     slower = "is slower than without a draft" if pays.value < 1 else "hardly pays"

@@ -209,7 +209,7 @@ def render(result: Result) -> list[Block]:
     rounds = method_table({"": part}, columns.ROUNDS, methods=columns.drafted)
     return [
         heading(part),
-        align.advice(part, [AFTER, HYBRID]),
+        align.advice(part, [AFTER, HYBRID], SUFFIX),
         use(part),
         *section("Speed", columns.SPEED, method_table({"": part}, columns.speed_columns(result))),
         *section("Rounds", columns.ROUNDS_LEGEND, rounds),
