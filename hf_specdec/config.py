@@ -21,6 +21,8 @@ DRAFTERS = ("auto", "model", "suffix", "lookup", "hybrid", "mtp", "dflash", "non
 COPYING = ("auto", "suffix", "lookup", "hybrid")
 # Those that some models bring along.
 OWN_DRAFTERS = ("mtp", "dflash")
+# Those that draft with an assistant model.
+WITH_MODEL = ("model", "hybrid", "dflash")
 VERIFICATIONS = ("token", "block")
 DRAFT_ERRORS = ("raise", "continue")
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_specdec.checks import check_call, check_draft, check_kinds, check_model
 from hf_specdec.compat.transformers_private import is_callers_cache, mask_length, pad_token
-from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
+from hf_specdec.config import FIELDS, WITH_MODEL, SpeculationConfig, check_fields
 from hf_specdec.decoding import Decoder
 from hf_specdec.drafting.draft_settings import with_settings_of
 from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
@@ -154,7 +154,7 @@ class SpeculativeDecoding:
         settings = {name: value for name in FIELDS if (value := model_kwargs.pop(name, None)) is not None}
         config = replace(self.config, **settings).choosing(has_model=self.assistant_model is not None)
         check_draft(self.assistant_model, config)
-        if self.assistant_model is not None and (config.drafts_by_model or config.drafter == "dflash"):
+        if self.assistant_model is not None and config.drafter in WITH_MODEL:
             config = with_settings_of(self.assistant_model, config)
         with KeptTorchState():
             return self._decode(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.config import LOSSY_STRATEGIES, STRATEGY_SETTINGS, SpeculationConfig
+from hf_specdec.config import LOSSY_STRATEGIES, STRATEGY_SETTINGS, WITH_MODEL, SpeculationConfig
 
 # Settings of ours that are keywords of generate(), in the order in which they are written.
 KEYWORDS = (
@@ -116,7 +116,7 @@ class Settings:
         named = bool(self.assistant_model or self.draft_models)
         # Answers are replayed with the draft model that is named, if any; a draft is yet to be made.
         by_model = self.task not in ("replay", "draft") and any(
-            one in (None, "model", "hybrid", "dflash") for one in self.values("drafter")
+            one in (None, *WITH_MODEL) for one in self.values("drafter")
         )
         return self.assisted_generation and (named or by_model)
 

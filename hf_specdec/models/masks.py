@@ -19,6 +19,7 @@ ATTENTION = ("eager", "sdpa")
 MAX_MASKED_TOKENS = 32
 # Memory-efficient attention on CUDA loads this many numbers of a mask at a time. torch looks at the strides only.
 ALIGNMENT = 8
+Masks = Tensor | dict[str, Tensor] | None  # as models take them: one, or one per kind of layer
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -140,3 +141,13 @@ class SlotMasks:
         if visible is not None:
             mask = mask.masked_fill(~visible.unsqueeze(1), self._hidden)
         return mask.unsqueeze(1)
+
+
+def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:
+    """4-D masks as the model takes them: one, or one per kind of layer; see `attention_mask`."""
+    return by_kind({kind: attention_mask(slots, visible, window, dtype) for kind, window in windows.items()})
+
+
+def by_kind(masks: dict[str, Tensor]) -> Masks:
+    """Masks by kind of layer, as the model takes them."""
+    return masks if len(masks) > 1 else next(iter(masks.values()))

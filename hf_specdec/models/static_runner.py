@@ -21,9 +21,11 @@ from hf_specdec.models.hidden_states import HiddenStates, states_of
 from hf_specdec.models.masks import (
     MAX_MASKED_TOKENS,
     CausalMasks,
+    Masks,
     SlotMasks,
-    attention_mask,
     attention_windows,
+    by_kind,
+    slot_masks,
     takes_4d_masks,
     takes_one_causal_mask,
 )
@@ -40,8 +42,6 @@ class Passes(Protocol):
     def run(self, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Logits `[B, k, V]` and hidden states after reading `tokens` into `slots`, `[B, k]`; None if it can't."""
 
-
-Masks = Tensor | dict[str, Tensor] | None
 
 LONG_TEXT = 4096  # tokens; longer texts of models with sliding windows use caches that drop what left the window
 KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", CACHE_NAME, "logits_to_keep"})
@@ -226,7 +226,7 @@ class StaticRunner:
         masks, asked, handed = self._ready_masks(slots, span), self.outputs.last(None), self.states
 
         def step(tokens: Tensor, slots: Tensor, positions: Tensor, *rest: Tensor, model: Any = self.model) -> Tensor:
-            given, looked_at = _by_kind(dict(zip(masks, rest, strict=False))), rest[0].shape[-1]
+            given, looked_at = by_kind(dict(zip(masks, rest, strict=False))), rest[0].shape[-1]
             outputs = masked_pass(model, self.cache, tokens, slots, positions, given, span=looked_at, asked=asked)
             if handed is None:
                 logits: Tensor = outputs.logits
@@ -250,7 +250,7 @@ class StaticRunner:
         """The masks of a pass; for a prompt the model makes its own from the padding, without a table of all pairs."""
         if not any(self.read):
             return self.visible[:, :span].long() if self._padded else None
-        return _by_kind(self._ready_masks(slots, span))
+        return by_kind(self._ready_masks(slots, span))
 
     def _ready_masks(self, slots: Tensor, span: int) -> dict[str, Tensor]:
         """4-D masks by kind of layer."""
@@ -347,15 +347,6 @@ class StaticRunner:
         """Where each row lies in the cache."""
         rows = self._fed + self._left_out
         return sorted(range(len(rows)), key=rows.__getitem__)
-
-
-def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:
-    """4-D masks as the model takes them: one, or one per kind of layer; see `attention_mask`."""
-    return _by_kind({kind: attention_mask(slots, visible, window, dtype) for kind, window in windows.items()})
-
-
-def _by_kind(masks: dict[str, Tensor]) -> Masks:
-    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def static_pass(

@@ -72,8 +72,7 @@ class PreparedRounds:
         looked = perf_counter() - looking
         limits = [min(len(copy) or space * by_model, lookahead) for copy, space in zip(copies, room, strict=True)]
         if not all(n in engine.steps for n in engine.lengths(lookahead)):
-            # Before the clock starts: preparing is not part of a round's time.
-            engine.load(engine.tails, before, limits)
+            engine.load(engine.tails, before, limits)  # before the clock starts, which does not count preparing
             try:
                 self._prepare(lookahead)
             except Exception as error:  # compilers and captures fail in many ways, none of which should end a call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers
 from families.sweep import verdict
+from packaging.version import Version
 
 from hf_specdec.models import cache_rollback, runner_choice, sight
 
@@ -25,7 +26,9 @@ REFUSED = {
     "FSMTForConditionalGeneration": "tokens see those after them",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "pictures or sound for 3 rows of",  # positions are places
     "MoshiForCausalLM": "sees its last 9 tokens only because its cache drops the others",
-    "XLNetLMHeadModel": "a cache of its own kind|by mems",  # before and since transformers 5.24
+    "XLNetLMHeadModel": "by mems"
+    if Version(transformers.__version__) >= Version("5.24")
+    else "a cache of its own kind",
 }
 
 
@@ -42,8 +45,7 @@ def test_tokens_are_those_of_plain_generate(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_can_not_read_drafts_are_refused_by_name(name: str) -> None:
     line = _verdict(name)
-    assert line.startswith("refused: ") and name in line, line
-    assert any(reason in line for reason in REFUSED[name].split("|")), line
+    assert line.startswith("refused: ") and name in line and REFUSED[name] in line, line
     assert "decode without" in line or "pass one row" in line
 
 

@@ -122,7 +122,7 @@ def load_pair(settings: Settings, *, weights: bool = True) -> LoadedPair:
     place: dict[str, Any] = {"device_map": settings.device_map, "offload_folder": settings.offload_folder}
     kwargs = load_kwargs(settings.precision, dtype=settings.dtype, **place)
     if draft_name is not None:
-        draft_config = _read("--assistant_model", draft_name, AutoConfig)
+        draft_config = _draft_config("--assistant_model", draft_name, settings)
         if draft_config.is_encoder_decoder != config.is_encoder_decoder:
             raise BenchError(
                 f"--assistant_model: of {draft_name!r} and the target {target_name!r} only one is an "
@@ -160,7 +160,7 @@ def load_pairs(settings: Settings, drafts: Sequence[str]) -> list[LoadedPair]:
     """One target with each of several drafts, all in memory at once; raises `BenchError` as `load_pair`."""
     check_target(settings)
     for name in drafts:
-        _read("--draft_models", full_name(name), AutoConfig)
+        _draft_config("--draft_models", full_name(name), settings)
     first = load_pair(replace(settings, assistant_model=drafts[0]))
     pairs = [first]
     for name in drafts[1:]:
@@ -191,14 +191,8 @@ def with_draft(
     """The pair with this draft; with `trim` its head has rows of the tokens only that its configuration lists."""
     kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
     start = time.perf_counter()
-    config = _read("--assistant_model", name, AutoConfig)
-    blocks = describes_block_draft(config)
-    if blocks != ("dflash" in settings.values("drafter")):
-        raise BenchError(
-            f"--assistant_model: {name!r} is {'a' if blocks else 'no'} DFlash draft; "
-            f"{'add' if blocks else 'leave out'} --drafter dflash"
-        )
-    config = config if blocks else pair.target.config
+    blocks = "dflash" in settings.values("drafter")
+    config = _read("--assistant_model", name, AutoConfig) if blocks else pair.target.config
     draft = _load_model("--assistant_model", name, config, device, kwargs, settings.allow_pickle)
     check_loaded(draft, settings.draft_precision, argument="--draft_precision")
     if blocks:
@@ -258,6 +252,17 @@ def _draft_name(settings: Settings) -> str:
             "name one with --assistant_model"
         )
     return full_name(name)
+
+
+def _draft_config(argument: str, name: str, settings: Settings) -> Any:
+    """A draft's configuration; raises `BenchError` for a DFlash draft without `--drafter dflash`, and the reverse."""
+    config = _read(argument, name, AutoConfig)
+    if (blocks := describes_block_draft(config)) != ("dflash" in settings.values("drafter")):
+        raise BenchError(
+            f"{argument}: {name!r} is {'a' if blocks else 'no'} DFlash draft; "
+            f"{'add' if blocks else 'leave out'} --drafter dflash"
+        )
+    return config
 
 
 def _device(argument: str, name: str | None, default: torch.device | None = None) -> torch.device:

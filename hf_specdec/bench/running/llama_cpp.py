@@ -122,6 +122,17 @@ class Rows:
         if (status := llama_cpp.llama_decode(self._context, batch)) != 0:
             raise RuntimeError(f"llama_decode returned {status} for a batch of {len(chunk)} tokens")
 
+    def propose(self, text: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
+        """Up to `room` tokens after each row's text; first reads what it has not read of the text."""
+        drafts: list[list[int]] = [[] for _ in text]
+        fed = [list(row[self.lengths[place] :]) if room[place] > 0 else [] for place, row in enumerate(text)]
+        while any(fed):
+            latest = self.feed(fed, last_only=True)
+            for drafted, found in zip(drafts, latest, strict=True):
+                drafted += found
+            fed = [found if len(drafts[place]) < room[place] else [] for place, found in enumerate(latest)]
+        return drafts
+
 
 class Copies:
     """The drafter of llama-cpp-python, in place of a draft: what followed the last two tokens before, or the last."""
@@ -131,6 +142,10 @@ class Copies:
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Nothing is kept."""
+
+    def propose(self, text: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
+        """Up to `room` tokens after each row's text."""
+        return [self.after(row, most) for row, most in zip(text, room, strict=True)]
 
     @staticmethod
     def after(text: Sequence[int], most: int) -> list[int]:
@@ -174,7 +189,7 @@ def decode_with_draft(
     delivered: Delivered = lambda tokens: None,
 ) -> Decoded:
     """The same tokens, `lookahead` of them drafted a round; what is left to decode bounds a round's draft."""
-    models: tuple[Any, ...] = (target, draft)
+    models: tuple[Rows | Copies, ...] = (target, draft)
     for model in models:
         model.prepare(len(prompts), max(map(len, prompts)) + new_tokens)
     target.feed([prompt[:-1] for prompt in prompts], last_only=True)
@@ -183,7 +198,7 @@ def decode_with_draft(
     done = Decoded([])
     while any(len(row) < goal for row, goal in zip(text, goals, strict=True)):
         room = [min(lookahead, goal - len(row) - 1) for row, goal in zip(text, goals, strict=True)]
-        drafts = _draft(draft, text, room)
+        drafts = draft.propose(text, room)
         # A finished row has a room of -1, and nothing is fed for it.
         answers = target.feed(
             [[row[-1], *drafted] if most >= 0 else [] for row, drafted, most in zip(text, drafts, room, strict=True)]
@@ -200,20 +215,6 @@ def decode_with_draft(
         delivered(new)
     done.tokens = [row[len(prompt) :] for row, prompt in zip(text, prompts, strict=True)]
     return done
-
-
-def _draft(draft: Rows | Copies, text: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
-    """Up to `room` tokens behind each row's text; the draft first reads what it has not read of the text."""
-    if isinstance(draft, Copies):
-        return [draft.after(row, most) for row, most in zip(text, room, strict=True)]
-    drafts: list[list[int]] = [[] for _ in text]
-    fed = [list(row[draft.lengths[place] :]) if room[place] > 0 else [] for place, row in enumerate(text)]
-    while any(fed):
-        latest = draft.feed(fed, last_only=True)
-        for drafted, found in zip(drafts, latest, strict=True):
-            drafted += found
-        fed = [found if len(drafts[place]) < room[place] else [] for place, found in enumerate(latest)]
-    return drafts
 
 
 def _agreeing(drafted: Sequence[int], answer: Sequence[int]) -> int:

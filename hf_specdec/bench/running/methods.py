@@ -16,7 +16,7 @@ from hf_specdec.bench.models.names import short_name
 from hf_specdec.bench.records import Method, Rounds
 from hf_specdec.bench.running.rounds import summary
 from hf_specdec.bench.settings import KEYWORDS, Settings
-from hf_specdec.config import MAX_ASSISTANT_TOKENS, STRATEGY_SETTINGS
+from hf_specdec.config import MAX_ASSISTANT_TOKENS, STRATEGY_SETTINGS, WITH_MODEL
 from hf_specdec.models import recorded_passes
 
 GENERATE = "generate"  # the engine of transformers' own loops
@@ -133,7 +133,7 @@ def ours(
     """
     kept = {key: keywords[key] for key in KEYWORDS if keywords.get(key) is not None and keywords[key] is not False}
     kept = {key: value for key, value in kept.items() if key not in others_settings(strategy)}
-    draft = pair.draft if kept.get("drafter", "model") in ("auto", "model", "hybrid", "dflash") else None
+    draft = pair.draft if kept.get("drafter", "model") in ("auto", *WITH_MODEL) else None
     engine = engine_of(keywords, pair)
     method = Method(
         strategy if name is None else name,

@@ -156,19 +156,17 @@ def own_drafts(settings: Settings, pair: LoadedPair) -> list[Contender]:
     """
     if is_stateful(pair.target):
         return []
-    title, models = "transformers' assisted generation", {}
+    keywords: dict[str, Any]
+    models: dict[str, Any] = {}
     if settings.drafter == "mtp":
-        length, generator = len(mtp_layers(pair.target).layers), candidate_generator.MTPCandidateGenerator
-        title, name, keywords = (
-            f"{title}, {length} multi-token-prediction layers",
-            "use_mtp",
-            dict[str, Any](use_mtp=True),
-        )
+        generator, length = candidate_generator.MTPCandidateGenerator, len(mtp_layers(pair.target).layers)
+        name, drafts, keywords = "use_mtp", f"{length} multi-token-prediction layers", {"use_mtp": True}
     else:
         assert pair.draft is not None
-        generator, models = candidate_generator.DFlashTokenCandidateGenerator, {"assistant_model": pair.draft}
-        length, name, keywords = pair.draft.config.block_size - 1, "dflash", {"speculation_type": "dflash"}
-        title = f"{title}, blocks of {length} drafts"
+        models = {"assistant_model": pair.draft}
+        generator, length = candidate_generator.DFlashTokenCandidateGenerator, pair.draft.config.block_size - 1
+        name, drafts, keywords = "dflash", f"blocks of {length} drafts", {"speculation_type": "dflash"}
+    title = f"transformers' assisted generation, {drafts}"
     found = Contender(
         Method(name, title, "assisted", lookahead=length, keywords=keywords),
         pair,
