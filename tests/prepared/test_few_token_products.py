@@ -44,7 +44,7 @@ def test_linear_layers(shape: tuple[int, ...], rows: int, dtype: torch.dtype) ->
 @pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("tokens", [1, 6, 16, 40, MOST_TOKENS])
 def test_float_products_are_as_precise_as_float_is(tokens: int) -> None:
-    """Whichever way they are multiplied: with two parts of a number instead of three, tiles would fail this."""
+    """Whichever way they are multiplied; sums of products of bfloat16 numbers would fail this."""
     states, weight = _draw(tokens, 600, dtype=torch.float32), _draw(35, 600, dtype=torch.float32)
     with FewTokenProducts():
         found = linear(states, weight).double()

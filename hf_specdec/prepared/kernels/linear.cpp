@@ -1,6 +1,6 @@
 // Linear layers of floating point over few tokens.
 
-#include "amx_float.h"
+#include "amx.h"
 #include "floats.h"
 #include "linears.h"
 #include "transposed.h"
@@ -10,9 +10,8 @@ namespace {
 template <class T, size_t Count>
 void multiply_layers(const std::array<Layer<T, T>, Count>& layers, const T* x, int64_t tokens, int64_t k) {
 #ifdef TILES
-  using Tiles = std::conditional_t<std::is_same_v<T, float>, FloatTiles, BFloat16Tiles>;
-  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BFloat16>)
-    if (tokens >= Tiles::kFewest && tiles_granted()) return multiply_layers(layers, Tiles(x, tokens, k));
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (tokens >= BFloat16Tiles::kFewest && tiles_granted()) return multiply_layers(layers, BFloat16Tiles(x, tokens, k));
 #endif
   if constexpr (std::is_same_v<T, SumOf<T>>)
     if (tokens >= TransposedTokens<T>::kFewest) return multiply_layers(layers, TransposedTokens<T>(x, tokens, k));
