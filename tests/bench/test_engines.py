@@ -18,6 +18,7 @@ from hf_specdec.bench.figures import passes
 from hf_specdec.bench.figures.frames import whole
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
+from hf_specdec.bench.models.precision import quantized_layers
 from hf_specdec.bench.records import Pass, Result
 from hf_specdec.bench.results import document, load
 from hf_specdec.bench.running import memory, warming
@@ -54,6 +55,19 @@ def pair(settings: Settings) -> LoadedPair:
 def result(settings: Settings) -> Result:
     run_task(settings)
     return load(settings.output_dir / FILE)
+
+
+def test_quantized_weights_are_compared_with_float32_where_memory_has_room(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = replace(settings, precision="int8")
+    pair = load_pair(quantized)
+    (wide,) = (one for one in compared(quantized, pair) if one.name == "plain float32")
+    assert quantized_layers(pair.target) and not quantized_layers(wide.pair.target)
+    assert wide.pair.target.dtype == torch.float32
+    assert "plain float32" not in {one.name for one in compared(settings, load_pair(settings))}
+    monkeypatch.setattr(memory, "has_room", lambda size: False)
+    assert "plain float32" not in {one.name for one in compared(quantized, pair)}
 
 
 def test_every_method_decodes_plain_tokens_at_every_batch_size(result: Result) -> None:

@@ -93,9 +93,10 @@ def quantized_note(result: Result) -> list[str]:
         return []
     by_quanto = weights[0].startswith("int")
     slowly = ", as quantized by optimum-quanto, which multiplies them more slowly than float32" if by_quanto else ""
+    beside = ", which has rows of its own" if any(one.name == "plain float32" for one in result.methods) else ""
     return [
         f"Plain generate() ran with {weights[0]} weights{slowly}: speedups over it "
-        "say nothing about float32. The gain from drafting is that over plain decoding on the same engine."
+        f"say nothing about float32{beside}. The gain from drafting is that over plain decoding on the same engine."
     ]
 
 

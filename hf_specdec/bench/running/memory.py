@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -23,6 +24,14 @@ def describe(pair: LoadedPair, context: int) -> Memory:
     """Bytes of a step of the target at batch size 1 and a context of so many tokens."""
     cache = None if pair.encoder_decoder else cache_bytes(pair.target, context)
     return Memory(context, weight_bytes(pair.target), cache)
+
+
+def has_room(size: int) -> bool:
+    """Whether `size` bytes are at most half of the free memory; True where the system does not report it."""
+    try:
+        return 2 * size <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return True
 
 
 def weight_bytes(model: PreTrainedModel) -> int | None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from transformers import PreTrainedModel
+
 import hf_specdec
 from hf_specdec.bench import results
 from hf_specdec.bench.figures import passes, speed
@@ -94,10 +96,10 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     what depends on texts or on the draft's confidence, which mean nothing there.
     """
     found = [plain(pair)]
-    if settings.precision == GGUF:
-        wide = replace(pair, target=hf_specdec.load_gguf(gguf_path(pair.target_name)).dequantize())
-        found.append(plain(wide).told(name="plain widened", title="plain generate(), weights widened"))
     on_gpu = pair.target.device.type != "cpu"
+    if settings.precision is not None and not on_gpu and memory.has_room(4 * pair.target.num_parameters()):
+        wide = replace(pair, target=_in_float32(settings, pair))
+        found.append(plain(wide).told(name="plain float32", title="plain generate(), float32 weights"))
     if on_gpu or "compiled" in settings.engines:
         # Compiling takes half a minute or more, anew for each batch size.
         static = plain(pair).told(
@@ -132,6 +134,13 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     floor = ours("speculative", {"num_assistant_tokens": "auto"}, own, name="floor")
     title = f"speculative, auto, the target as its own draft, {floor.method.engine}"
     return [*found, replace(floor.told(title=title, role="floor"), pair=pair, most_rows=1)]
+
+
+def _in_float32(settings: Settings, pair: LoadedPair) -> PreTrainedModel:
+    """The target without quantization: what plain generate() decodes with where memory suffices."""
+    if settings.precision == GGUF:
+        return hf_specdec.load_gguf(gguf_path(pair.target_name)).dequantize()
+    return load_pair(replace(settings, precision=None, dtype="float32")).target
 
 
 def _on_engine(settings: Settings, pair: LoadedPair, engine: str, lengths: list[int]) -> list[Contender]:
