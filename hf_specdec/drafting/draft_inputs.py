@@ -36,7 +36,8 @@ def draft_inputs(
     """The draft's `model_kwargs`, its own empty cache included.
 
     An encoder-decoder draft runs its own encoder here, on the inputs before `num_return_sequences` expands them. A
-    decoder-only draft for an encoder-decoder target, such as Distil-Whisper's, reads the target's encoder output.
+    decoder-only draft for an encoder-decoder target, such as Distil-Whisper's, reads the target's encoder output; so does
+    one whose configuration says `draft_shares_encoder`, as the drafts of `--task draft` do.
 
     Args:
         draft: the draft model.
@@ -55,13 +56,13 @@ def draft_inputs(
     kwargs = {key: _to_draft(value, draft) for key, value in shared.items()}
     encoded = "encoder_outputs" in model_kwargs
     if encoded:
-        own_encoder = draft.config.is_encoder_decoder
+        own_encoder = draft.config.is_encoder_decoder and not getattr(draft.config, "draft_shares_encoder", False)
         kwargs["encoder_outputs"] = (
             _encode(draft, model_kwargs, input_ids, inputs_tensor)
             if own_encoder
             else _to_draft(_readable(model_kwargs["encoder_outputs"], draft), draft)
         )
-        masks = ["attention_mask", "decoder_attention_mask"] if own_encoder else []
+        masks = ["attention_mask", "decoder_attention_mask"] if draft.config.is_encoder_decoder else []
     else:
         masks = ["attention_mask"]
     if kwargs.get("mm_encoder_outputs"):

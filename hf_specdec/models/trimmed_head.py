@@ -26,16 +26,20 @@ class TrimmedHead(torch.nn.Linear):
     Args:
         head: the whole head; the rows in use are copied, bias included.
         token_ids: `[K]`, distinct, on the head's device.
+        tied: whether the whole head is the input embedding. Its rows are then left out of a state dictionary, so that
+            a saved model is whole; otherwise they could not be loaded again, and `state_dict` raises ValueError.
     """
 
     token_ids: Tensor
 
-    def __init__(self, head: torch.nn.Linear, token_ids: Tensor) -> None:
+    def __init__(self, head: torch.nn.Linear, token_ids: Tensor, *, tied: bool) -> None:
         super().__init__(head.in_features, len(token_ids), head.bias is not None, device="meta")
         self.weight = torch.nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
         if head.bias is not None:
             self.bias = torch.nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)
         self.vocabulary = head.out_features
+        self.tied = tied and head.bias is None
+        self.register_state_dict_post_hook(_without_rows)
         self.train(head.training)
         self.register_buffer("token_ids", token_ids, persistent=False)
 
@@ -44,6 +48,15 @@ class TrimmedHead(torch.nn.Linear):
         logits = super().forward(input)
         others = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
         return others.scatter_(-1, self.token_ids.expand_as(logits), logits)
+
+
+def _without_rows(head: TrimmedHead, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    if not head.tied:
+        raise ValueError(
+            "the draft's head is trimmed, and some of its rows alone can't be loaded again: call restore() of the "
+            "handle that trim_draft_head returned, then save the draft."
+        )
+    del state[f"{prefix}weight"]
 
 
 class TrimmedDraft:
@@ -57,10 +70,13 @@ class TrimmedDraft:
     def __init__(self, draft: PreTrainedModel, head: torch.nn.Linear, trimmed: TrimmedHead) -> None:
         self.draft, self.head, self.trimmed = draft, head, trimmed
         _replace(draft, head, trimmed)
+        self._listed = getattr(draft.config, "draft_tokens", None)
+        draft.config.draft_tokens = trimmed.token_ids.tolist()
 
     def restore(self) -> None:
         """Give the draft its whole head back, in the dtype and on the device that the draft has now."""
         _replace(self.draft, self.trimmed, self.head.to(self.trimmed.weight))
+        self.draft.config.draft_tokens = self._listed
 
     def __enter__(self) -> TrimmedDraft:
         return self
@@ -77,7 +93,8 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor | 
     The output stays the target's. Static lists of frequent tokens are those of FR-Spec (Zhao et al. 2025, arXiv
     2502.14856) and VocabTrim (arXiv 2506.22694); `frequent_tokens` makes one. The input embedding
     stays whole. The rows in use are copied, which takes K · H numbers in the head's dtype; they don't follow later
-    changes of the weights, so load and train the draft before, and save it after `restore`.
+    changes of the weights, so load and train the draft before. A draft whose head is its input embedding can be saved as it
+    is: the folder holds it whole, with the list as `draft_tokens` in its configuration. Others are saved after `restore`.
 
     Args:
         draft: the draft model, modified in place.
@@ -110,7 +127,8 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor | 
         raise ValueError(
             f"token_ids holds {wrong}, but {name} has tokens 0 to {head.out_features - 1}: pass ids of its tokenizer."
         )
-    return TrimmedDraft(model, head, TrimmedHead(head, torch.tensor(tokens, device=head.weight.device)))
+    tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
+    return TrimmedDraft(model, head, TrimmedHead(head, torch.tensor(tokens, device=head.weight.device), tied=tied))
 
 
 def frequent_tokens(texts: Iterable[str | Sequence[int]], tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:

@@ -10,58 +10,17 @@ import pytest
 import torch
 from helpers.pairwise import pairwise
 from helpers.recurrent_families import noisy
-from tokenizers.pre_tokenizers import ByteLevel
+from helpers.tiny_whisper import FRAMES, feature_extractor, tokenizer, whisper
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
     WhisperConfig,
-    WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
-    WhisperTokenizer,
     pipeline,
 )
 
 import hf_specdec
 from hf_specdec import last_speculation
-
-END, BEGIN, NO_TIMES = 256, 257, 258
-FIRST_TIME, TIMES = 259, 101
-FRAMES = 40  # of one window
-
-
-def whisper() -> PreTrainedModel:
-    """A window of 2 seconds, read as 20 positions."""
-    torch.manual_seed(0)
-    config = WhisperConfig(
-        vocab_size=FIRST_TIME + TIMES,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        num_mel_bins=8,
-        max_source_positions=FRAMES // 2,
-        max_target_positions=64,
-        init_std=0.3,
-        median_filter_width=3,
-        bos_token_id=END,
-        eos_token_id=END,
-        pad_token_id=END,
-        decoder_start_token_id=BEGIN,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-    model = WhisperForConditionalGeneration(config).to(torch.float64).eval()
-    for name, value in {
-        "no_timestamps_token_id": NO_TIMES,
-        "is_multilingual": False,
-        "prev_sot_token_id": BEGIN,
-        "alignment_heads": [[0, 0], [1, 1]],
-    }.items():
-        setattr(model.generation_config, name, value)
-    return model
 
 
 def distilled(target: PreTrainedModel) -> PreTrainedModel:
@@ -169,15 +128,11 @@ def test_the_times_of_words(draft: str, frames: int, settings: dict[str, Any]) -
     "settings", [{}, {"chunk_length_s": 2, "batch_size": 3}, {"return_timestamps": True}, {"return_timestamps": "word"}]
 )
 def test_the_pipeline_for_speech(target: PreTrainedModel, settings: dict[str, Any]) -> None:
-    special = {"<|endoftext|>": END, "<|startoftranscript|>": BEGIN, "<|notimestamps|>": NO_TIMES}
-    vocabulary = {byte: token for token, byte in enumerate(sorted(ByteLevel.alphabet()))}
     recognize = pipeline(
         "automatic-speech-recognition",
         model=target,
-        tokenizer=WhisperTokenizer(vocab={**vocabulary, **special}, merges=[], pad_token="<|endoftext|>"),
-        feature_extractor=WhisperFeatureExtractor(
-            feature_size=8, sampling_rate=1000, hop_length=50, chunk_length=2, n_fft=100
-        ),
+        tokenizer=tokenizer(),
+        feature_extractor=feature_extractor(),
         dtype=torch.float64,
     )
     sound = np.random.default_rng(0).standard_normal(5000)

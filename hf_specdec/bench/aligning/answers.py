@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -61,7 +62,9 @@ def target_answers(
 
     Columns: `index` and `subtask` of the question, `prompt` and `answer` in tokens, `text`; with
     `settings.top_k_targets` = K at each of the answer's T positions `target_tokens [T][K]` and `target_log_probs
-    [T][K + 1]`, the rest last (see `losses.on_tokens`), unprocessed, at temperature 1.
+    [T][K + 1]`, the rest last (see `losses.on_tokens`), unprocessed, at temperature 1. For a draft to be cut out of an
+    encoder-decoder, `start`, the tokens before the answer's first, and `encoding`, the float16 numbers `[S, H]` that its
+    decoder attends to.
 
     Args:
         contender: how it decodes instead.
@@ -109,7 +112,7 @@ def _answered(settings: Settings, contender: Contender, group: Group) -> list[di
         # Passes of generate() are seen one by one, so that the distributions need no further pass.
         seen = settings.top_k_targets if contender.method.kind == "plain" else None
         try:
-            with _distributions(pair, seen) as steps:
+            with _noted(pair, seen) as passes:
                 call = timed_call(contender, prompts, settings)
         except ValueError as error:
             raise BenchError(" ".join(str(error).split())) from error
@@ -118,31 +121,49 @@ def _answered(settings: Settings, contender: Contender, group: Group) -> list[di
             text = pair.tokenizer.decode(tokens, skip_special_tokens=True).strip()
             earlier.append(text)
             about = {"index": prompt.index, "subtask": prompt.label, "text": text}
+            about |= {"recording": prompt.recording} if prompt.recording else {}
             new.append({**about, "prompt": list(prompt.token_ids), "answer": list(tokens)})
-        if steps:
-            likely, log_probs = (torch.stack(side, dim=1).tolist() for side in zip(*steps, strict=True))
+        if passes.steps:
+            likely, log_probs = (torch.stack(side, dim=1).tolist() for side in zip(*passes.steps, strict=True))
             for place, row in enumerate(new):
                 length = len(row["answer"])
                 row |= {"target_tokens": likely[place][:length], "target_log_probs": log_probs[place][:length]}
         elif settings.top_k_targets is not None:
             with in_bfloat16(pair.target):
                 _add_distributions(pair, new, settings.top_k_targets)
+        if settings.task == "draft" and passes.encoding is not None and passes.start is not None:
+            for row, start, encoding in zip(new, passes.start.tolist(), passes.encoding, strict=True):
+                read = encoding if "recording" in row else encoding[: len(row["prompt"])]
+                row |= {"start": start, "encoding": read.cpu().half().numpy().tobytes()}
         rows += new
     return rows
 
 
-@contextmanager
-def _distributions(pair: LoadedPair, count: int | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The `count` most likely tokens `[B, K]` of each pass, and their log-probabilities as `losses.on_tokens` has."""
-    found: list[tuple[Tensor, Tensor]] = []
+@dataclass
+class _Passes:
+    """What `_noted` has seen: a (tokens, log-probabilities) a pass, and of an encoder-decoder where it started."""
 
-    def keep(model: Any, arguments: Any, output: Any) -> None:
+    steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    start: Tensor | None = None
+    encoding: Tensor | None = None
+
+
+@contextmanager
+def _noted(pair: LoadedPair, count: int | None) -> Iterator[_Passes]:
+    """The `count` most likely tokens `[B, K]` of each pass, and their log-probabilities as `losses.on_tokens` has."""
+    found = _Passes()
+
+    def keep(model: Any, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
+        if keywords.get("use_cache") is False:
+            return  # by which Whisper finds out the language
+        if found.start is None and pair.encoder_decoder:
+            found.start, found.encoding = keywords["decoder_input_ids"], output.encoder_last_hidden_state
         logits = output.logits[:, -1, : shared_vocabulary(pair)]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         tokens = logits.topk(count).indices
-        found.append((tokens, on_tokens(logits, tokens)))
+        found.steps.append((tokens, on_tokens(logits, tokens)))
 
-    hook = None if count is None else pair.target.register_forward_hook(keep)
+    hook = None if count is None else pair.target.register_forward_hook(keep, with_kwargs=True)
     try:
         yield found
     finally:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.models.processor import multiplies_bfloat16
@@ -17,8 +18,7 @@ from hf_specdec.models.processor import multiplies_bfloat16
 IGNORED = -100  # labels that belong to no answer
 _INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
 
-# {"prompt": tokens, "answer": tokens, EOS included}, with "target_tokens" [T][K] and "target_log_probs" [T][K + 1]
-# where distributions are stored
+# {"prompt": tokens, "answer": tokens, EOS included}, and what `answers.target_answers` stores on request
 Row = Mapping[str, Any]
 
 
@@ -26,7 +26,7 @@ class Collator:
     """Rows to tensors, padded on the right; labels stand where the logits that predict them do.
 
     Gives `input_ids`, `attention_mask` and `labels` `[B, L]`; of an encoder-decoder the labels have the shape of its
-    `decoder_input_ids`. Stored distributions become `target_tokens [N, K]` and `target_log_probs [N, K + 1]`, over
+    `decoder_input_ids`, and stored encodings, as `encoding` `[B, S, H]`, stand for the ids. Stored distributions become `target_tokens [N, K]` and `target_log_probs [N, K + 1]`, over
     the N tokens of all answers, row after row.
     """
 
@@ -35,13 +35,15 @@ class Collator:
         self.pad = pair.tokenizer.pad_token_id or 0
         start = pair.target.generation_config.decoder_start_token_id
         self.start = pair.target.config.decoder_start_token_id if start is None and self.encoder_decoder else start
+        self.width = pair.target.get_encoder().config.hidden_size if self.encoder_decoder else 0
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         prompts, answers = ([list(row[name]) for row in rows] for name in ("prompt", "answer"))
         if self.encoder_decoder:
-            batch = self._padded(prompts)
-            batch["decoder_input_ids"] = _rectangle([[self.start, *answer[:-1]] for answer in answers], self.pad)
-            batch["labels"] = _rectangle(answers, IGNORED)
+            batch = self._encoded(rows) if "encoding" in rows[0] else self._padded(prompts)
+            begun = [(list(row.get("start", [self.start])), answer) for row, answer in zip(rows, answers, strict=True)]
+            batch["decoder_input_ids"] = _rectangle([[*start, *answer[:-1]] for start, answer in begun], self.pad)
+            batch["labels"] = _rectangle([[IGNORED] * (len(start) - 1) + answer for start, answer in begun], IGNORED)
         else:
             both = list(zip(prompts, answers, strict=True))
             batch = self._padded([[*prompt, *answer[:-1]] for prompt, answer in both])
@@ -60,6 +62,12 @@ class Collator:
         device = batch["input_ids"].device
         return {name: tensor.to(device) for name, tensor in self._padded(rows, "left").items()}
 
+    def _encoded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        read = [torch.frombuffer(bytearray(row["encoding"]), dtype=torch.float16) for row in rows]
+        encoded = [one.reshape(-1, self.width).float() for one in read]
+        mask = _rectangle([[1] * len(one) for one in encoded], 0)
+        return {"encoding": pad_sequence(encoded, batch_first=True), "attention_mask": mask}
+
     def _padded(self, rows: Sequence[Sequence[int]], side: str = "right") -> dict[str, Tensor]:
         mask = _rectangle([[1] * len(row) for row in rows], 0, side)
         return {"input_ids": _rectangle(rows, self.pad, side), "attention_mask": mask}
@@ -74,7 +82,6 @@ def answer_logits(model: PreTrainedModel, batch: Mapping[str, Tensor], inner: Pr
     Args:
         inner: the model itself, where `model` wraps it.
     """
-    inputs = {name: batch[name].to(model.device) for name in _INPUTS if name in batch}
 
     def chosen(head: torch.nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (states,) = arguments
@@ -82,10 +89,18 @@ def answer_logits(model: PreTrainedModel, batch: Mapping[str, Tensor], inner: Pr
 
     hook = (inner or model).get_output_embeddings().register_forward_pre_hook(chosen)
     try:
-        logits: Tensor = model(**inputs, use_cache=False).logits
+        logits: Tensor = model(**model_inputs(inner or model, batch), use_cache=False).logits
     finally:
         hook.remove()
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The part of a batch that a pass reads, on the model's device."""
+    inputs: dict[str, Any] = {name: batch[name].to(model.device) for name in _INPUTS if name in batch}
+    if "encoding" in batch:
+        inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=batch["encoding"].to(model.device, model.dtype))
+    return inputs
 
 
 def in_bfloat16(model: PreTrainedModel) -> AbstractContextManager[Any]:

@@ -1,4 +1,7 @@
-"""Drafts cut out of a target: some of its layers between its own embedding, last norm and head."""
+"""Drafts cut out of a target: some of its (decoder's) layers between its own embedding, last norm and head.
+
+Those of an encoder-decoder read the target's own encoding, as Distil-Whisper's (Gandhi et al. 2023, arXiv 2311.00430).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.bench.aligning.batches import IGNORED, in_bfloat16
+from hf_specdec.bench.aligning.batches import IGNORED, in_bfloat16, model_inputs
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.settings import BenchError
 
@@ -21,9 +24,7 @@ def check_target(pair: LoadedPair) -> None:
     """Raises `BenchError` for a target that no draft can be cut out of."""
     name, config = pair.target_name, pair.target.config
     refusal = None
-    if pair.encoder_decoder:
-        refusal = "is an encoder-decoder model"
-    elif config.get_text_config() is not config:
+    if config.get_text_config(decoder=True) is not config and not pair.encoder_decoder:
         refusal = "reads more than text"
     elif getattr(config, "quantization_config", None) is not None:
         refusal = "has quantized weights, which can't be trained"
@@ -33,8 +34,8 @@ def check_target(pair: LoadedPair) -> None:
         refusal = "has no ordinary linear output head"
     if refusal:
         raise BenchError(
-            f"--model_name: {name!r} {refusal}; drafts are made for decoder-only models that read text. Give another "
-            "target, or fine-tune a draft that you have with --task align"
+            f"--model_name: {name!r} {refusal}; drafts are made for models that read text, and for Whisper. Give "
+            "another target, or fine-tune a draft that you have with --task align"
         )
 
 
@@ -45,10 +46,8 @@ def layer_changes(model: PreTrainedModel, batch: dict[str, Tensor]) -> list[floa
     The measure of Gromov et al. 2024 (arXiv 2403.17887). Of the last layer there are no states before the norm.
     """
     with in_bfloat16(model):
-        states = model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True,
-            use_cache=False, logits_to_keep=1,
-        ).hidden_states  # fmt: skip
+        output = model.base_model(**model_inputs(model, batch), output_hidden_states=True, use_cache=False)
+    states = output.decoder_hidden_states if model.config.is_encoder_decoder else output.hidden_states
     answers = batch["labels"] != IGNORED
     kept = [one[answers].float() for one in states[:-1]]
     cosines = [torch.cosine_similarity(before, after, dim=-1) for before, after in pairwise(kept)]
@@ -69,21 +68,27 @@ def layers_that_change_most(changes: Sequence[float], count: int) -> tuple[int, 
 def cut_draft(target: PreTrainedModel, layers: Sequence[int], tokens: Sequence[int]) -> PreTrainedModel:
     """A model of some of a target's layers with copies of all its other weights; `config.draft_tokens` are `tokens`.
 
+    Of an encoder-decoder, the layers are the decoder's, and `config.draft_shares_encoder` is true.
+
     Raises:
-        BenchError: the target has no such layer.
+        BenchError: the target has no such layer, or needs one that is left out.
     """
-    name = _lists_of_layers(target)[0]
-    count = int(target.config.num_hidden_layers)
+    name, setting = _lists_of_layers(target)[0], _number_of_layers(target)
+    count = int(getattr(target.config, setting))
     if beyond := [layer for layer in layers if layer >= count]:
         raise BenchError(f"--layers: {beyond[0]} is none of the target's layers 0 to {count - 1}")
     config = deepcopy(target.config)
     for key, value in vars(target.config).items():
         if isinstance(value, (list, tuple)) and len(value) == count:
             setattr(config, key, [value[layer] for layer in layers])
-    config.num_hidden_layers = len(layers)
+    setattr(config, setting, len(layers))
     config.draft_tokens = sorted(tokens)
+    if config.is_encoder_decoder:
+        config.draft_shares_encoder = True
     config.name_or_path = ""
     draft: PreTrainedModel = type(target)(config).to(target.dtype)
+    if target.get_output_embeddings().weight is not target.get_input_embeddings().weight:
+        draft.set_output_embeddings(deepcopy(target.get_output_embeddings()))  # T5's configuration can't say so
     places = {layer: place for place, layer in enumerate(layers)}
     weights: dict[str, Any] = {}
     for key, tensor in target.state_dict().items():
@@ -92,13 +97,21 @@ def cut_draft(target: PreTrainedModel, layers: Sequence[int], tokens: Sequence[i
             weights[key] = tensor
         elif int(found[1]) in places:
             weights[f"{name}.{places[int(found[1])]}.{found[2]}"] = tensor
-    draft.load_state_dict(weights)
+    if missing := draft.load_state_dict(weights, strict=False).missing_keys:
+        raise BenchError(f"--layers: the first of them has to be 0, which holds what all layers read ({missing[0]})")
     draft.generation_config = deepcopy(target.generation_config)
     return draft.to(target.device).eval()
 
 
+def _number_of_layers(model: PreTrainedModel) -> str:
+    """Under which name a configuration has the number of the (decoder's) layers."""
+    own = ("num_decoder_layers", "decoder_layers") if model.config.is_encoder_decoder else ()
+    return next((name for name in own if hasattr(model.config, name)), "num_hidden_layers")
+
+
 def _lists_of_layers(model: PreTrainedModel) -> list[str]:
-    """The names of the lists of as many modules as the model has layers."""
-    count = getattr(model.config, "num_hidden_layers", None)
-    named = model.named_modules()
+    """The names of the lists of as many modules as the model (its decoder) has layers."""
+    count = getattr(model.config, _number_of_layers(model), None)
+    inner = set((model.get_decoder() if model.config.is_encoder_decoder else model).modules())
+    named = ((name, one) for name, one in model.named_modules() if one in inner)
     return [name for name, one in named if isinstance(one, torch.nn.ModuleList) and len(one) == count]

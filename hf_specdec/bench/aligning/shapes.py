@@ -81,7 +81,8 @@ class Trials:
         """c, and v by the number of drafted tokens, on the recorded engine."""
         assert pair.draft is not None
         hf_specdec.trim_draft_head(pair.draft)
-        prompt = Prompt(0, OWN, tuple(self.held_out[0]["prompt"]))
+        first = self.held_out[0]
+        prompt = Prompt(0, OWN, tuple(first["prompt"]), recording=first.get("recording"))
         passes = BarePasses(pair, 64, [1, *(n + 1 for n in _LOOKAHEADS)])
         times = [one for _ in range(_SAMPLES) for one in passes.sample("recorded", [prompt])]
 

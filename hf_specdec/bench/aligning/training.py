@@ -95,7 +95,8 @@ class AlignmentTrainer(Trainer):
     ) -> Any:
         """The mean loss over the answers' tokens; in on-policy steps, over those that the draft wrote."""
         if model.training:
-            self.tokens_read += int(inputs["attention_mask"].sum())
+            read = inputs["labels"] != IGNORED if "encoding" in inputs else inputs["attention_mask"]
+            self.tokens_read += int(read.sum())
             if self._draft_writes():
                 inputs = self._written_by(self.accelerator.unwrap_model(model), inputs)
         loss = self._losses(answer_logits(model, inputs, self.accelerator.unwrap_model(model)), inputs).mean()

@@ -20,7 +20,7 @@ class TrimmedVocabulary:
 
     def __init__(self, draft: PreTrainedModel, tokens: list[int]) -> None:
         self.draft, self.tied = draft, draft.config.tie_word_embeddings
-        self.whole = draft.get_output_embeddings()
+        self.whole, self.bias = draft.get_output_embeddings(), getattr(draft, "final_logits_bias", None)
         rows = self.whole.weight.detach()[tokens]
         head = torch.nn.Linear(
             rows.shape[1], len(tokens), self.whole.bias is not None, device=rows.device, dtype=rows.dtype
@@ -28,9 +28,12 @@ class TrimmedVocabulary:
         head.weight.data.copy_(rows)
         if self.whole.bias is not None:
             head.bias.data.copy_(self.whole.bias.detach()[tokens])
-        for module in (head, self.whole, draft.get_input_embeddings()):
+        encoder = [draft.get_encoder()] if draft.config.is_encoder_decoder else []  # the target's own
+        for module in (head, self.whole, draft.get_input_embeddings(), *encoder):
             module.requires_grad_(False)
         draft.set_output_embeddings(head)
+        if self.bias is not None:
+            draft.final_logits_bias = self.bias[:, tokens]
         draft.config.tie_word_embeddings = False
         # The column of each token; the one behind the last for those that the draft does not propose.
         self.places = torch.full((self.whole.weight.shape[0],), len(tokens), device=rows.device)
@@ -49,5 +52,6 @@ class TrimmedVocabulary:
     def restore(self) -> None:
         """Gives the draft its own head back."""
         self.draft.set_output_embeddings(self.whole)
+        if self.bias is not None:
+            self.draft.final_logits_bias = self.bias
         self.draft.config.tie_word_embeddings = self.tied
-        self.draft.tie_weights()

@@ -29,13 +29,15 @@ PRACTICE = 16  # prompts whose answers show which tokens a target writes
 class Prompt:
     """One prompt: `token_ids` are the model's main input (an encoder's, where there is one).
 
-    `question` is the number of its example, where several prompts hold the same one.
+    `question` is the number of its example, where several prompts hold the same one. `recording` is the place of what
+    a model hears instead; `token_ids` then only start its decoder.
     """
 
     index: int
     label: str
     token_ids: tuple[int, ...]
     question: int | None = None
+    recording: str | None = None
 
 
 def benchmark_prompts(
@@ -132,8 +134,12 @@ def question_prompt(
 ) -> tuple[Prompt, int]:
     """The prompt of a question after the given answers to the turns before it; and how many tokens were cut.
 
-    What does not fit into the context together with `new_tokens` is cut on the left, behind a `<bos>`.
+    What does not fit into the context together with `new_tokens` is cut on the left, behind a `<bos>`. To a target
+    that hears, the question is the place of a recording.
     """
+    if pair.extractor is not None:
+        start = int(pair.target.generation_config.decoder_start_token_id)
+        return Prompt(question.index, question.subtask, (start,), recording=question.turns[-1]), 0
     token_ids, cut = fitted(pair, _dialogue(pair, question.turns, answers), new_tokens)
     return Prompt(question.index, question.subtask, tuple(token_ids)), cut
 

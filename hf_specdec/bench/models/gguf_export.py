@@ -10,6 +10,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.models.trimmed_head import TrimmedHead
+
 # Weights of matrices; vectors (norms, biases) stay in float32, as llama.cpp's own converter has them.
 _FORMATS = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
@@ -28,14 +30,21 @@ def export_refusal(model: PreTrainedModel) -> str | None:
         return f"llama.cpp gets plain rotary embeddings, not {config.rope_parameters['rope_type']!r} ones."
     if getattr(config, "use_sliding_window", False):
         return "llama.cpp gets models without a sliding window."
+    head = model.get_output_embeddings()
+    if isinstance(head, TrimmedHead) and not head.tied:
+        return "llama.cpp gets models with a whole head: restore() it first."
     return None
 
 
-def write_gguf(model: PreTrainedModel, path: Path, weights: str) -> None:
-    """Writes a model without its tokenizer; one tensor at a time is copied.
+def write_gguf(model: PreTrainedModel, path: Path, weights: str, tokenizer: Path | None = None) -> None:
+    """Writes a model, whole where its head is trimmed; one tensor at a time is copied.
 
-    `weights` is f32, bf16 or q8_0 (blocks of 32 int8 with a scale each). Raises ValueError for a model that
-    `export_refusal` refuses, or that has a tensor which llama.cpp doesn't know.
+    Args:
+        weights: f32, bf16 or q8_0 (blocks of 32 int8 with a scale each).
+        tokenizer: a GGUF file whose tokenizer is copied; None: it gets none.
+
+    Raises:
+        ValueError: a model that `export_refusal` refuses, or that has a tensor which llama.cpp doesn't know.
     """
     if refusal := export_refusal(model):
         raise ValueError(refusal)
@@ -44,13 +53,16 @@ def write_gguf(model: PreTrainedModel, path: Path, weights: str) -> None:
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_file_type(file_type)
-    writer.add_tokenizer_model("no_vocab")
+    if tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        _copy_tokenizer(writer, tokenizer)
     add_sizes(writer, model)
-    kinds = {
-        name: matrices if parameter.ndim > 1 else GGMLQuantizationType.F32
-        for name, parameter in model.named_parameters()
-    }
-    for name, parameter in model.named_parameters():
+    trimmed = model.get_output_embeddings()
+    rows = id(trimmed.weight) if isinstance(trimmed, TrimmedHead) else None  # of the embedding, which is written
+    parameters = {name: one for name, one in model.named_parameters() if id(one) != rows}
+    kinds = {name: matrices if one.ndim > 1 else GGMLQuantizationType.F32 for name, one in parameters.items()}
+    for name, parameter in parameters.items():
         kind, known_as = kinds[name], names.get_name(name, try_suffixes=(".weight", ".bias"))
         if known_as is None:
             raise ValueError(f"llama.cpp knows no tensor {name!r} in the family {model.config.model_type}")
@@ -59,10 +71,17 @@ def write_gguf(model: PreTrainedModel, path: Path, weights: str) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         array = _as_llama_cpp_has_it(model, name, parameter).float().cpu().numpy()
         writer.write_tensor_data(gguf.quantize(array, kinds[name]))
     writer.close()
+
+
+def _copy_tokenizer(writer: GGUFWriter, file: Path) -> None:
+    for name, field in gguf.GGUFReader(file).fields.items():
+        if name.startswith("tokenizer."):
+            kind, *inner = field.types
+            writer.add_key_value(name, field.contents(), kind, sub_type=inner[-1] if inner else None)
 
 
 def add_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:

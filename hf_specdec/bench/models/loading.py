@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
+    AutoFeatureExtractor,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -61,7 +63,8 @@ _PROCESSORS = {
 class LoadedPair:
     """A target with its tokenizer, and with assistance its draft; names are the full ones.
 
-    `template` are arguments of the chat template. `synthetic` is the sentence that reports have to carry where
+    `template` are arguments of the chat template. `extractor` turns recordings into features, where the target hears
+    instead of reading. `synthetic` is the sentence that reports have to carry where
     weights are random, None otherwise.
     `loading_seconds` says how long each model took to load, by name.
     """
@@ -75,6 +78,7 @@ class LoadedPair:
     synthetic: str | None = None
     loading_seconds: Mapping[str, float] = field(default_factory=dict)
     template: Mapping[str, Any] = field(default_factory=dict)
+    extractor: Any = None
 
     @property
     def encoder_decoder(self) -> bool:
@@ -117,6 +121,7 @@ def load_pair(settings: Settings, *, weights: bool = True) -> LoadedPair:
     if synthetic.is_synthetic(target_name):
         return _synthetic_pair(settings, device, draft_device)
     config = _target_config(settings)
+    hears = _hears(config, settings)
     draft_name = _draft_name(settings) if settings.uses_draft else None
 
     place: dict[str, Any] = {"device_map": settings.device_map, "offload_folder": settings.offload_folder}
@@ -141,7 +146,8 @@ def load_pair(settings: Settings, *, weights: bool = True) -> LoadedPair:
     template = settings.chat_template_kwargs
     if template and not getattr(tokenizer, "chat_template", None):
         raise BenchError(f"--chat_template_kwargs: {target_name!r} has no chat template; leave it out")
-    pair = LoadedPair(target_name, target, tokenizer, loading_seconds=loading, template=template)
+    extractor = _read("--model_name", target_name, AutoFeatureExtractor) if hears else None
+    pair = LoadedPair(target_name, target, tokenizer, loading_seconds=loading, template=template, extractor=extractor)
     if draft_name is not None:
         pair = with_draft(pair, draft_name, settings, draft_device)
     if settings.better_transformer:
@@ -295,11 +301,6 @@ def _load_model(
     argument: str, name: str, config: Any, device: torch.device, kwargs: dict[str, Any], allow_pickle: bool
 ) -> PreTrainedModel:
     """Weights are read from safetensors or GGUF, which hold nothing but numbers; from pickles only on request."""
-    if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
-        raise BenchError(
-            f"{argument}: {name!r} writes down speech, and all tasks ask in writing; give a model that reads text, or "
-            "call this one from Python"
-        )
     if kwargs.pop("blocks", False):
         return _in_blocks(argument, name, device, kwargs["dtype"])
     # Of GGUF files, which have formats of their own, transformers widens the weights.
@@ -337,9 +338,23 @@ def _in_blocks(argument: str, name: str, device: torch.device, dtype: torch.dtyp
         raise _unreachable(argument, name, error) from error
 
 
+def _hears(config: Any, settings: Settings) -> bool:
+    """Whether the target hears recordings; raises `BenchError` where they can't be had."""
+    if config.model_type not in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        return False
+    if config.model_type == "whisper" and settings.task == "draft":
+        return True
+    raise BenchError(
+        f"--model_name: {settings.model_name!r} writes down speech, and all tasks ask in writing (but draft, which "
+        "takes Whisper); give a model that reads text, or call this one from Python"
+    )
+
+
 def _auto(config: Any) -> Any:
     if describes_block_draft(config):
         return AutoModel  # its head is the target's
+    if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        return AutoModelForSpeechSeq2Seq
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.bench.inputs.prompts import Prompt, context_length
+from hf_specdec.bench.inputs.recordings import model_inputs
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.methods import GENERATE, Contender, without_recordings
 from hf_specdec.bench.running.timed_call import synchronize
@@ -70,15 +72,15 @@ class BarePasses:
             if prepared or engine == "compiled":
                 return prepared
         length = min(len(prompt.token_ids) for prompt in prompts)
-        rows = [prompt.token_ids[-length:] for prompt in prompts]
+        cut = [replace(prompt, token_ids=prompt.token_ids[-length:]) for prompt in prompts]
         eagerly = without_recordings() if engine == "eager" else nullcontext()
         with eagerly, pass_mode(*self.pair.models)():  # as our passes run
-            place = engine, len(rows), length
+            place = engine, len(cut), length
             if place not in self._steps:
                 build = generate_step if engine == GENERATE else partial(our_step, always=engine == "static")
                 roles = {"target": self.pair.target} | ({} if self.pair.draft is None else {"draft": self.pair.draft})
                 self._steps[place] = {
-                    role: build(self.pair, model, rows, self.behind, self.widths[-1]) for role, model in roles.items()
+                    role: build(self.pair, model, cut, self.behind, self.widths[-1]) for role, model in roles.items()
                 }
                 known = [recorded_passes(model) for model in self.pair.models]
                 recorded = all(passes is None or passes.made for passes in known)
@@ -118,23 +120,24 @@ def widths_for(contenders: Sequence[Contender]) -> list[int]:
 
 
 def generate_step(
-    pair: LoadedPair, model: PreTrainedModel, rows: Sequence[Sequence[int]], behind: int, widest: int
+    pair: LoadedPair, model: PreTrainedModel, prompts: Sequence[Prompt], behind: int, widest: int
 ) -> Step:
     """Passes as in transformers' loops: calls of the model with a dynamic cache.
 
     Args:
         pair: whose context bounds the text in the cache.
         model: target or draft.
-        rows: prompts of one length.
+        prompts: of one length.
         behind: tokens in the cache behind the prompt (of an encoder-decoder: in the decoder's).
         widest: the most tokens of one pass.
     """
-    text = _text(model, rows, behind + widest)
-    prompt, continuation = text[:, : len(rows[0])], text[:, len(rows[0]) :]
+    text = _text(model, prompts, behind + widest)
+    continuation = text[:, len(prompts[0].token_ids) :]
     fixed: dict[str, Any] = {}
     key, filled = "input_ids", _bounded(pair, text, widest)
     if model.config.is_encoder_decoder:
-        fixed = {"encoder_outputs": model.get_encoder()(input_ids=prompt), "attention_mask": torch.ones_like(prompt)}
+        read = model_inputs(pair, prompts, model)
+        fixed = {"encoder_outputs": model.get_encoder()(**read), "attention_mask": read.get("attention_mask")}
         key, filled = "decoder_input_ids", continuation[:, :behind]
     cache = cache_of(model(**{key: filled}, **fixed, use_cache=True))
     cache.activate_past_recording()
@@ -150,7 +153,7 @@ def generate_step(
 def our_step(
     pair: LoadedPair,
     model: PreTrainedModel,
-    rows: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     behind: int,
     widest: int,
     *,
@@ -162,10 +165,10 @@ def our_step(
         always: from a static cache wherever the model takes one, as under `cache_implementation="static"`.
     """
     recurrent = has_recurrent_layers(model)
-    serves = supports_rows_cache if always or len(rows) > 1 else supports_recorded_row
+    serves = supports_rows_cache if always or len(prompts) > 1 else supports_recorded_row
     if not recurrent and not serves(model, {}):
-        return generate_step(pair, model, rows, behind, widest)
-    text = _text(model, rows, behind + widest)
+        return generate_step(pair, model, prompts, behind, widest)
+    text = _text(model, prompts, behind + widest)
     prompt = _bounded(pair, text, widest)
     filled = prompt.shape[1]
     runner: StaticRunner | RecurrentRunner
@@ -178,7 +181,7 @@ def our_step(
     runner.forward(prompt, 1)
 
     def step(width: int) -> None:
-        runner.rewind([filled] * len(rows))
+        runner.rewind([filled] * len(prompts))
         runner.forward(text[:, filled : filled + width], width)
 
     return step
@@ -226,8 +229,9 @@ def timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def _text(model: PreTrainedModel, rows: Sequence[Sequence[int]], more: int) -> Tensor:
+def _text(model: PreTrainedModel, prompts: Sequence[Prompt], more: int) -> Tensor:
     """`[B, P + more]`: prompts of one length, repeated until so many tokens stand behind them."""
+    rows = [prompt.token_ids for prompt in prompts]
     prompt = torch.tensor(rows, device=model.device) % model.config.get_text_config().vocab_size
     length = prompt.shape[1]
     return prompt.repeat(1, 2 + more // length)[:, : length + more]

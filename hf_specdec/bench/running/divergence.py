@@ -28,7 +28,8 @@ def divergence(
 
     Args:
         model: the target.
-        inputs: what `generate` was given, of one row: `input_ids` `[1, P]`, and `attention_mask` if padded.
+        inputs: what `generate` was given, of one row: `input_ids` `[1, P]`, and `attention_mask` if padded, or
+            `input_features` of a recording.
         tokens, reference_tokens: new tokens only, without the prompt.
     """
     position = first_divergence(tokens, reference_tokens)
@@ -54,6 +55,10 @@ def next_logits(model: PreTrainedModel, inputs: Mapping[str, Tensor], new_tokens
     Raises:
         ValueError: more than one row.
     """
+    if "input_features" in inputs:  # its decoder starts with tokens that only `generate` chooses
+        most, once = len(new_tokens) + 1, {"force_unique_generate_call": True, "return_dict_in_generate": True}
+        output = model.generate(**inputs, **once, max_new_tokens=most, do_sample=False, output_logits=True)
+        return output.logits[-1][0].float()
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     if len(ids) != 1:
         raise ValueError(f"input_ids: {len(ids)} rows; give the one row whose output diverged, input_ids[i : i + 1].")

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from hf_specdec.bench import environment
 from hf_specdec.bench.inputs.prompts import Prompt, question_prompt
 from hf_specdec.bench.inputs.questions import Question, split_of
+from hf_specdec.bench.inputs.recordings import model_inputs
 from hf_specdec.bench.journal import Journal, Key
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.models.names import stem
@@ -312,8 +312,8 @@ class _Work:
             assert call is not None and call.tokens is not None
             tokens[one.name] = call.tokens[row]
         target, reference = self.baseline.pair.target, tokens[self.baseline.name]
-        ids = {"input_ids": torch.tensor([prompt.token_ids], device=target.device)}
-        found = {name: divergence(target, ids, some, reference) for name, some in sorted(tokens.items())}
+        inputs = model_inputs(self.baseline.pair, [prompt], target)
+        found = {name: divergence(target, inputs, some, reference) for name, some in sorted(tokens.items())}
         return {name: one for name, one in found.items() if one is not None}
 
 

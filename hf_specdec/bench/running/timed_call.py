@@ -9,13 +9,14 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.bench.inputs.prompts import Prompt
+from hf_specdec.bench.inputs.recordings import model_inputs, pad_token
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import Call
 from hf_specdec.bench.running.methods import Contender
@@ -27,20 +28,22 @@ _REPEATS_APART = 1_000_003  # between their seeds, where each repeat draws anew
 class TimingStreamer(BaseStreamer):
     """Notes when new tokens reach the caller, and passes everything on to `inner` where there is one.
 
-    The first put of every method is the prompt and is not noted. `times` are clock readings in seconds.
+    The first put of every method is the prompt, of which only the length is noted. `times` are clock readings in
+    seconds.
     """
 
     def __init__(self, inner: BaseStreamer | None = None):
         self.inner = inner
         self.times: list[float] = []
         self.counts: list[int] = []
-        self._prompt_seen = False
+        self.prompt_length: int | None = None
 
     def put(self, value: Tensor) -> None:
-        if self._prompt_seen:
+        if self.prompt_length is not None:
             self.times.append(time.perf_counter())
             self.counts.append(value.numel())
-        self._prompt_seen = True
+        else:
+            self.prompt_length = value.shape[-1]
         if self.inner is not None:
             self.inner.put(value)
 
@@ -77,7 +80,10 @@ def timed_call(
         RuntimeError: the tokens returned are not those that were streamed.
     """
     pair = contender.pair
-    ids, mask = _padded(prompts, pair)
+    inputs: dict[str, Any] = dict(model_inputs(pair, prompts, pair.target))
+    if pair.extractor is not None:
+        # Whisper would cut what it returns, and may decode a recording again.
+        inputs |= {"force_unique_generate_call": True}
     streamer = TimingStreamer(inner)
     # From the example's index: the same draws whatever ran before, and whoever else shares the examples.
     torch.manual_seed(seed_of(settings, prompts[0], repeat if settings.endless else 0))
@@ -88,17 +94,17 @@ def timed_call(
         start = time.perf_counter()
         # Without a dict: it would hand out the cache, which static ones have to be copied for.
         sequences = generate(
-            input_ids=ids,
-            attention_mask=mask,
+            **inputs,
             max_new_tokens=settings.max_new_tokens,
-            pad_token_id=_pad_token(pair),
+            pad_token_id=pad_token(pair),
             streamer=streamer,
             **settings.generate_kwargs(),
             **contender.options,
         )
         synchronize(pair)
         seconds = time.perf_counter() - start
-    new = sequences[:, 1 if pair.encoder_decoder else ids.shape[1] :].tolist()
+    start = streamer.prompt_length if pair.encoder_decoder else inputs["input_ids"].shape[1]
+    new = sequences[:, start:].tolist()
     tokens = new if settings.endless else [pair.up_to_eos(row) for row in new]
     if len(prompts) == 1 and len(tokens[0]) != sum(streamer.counts):
         raise RuntimeError(f"{contender.name} streamed {sum(streamer.counts)} tokens but returned {len(tokens[0])}")
@@ -150,14 +156,6 @@ def _peak(pair: LoadedPair) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _padded(prompts: Sequence[Prompt], pair: LoadedPair) -> tuple[Tensor, Tensor]:
-    """`[B, P]` ids, padded on the left (an encoder's on the right), and their mask."""
-    side = "right" if pair.encoder_decoder else "left"
-    rows = [torch.tensor(prompt.token_ids, device=pair.target.device) for prompt in prompts]
-    ids = pad_sequence(rows, batch_first=True, padding_value=_pad_token(pair) or 0, padding_side=side)
-    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
-
-
 @contextmanager
 def _ending(pair: LoadedPair, endless: bool) -> Iterator[None]:
     """Without EOS where texts are endless, so that all methods decode the same number of tokens; put back later."""
@@ -169,11 +167,3 @@ def _ending(pair: LoadedPair, endless: bool) -> Iterator[None]:
     finally:
         for model, token in zip(pair.models, saved, strict=True):
             model.generation_config.eos_token_id = token
-
-
-def _pad_token(pair: LoadedPair) -> int | None:
-    """The tokenizer's padding, or its EOS where it has none."""
-    if pair.tokenizer.pad_token_id is not None:
-        return int(pair.tokenizer.pad_token_id)
-    stored = pair.tokenizer.eos_token_id
-    return None if stored is None else int(stored)

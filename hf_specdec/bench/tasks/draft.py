@@ -63,6 +63,10 @@ def run(settings: Settings, shared: Processes) -> None:
     given, asked = ([], []) if own else align.prompts(settings)
     target = load_pair(settings)
     check_target(target)
+    if own and target.encoder_decoder:
+        raise BenchError(
+            f"--dataset: {target.target_name!r} is an encoder-decoder model, which writes no prompts of its own; give some"
+        )
     folder, learned, held_out = answered(settings, target, given, asked, shared)
     held_out = held_out.select(range(min(MOST_HELD_OUT, len(held_out))))
     if own:
@@ -192,6 +196,8 @@ def cut(pair: LoadedPair, layers: tuple[int, ...], tokens: list[int]) -> LoadedP
 def contenders(settings: Settings, before: LoadedPair, after: LoadedPair) -> list[Contender]:
     """Plain decoding, copies from the text, and drafting with the draft as it was cut, as trained, and with copies."""
     keywords = chosen_keywords(settings, after)
+    if after.encoder_decoder:
+        keywords["compile"] = False  # it has no effect on them
     copies = keywords | {"num_assistant_tokens": None}
     return [
         plain(after),
@@ -225,10 +231,13 @@ def use(part: Part) -> str:
     assert facts is not None
     best = speed.fastest(part, [part.result.method(name) for name in (AFTER, HYBRID)])
     copies = "" if best is None or best.name == AFTER else ', drafter="hybrid"'
+    encoder_decoder = part.result.encoder_decoder
+    kind = part.result.models["target"].kind if encoder_decoder else "AutoModelForCausalLM"
+    compiled = "" if encoder_decoder else ", compile=True"
     return f"""```python
-draft = AutoModelForCausalLM.from_pretrained("{facts.saved}")
+draft = {kind}.from_pretrained("{facts.saved}")
 hf_specdec.trim_draft_head(draft)  # proposes the {facts.vocabulary:,} tokens that the target writes
-model.generate(**inputs, assistant_model=draft, generation_strategy="speculative"{copies}, compile=True)
+model.generate(**inputs, assistant_model=draft, generation_strategy="speculative"{copies}{compiled})
 ```"""
 
 
