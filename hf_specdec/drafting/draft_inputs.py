@@ -36,8 +36,8 @@ def draft_inputs(
     """The draft's `model_kwargs`, its own empty cache included.
 
     An encoder-decoder draft runs its own encoder here, on the inputs before `num_return_sequences` expands them. A
-    decoder-only draft for an encoder-decoder target, such as Distil-Whisper's, reads the target's encoder output; so does
-    one whose configuration says `draft_shares_encoder`, as the drafts of `--task draft` do.
+    decoder-only draft for an encoder-decoder target, such as Distil-Whisper's, reads the target's encoder output; so
+    does one whose configuration says `draft_shares_encoder`, as the drafts of `--task draft` do.
 
     Args:
         draft: the draft model.

@@ -93,8 +93,9 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor | 
     The output stays the target's. Static lists of frequent tokens are those of FR-Spec (Zhao et al. 2025, arXiv
     2502.14856) and VocabTrim (arXiv 2506.22694); `frequent_tokens` makes one. The input embedding
     stays whole. The rows in use are copied, which takes K · H numbers in the head's dtype; they don't follow later
-    changes of the weights, so load and train the draft before. A draft whose head is its input embedding can be saved as it
-    is: the folder holds it whole, with the list as `draft_tokens` in its configuration. Others are saved after `restore`.
+    changes of the weights, so load and train the draft before. A draft whose head is its input embedding can be saved
+    as it is: the folder holds it whole, and its configuration lists the tokens as `draft_tokens`. Save others after
+    `restore`.
 
     Args:
         draft: the draft model, modified in place.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers import models
+from helpers.generating_classes import small_pair
 from helpers.made_up_results import drafted_call, method, plain_call, result_of
 from helpers.tiny_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -280,7 +283,31 @@ def test_refusals(more: dict[str, Any], words: str, folder: Path, tmp_path: Path
         run_task(replace(settings_for(folder, tmp_path), **more))
 
 
-def test_targets_without_a_shape_are_refused_by_name() -> None:
-    with pytest.raises(BenchError, match="'x' is an encoder-decoder model; drafts are made for decoder-only models"):
-        check_target(LoadedPair("x", models.t5(), None))  # type: ignore[arg-type]
-    check_target(LoadedPair("x", models.llama(), None))  # type: ignore[arg-type]
+def small(name: str) -> PreTrainedModel:
+    return small_pair(getattr(transformers, name), torch.float64)[0]
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma3ForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM"])
+def test_layers_of_other_families(name: str) -> None:
+    """With all of a layer's experts; all layers are the target, and one is not."""
+    target = small(name)
+    check_target(LoadedPair("x", target, None))  # type: ignore[arg-type]
+    expected = target(ids() % 20).logits
+    torch.testing.assert_close(cut_draft(target, range(2), TOKENS)(ids() % 20).logits, expected)
+    assert not torch.allclose(cut_draft(target, (1,), TOKENS)(ids() % 20).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LlavaForConditionalGeneration", "reads more than text"),
+        ("Gemma3ForConditionalGeneration", "reads more than text"),
+        ("Qwen3NextForCausalLM", "has recurrent layers"),
+        ("Mamba2ForCausalLM", "has recurrent layers"),
+        ("T5GemmaForConditionalGeneration", "(T5GemmaForConditionalGeneration) does not keep all of its layers in one"),
+    ],
+)
+def test_targets_without_a_shape_are_refused_by_name(name: str, words: str) -> None:
+    words = re.escape(f"--model_name: 'x' {words}") + ".*; drafts are made for models that read text, and for Whisper"
+    with pytest.raises(BenchError, match=words):
+        check_target(LoadedPair("x", small(name), None))  # type: ignore[arg-type]

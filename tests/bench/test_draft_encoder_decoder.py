@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import wave
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,22 @@ import numpy as np
 import pytest
 import torch
 from helpers import models
+from helpers.generating_classes import small_pair
 from helpers.tiny_pair import save_pair
 from helpers.tiny_whisper import BEGIN, FRAMES, NO_TIMES, RATE, feature_extractor, tokenizer, whisper
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedModel
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    BartForConditionalGeneration,
+    PreTrainedModel,
+)
 
 import hf_specdec
 from hf_specdec.bench.aligning.answers import target_answers
 from hf_specdec.bench.aligning.batches import IGNORED, Collator, answer_logits
 from hf_specdec.bench.aligning.shape import check_target, cut_draft, layer_changes
 from hf_specdec.bench.aligning.trimmed import TrimmedVocabulary
+from hf_specdec.bench.inputs.questions import dialogues
 from hf_specdec.bench.inputs.recordings import read_wave
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.results import load
@@ -28,10 +36,12 @@ from hf_specdec.bench.running.measuring import batches
 from hf_specdec.bench.running.methods import plain
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.inputs.questions import dialogues
 from hf_specdec.bench.tasks import run_task
 
-TARGETS = {"T5": lambda: models.t5(num_layers=4), "Whisper": lambda: whisper(decoder_layers=4)}
+TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
+    "T5": lambda: models.t5(num_layers=4),
+    "Whisper": lambda: whisper(decoder_layers=4),
+}
 TOKENS = list(range(0, models.VOCABULARY, 2))
 
 
@@ -115,6 +125,19 @@ def test_a_draft_reads_the_target_s_encoding(kind: str, tmp_path: Path) -> None:
         assert torch.equal(target.generate(**call(target), generation_strategy="speculative"), expected)
 
 
+def test_a_bias_of_the_logits_is_trimmed_with_the_head() -> None:
+    """As BART, Pegasus and Marian have it."""
+    target, _ = small_pair(BartForConditionalGeneration, torch.float64)
+    target.final_logits_bias.normal_()
+    ids = torch.tensor([[3, 5, 7]])
+    cut = cut_draft(target, (0, 1), [2, 3, 9])
+    trimmed, expected = TrimmedVocabulary.of(cut), target(input_ids=ids, decoder_input_ids=ids).logits
+    assert trimmed is not None
+    torch.testing.assert_close(cut(input_ids=ids, decoder_input_ids=ids).logits, expected[..., [2, 3, 9]])
+    trimmed.restore()
+    torch.testing.assert_close(cut(input_ids=ids, decoder_input_ids=ids).logits, expected)
+
+
 def test_transformers_takes_the_draft(tmp_path: Path) -> None:
     target = TARGETS["T5"]()
     cut_draft(target, (0, 3), TOKENS).save_pretrained(tmp_path)
@@ -166,7 +189,9 @@ def test_a_draft_is_made_trained_judged_and_saved(
     saved, own = (auto.from_pretrained(path) for path in (facts.saved, settings.model_name))
     its, targets = (model.get_encoder().state_dict() for model in (saved, own))
     assert all(torch.equal(its[name], targets[name]) for name in targets), "the encoder is the target's"
-    changed = [name for name, one in saved.get_decoder().named_parameters() if "norm" in name and bool((one != 1).any())]
+    changed = [
+        name for name, one in saved.get_decoder().named_parameters() if "norm" in name and bool((one != 1).any())
+    ]
     assert changed and saved.config.draft_shares_encoder
     outputs = {(one.prompts, one.method): one.outputs for one in result.calls}
     assert all(found == outputs[prompts, "plain"] for (prompts, _), found in outputs.items()), "the target's own"

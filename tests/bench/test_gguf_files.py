@@ -14,13 +14,16 @@ from helpers.tiny_pair import VOCABULARY, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec
+from hf_specdec.bench.aligning.shape import check_target
 from hf_specdec.bench.inputs.prompts import decode_prompts
 from hf_specdec.bench.models import names
+from hf_specdec.bench.models.gguf_export import write_gguf as export_gguf
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.models.precision import quantize_made, quantized_layers
 from hf_specdec.bench.models.real import convert_gguf
 from hf_specdec.bench.results import load
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.bench.tasks import draft as draft_task
 from hf_specdec.gguf.weights import GgufWeight
 
 ROWS = [[5, 9, 200, 17, 40], [7, 8, 9, 250, 31]]
@@ -128,3 +131,35 @@ def test_converting_keeps_weights_tokenizer_and_template(files: tuple[Path, Path
     assert torch.equal(model(ids).logits, qwen2(VOCABULARY)(ids).logits)
     assert (model.generation_config.top_k, model.generation_config.eos_token_id) == (7, 1)
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
+
+
+def test_a_draft_cut_out_of_a_file_is_saved_as_one(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """Whole, with the file's tokenizer, in blocks of eight bits."""
+    settings = Settings(task="draft", model_name=str(files[0]), assisted_generation=True)
+    pair = load_pair(settings)
+    check_target(pair)
+    made = draft_task.cut(pair, (1,), [0, 1, 7]).draft
+    assert made is not None
+    made.save_pretrained(tmp_path)
+    pair.tokenizer.save_pretrained(tmp_path)
+    draft_task.save_as_gguf(pair, settings, tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=draft_task.GGUF, dtype=torch.float32)
+    expected, found = (model(torch.tensor(ROWS)).logits for model in (made, read))
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert (pair.target(torch.tensor(ROWS)).logits - expected).norm() > 0.05 * expected.norm()
+    words = AutoTokenizer.from_pretrained(tmp_path, gguf_file=draft_task.GGUF)
+    assert words.get_vocab() == pair.tokenizer.get_vocab() and words.chat_template == TEMPLATE
+
+
+def test_a_trimmed_draft_is_written_whole(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """Where its head is its embedding; otherwise its other rows are gone."""
+    model = qwen2(VOCABULARY)
+    with hf_specdec.trim_draft_head(model, [1, 2]), pytest.raises(ValueError, match="with a whole head: restore"):
+        export_gguf(model, tmp_path / "x.gguf", "f32")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    expected = model(torch.tensor(ROWS)).logits
+    with hf_specdec.trim_draft_head(model, [1, 2]):
+        export_gguf(model, tmp_path / "x.gguf", "f32", files[0])
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf", dtype=torch.float32)
+    torch.testing.assert_close(read(torch.tensor(ROWS)).logits, expected)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,3 +263,24 @@ def test_frequent_tokens_are_ranked_and_hold_what_ends_a_text() -> None:
         hf_specdec.frequent_tokens(texts, tokenizer, 2)
     with pytest.raises(TypeError, match="texts='w5 w7' is one text"):
         hf_specdec.frequent_tokens("w5 w7", tokenizer, 3)
+
+
+def test_a_trimmed_draft_is_saved_whole_with_its_list(tmp_path: Path) -> None:
+    """Where its head is its embedding; one whose whole head is gone could not be loaded again."""
+    draft = tied()
+    ids = prompts(1)["input_ids"] % draft.config.vocab_size
+    expected = draft(ids).logits
+    with hf_specdec.trim_draft_head(draft, [1, 2, 30]):
+        trimmed = draft(ids).logits
+        draft.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(ids).logits, expected)
+    hf_specdec.trim_draft_head(loaded)
+    torch.testing.assert_close(loaded(ids).logits, trimmed)
+    assert getattr(draft.config, "draft_tokens", None) is None, "restored"
+    apart = pair("llama")[1]
+    handle = hf_specdec.trim_draft_head(apart, LISTED)
+    with pytest.raises(ValueError, match=r"call restore\(\) of the handle"):
+        apart.save_pretrained(tmp_path)
+    handle.restore()
+    apart.save_pretrained(tmp_path)

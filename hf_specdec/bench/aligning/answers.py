@@ -63,8 +63,8 @@ def target_answers(
     Columns: `index` and `subtask` of the question, `prompt` and `answer` in tokens, `text`; with
     `settings.top_k_targets` = K at each of the answer's T positions `target_tokens [T][K]` and `target_log_probs
     [T][K + 1]`, the rest last (see `losses.on_tokens`), unprocessed, at temperature 1. For a draft to be cut out of an
-    encoder-decoder, `start`, the tokens before the answer's first, and `encoding`, the float16 numbers `[S, H]` that its
-    decoder attends to.
+    encoder-decoder, `start`, the tokens before the answer's first, and `encoding`, the numbers `[S, H]` that its
+    decoder attends to, in float16.
 
     Args:
         contender: how it decodes instead.

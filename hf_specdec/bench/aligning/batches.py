@@ -26,8 +26,8 @@ class Collator:
     """Rows to tensors, padded on the right; labels stand where the logits that predict them do.
 
     Gives `input_ids`, `attention_mask` and `labels` `[B, L]`; of an encoder-decoder the labels have the shape of its
-    `decoder_input_ids`, and stored encodings, as `encoding` `[B, S, H]`, stand for the ids. Stored distributions become `target_tokens [N, K]` and `target_log_probs [N, K + 1]`, over
-    the N tokens of all answers, row after row.
+    `decoder_input_ids`, and stored encodings, as `encoding` `[B, S, H]`, stand for the ids. Stored distributions become
+    `target_tokens [N, K]` and `target_log_probs [N, K + 1]`, over the N tokens of all answers, row after row.
     """
 
     def __init__(self, pair: LoadedPair) -> None:

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 
 from hf_specdec.bench.aligning.batches import IGNORED, in_bfloat16, model_inputs
 from hf_specdec.bench.models.loading import LoadedPair
+from hf_specdec.bench.models.names import is_gguf
 from hf_specdec.bench.settings import BenchError
+from hf_specdec.models.cache_rollback import has_recurrent_layers
 
 
 def check_target(pair: LoadedPair) -> None:
@@ -26,8 +28,10 @@ def check_target(pair: LoadedPair) -> None:
     refusal = None
     if config.get_text_config(decoder=True) is not config and not pair.encoder_decoder:
         refusal = "reads more than text"
-    elif getattr(config, "quantization_config", None) is not None:
+    elif getattr(config, "quantization_config", None) is not None and not is_gguf(name):  # whose are widened
         refusal = "has quantized weights, which can't be trained"
+    elif has_recurrent_layers(pair.target):
+        refusal = "has recurrent layers"
     elif len(_lists_of_layers(pair.target)) != 1:
         refusal = f"({type(pair.target).__name__}) does not keep all of its layers in one list"
     elif type(pair.target.get_output_embeddings()) is not torch.nn.Linear:
@@ -86,6 +90,7 @@ def cut_draft(target: PreTrainedModel, layers: Sequence[int], tokens: Sequence[i
     if config.is_encoder_decoder:
         config.draft_shares_encoder = True
     config.name_or_path = ""
+    vars(config).pop("quantization_config", None)  # of a GGUF file, whose weights were widened
     draft: PreTrainedModel = type(target)(config).to(target.dtype)
     if target.get_output_embeddings().weight is not target.get_input_embeddings().weight:
         draft.set_output_embeddings(deepcopy(target.get_output_embeddings()))  # T5's configuration can't say so

@@ -44,7 +44,7 @@ def read_wave(path: str, rate: int, longest: float) -> np.ndarray:
 
 
 def model_inputs(pair: LoadedPair, prompts: Sequence[Prompt], model: PreTrainedModel) -> dict[str, Tensor]:
-    """Features `[B, …]` of recordings; of others `[B, P]` ids, padded on the left (an encoder's on the right), and mask.
+    """Features `[B, …]` of recordings; of texts `[B, P]` ids, padded on the left (an encoder's on the right) and mask.
 
     Args:
         model: of the pair, whose device and dtype they have.

@@ -103,8 +103,8 @@ def timed_call(
         )
         synchronize(pair)
         seconds = time.perf_counter() - start
-    start = streamer.prompt_length if pair.encoder_decoder else inputs["input_ids"].shape[1]
-    new = sequences[:, start:].tolist()
+    before = streamer.prompt_length if pair.encoder_decoder else inputs["input_ids"].shape[1]
+    new = sequences[:, before:].tolist()
     tokens = new if settings.endless else [pair.up_to_eos(row) for row in new]
     if len(prompts) == 1 and len(tokens[0]) != sum(streamer.counts):
         raise RuntimeError(f"{contender.name} streamed {sum(streamer.counts)} tokens but returned {len(tokens[0])}")

@@ -27,8 +27,8 @@ from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.inputs import questions
 from hf_specdec.bench.inputs.questions import OWN
 from hf_specdec.bench.journal import Journal
-from hf_specdec.bench.models.loading import LoadedPair, load_pair, with_draft
-from hf_specdec.bench.models.names import short_name, stem
+from hf_specdec.bench.models.loading import LoadedPair, gguf_path, load_pair, with_draft
+from hf_specdec.bench.models.names import is_gguf, short_name, stem
 from hf_specdec.bench.records import Result
 from hf_specdec.bench.reports import columns
 from hf_specdec.bench.reports.columns import method_table
@@ -44,6 +44,7 @@ from hf_specdec.bench.tasks.align import AFTER, BEFORE, MOST_HELD_OUT, Dialogues
 from hf_specdec.models.processor import multiplies_bfloat16
 
 SUFFIX, HYBRID = "suffix", "hybrid"  # the names of further methods
+GGUF = "draft.gguf"  # in the draft's folder, of targets from GGUF files
 _ANSWERING, _TRYING = 0.45, 0.1  # of the time; the rest trains
 _ROWS = 8  # of a training step
 _COVERED = 0.98  # of the answers' tokens, by those that the draft may propose
@@ -65,7 +66,8 @@ def run(settings: Settings, shared: Processes) -> None:
     check_target(target)
     if own and target.encoder_decoder:
         raise BenchError(
-            f"--dataset: {target.target_name!r} is an encoder-decoder model, which writes no prompts of its own; give some"
+            f"--dataset: {target.target_name!r} is an encoder-decoder model, which writes no prompts of its own; give "
+            "some"
         )
     folder, learned, held_out = answered(settings, target, given, asked, shared)
     held_out = held_out.select(range(min(MOST_HELD_OUT, len(held_out))))
@@ -105,9 +107,26 @@ def run(settings: Settings, shared: Processes) -> None:
     answering = Clock(folder / "seconds", 1).before
     result.notes += [f"The target answered for {answering / 60:.0f} minutes, all starts together.", *trials.notes]
     os.replace(place / "draft", saved)
+    save_as_gguf(target, settings, saved)
     results.finish(result, render)
     shutil.rmtree(place)
     sys.stdout.write(terminal(render(result)))
+
+
+def save_as_gguf(pair: LoadedPair, settings: Settings, saved: Path) -> None:
+    """Writes the draft in folder `saved` as a GGUF file beside it, where the target is one, with that one's tokenizer.
+
+    Of families that llama.cpp has and `gguf_export` does not, nothing is written.
+    """
+    if not is_gguf(pair.target_name):
+        return
+    # Here because it needs gguf, which such a target needs as well.
+    from hf_specdec.bench.models.gguf_export import export_refusal, write_gguf
+
+    draft = with_draft(pair, str(saved), settings, pair.target.device, trim=False).draft
+    assert draft is not None
+    if export_refusal(draft) is None:
+        write_gguf(draft, saved / GGUF, "q8_0", gguf_path(pair.target_name))
 
 
 def check_arguments(settings: Settings) -> None:
