@@ -155,10 +155,11 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
     },
     "data sets": {
         "dataset": _argument(
-            "embedded, embedded:SUBTASK, spec_bench, a local file, or a name that `datasets` knows, as NAME[:CONFIG]",
+            "embedded, spec_bench, one subtask of them (embedded:qa, spec_bench:qa), a local file, or a name that "
+            "`datasets` knows, as NAME[:CONFIG]",
             metavar="NAME",
         ),
-        "dataset_path": _argument("spec_bench: its question.jsonl", type=Path, metavar="FILE"),
+        "dataset_path": _argument("Spec-Bench's question.jsonl", type=Path, metavar="FILE"),
         "split": _argument(
             "split of the data; embedded: train or heldout (heldout); data sets from the hub: any of theirs (test)",
             metavar="NAME",
@@ -176,6 +177,10 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
         "limit": _argument("examples per subtask, or prompts of each length", type=at_least(1), metavar="N"),
     },
     "training": {
+        "held_out": _argument(
+            "share of a data set without a split for it that only judges, at most 64 dialogues (0.1)",
+            type=between(0, 1, above=True), metavar="P",
+        ),
         "loss": _argument("training loss", choices=_LOSSES),
         "steps": _argument(
             "steps of --batch_size texts; default: 5 epochs, at least 300", type=at_least(1), metavar="N"

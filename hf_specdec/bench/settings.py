@@ -83,6 +83,7 @@ class Settings:
     device_map: str | None = None
     offload_folder: Path | None = None
     allow_pickle: bool = False
+    held_out: float | None = None  # a tenth
     loss: str = "forward_kl"
     steps: int | None = None  # by the number of answers
     learning_rate: float | None = None  # by the draft's size

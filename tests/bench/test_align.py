@@ -322,6 +322,17 @@ def test_no_prompt_is_learned_and_judged() -> None:
     assert len(learned) == 20 and len(held_out) == align.MOST_HELD_OUT
     assert {dialogue[0].subtask for dialogue in [*learned, *held_out]} == {"qa"}
     assert not {dialogue[0].turns for dialogue in learned} & {dialogue[0].turns for dialogue in held_out}
+    with pytest.raises(BenchError, match=r"--held_out: 0\.5 can't be chosen for the embedded data"):
+        align.prompts(Settings(task="align", dataset="embedded:qa", held_out=0.5))
+
+
+def test_a_share_is_held_out(questions_file: Path) -> None:
+    """Spread over the data; no prompt is in both."""
+    settings = Settings(task="align", dataset=str(questions_file), prompt_column="q", held_out=0.5)
+    learned, held_out = align.prompts(settings)
+    assert len(learned) == len(held_out) == 10
+    assert not {one[0].turns for one in learned} & {one[0].turns for one in held_out}
+    assert [one[0].index for one in held_out] == list(range(0, 20, 2))
     all_of_them = align.prompts(Settings(task="align", limit=2))
     assert len(all_of_them[0]) == 16 and len(all_of_them[1]) == align.MOST_HELD_OUT
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -309,6 +310,11 @@ def test_spec_bench_categories(tmp_path: Path) -> None:
     assert second.turns == ("a", "b") and second.earlier == (0,) and second.references == ("r2",)
     assert first.references == () and rag.references == ("x", "y") and qa.references == ()
     assert [first.index, second.index, rag.index, qa.index] == [0, 1, 2, 3]
+    one = replace(settings, dataset="spec_bench:rag")
+    ((alone,),) = questions.dialogues(one)
+    assert alone.turns == rag.turns and questions.split_of(one) is None
+    with pytest.raises(BenchError, match="'sums' is no subtask of these questions; give one of multi-turn, rag, qa"):
+        questions.dialogues(replace(settings, dataset="spec_bench:sums"))
 
 
 def test_temperature_zero_is_greedy(

@@ -186,7 +186,8 @@ def train(
 ) -> Training:  # fmt: skip
     """Trains `draft` and saves it with its tokenizer as `folder`/draft; an interrupted training goes on.
 
-    Of a draft that names its `draft_tokens`, a head of these tokens' rows stays as it is, and so does its embedding.
+    Of a draft that names its `draft_tokens`, a head of these tokens' rows stays as it is, and so does its embedding,
+    where the answers come with distributions.
 
     Args:
         draft: a copy of the pair's draft, which is changed.
@@ -202,7 +203,8 @@ def train(
         dtype = draft.dtype
         # Weights in half precision would lose small steps: they are kept in float32, and passes run in half.
         model = draft.float() if dtype in (torch.float16, torch.bfloat16) else draft
-        trimmed = TrimmedVocabulary.of(model)
+        # Other losses, and texts that the draft writes, need all logits.
+        trimmed = TrimmedVocabulary.of(model) if settings.top_k_targets else None
         model = model if settings.lora_rank is None else _with_lora(model, settings.lora_rank)
         settings = _chosen(settings, model, len(learned), shared.count)
         trainer = AlignmentTrainer(

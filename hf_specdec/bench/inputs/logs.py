@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdec.bench.inputs.prompts import Prompt, fitted, question_prompt
-from hf_specdec.bench.inputs.questions import Question, cell, dialogues, is_embedded, malformed, rows
+from hf_specdec.bench.inputs.questions import Question, cell, dialogues, is_embedded, is_spec_bench, malformed, rows
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.settings import BenchError, Settings
 
@@ -32,7 +32,7 @@ def logged(settings: Settings, pair: LoadedPair) -> list[Logged]:
         BenchError: as `dialogues`, or a cell that is neither.
     """
     new_tokens = settings.max_new_tokens
-    if is_embedded(settings.dataset) or settings.dataset == "spec_bench":
+    if is_embedded(settings.dataset) or is_spec_bench(settings.dataset):
         asked = [dialogue[0] for dialogue in dialogues(settings)]
         return [Logged(*question_prompt(pair, one, (), new_tokens)) for one in asked]
     found = list(_rows(settings, pair))

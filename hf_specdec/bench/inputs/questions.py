@@ -43,14 +43,14 @@ def dialogues(settings: Settings) -> list[list[Question]]:
         BenchError: a data set that can't be read or has nothing in it, a malformed line, a missing column.
     """
     name = settings.dataset
-    if settings.dataset_path is not None and name != "spec_bench":
+    if settings.dataset_path is not None and not is_spec_bench(name):
         raise BenchError(
             f"--dataset_path: {str(settings.dataset_path)!r} is only read by --dataset spec_bench; give that too, or "
             "name the file by --dataset itself"
         )
     for option in ("prompt_column", "answer_column", "reference_column", "prompt_template"):
         value = getattr(settings, option)
-        if value not in (None, "{prompt}") and (is_embedded(name) or name == "spec_bench"):
+        if value not in (None, "{prompt}") and (is_embedded(name) or is_spec_bench(name)):
             raise BenchError(
                 f"--{option}: {value!r} can't be had from {name}, whose prompts are read in one way; leave it out, or "
                 "name another data set by --dataset"
@@ -60,10 +60,10 @@ def dialogues(settings: Settings) -> list[list[Question]]:
         raise BenchError(f"--split: {settings.split!r} can't be had from a file, which is read whole; leave it out")
     if is_embedded(name):
         raw = _embedded(embedded_subtasks(name), str(split), settings.limit or settings.embedded_limit)
-    elif name == "spec_bench":
+    elif is_spec_bench(name):
         if settings.dataset_path is None:
-            raise BenchError("--dataset: 'spec_bench' needs the place of its question.jsonl; give it by --dataset_path")
-        raw = _spec_bench(settings.dataset_path)
+            raise BenchError(f"--dataset: {name!r} needs the place of its question.jsonl; give it by --dataset_path")
+        raw = _one_subtask(list(_spec_bench(settings.dataset_path)), name)
     else:
         raw = _columns(settings)
     found: list[list[Question]] = []
@@ -88,7 +88,7 @@ def dialogues(settings: Settings) -> list[list[Question]]:
 
 def split_of(settings: Settings) -> str | None:
     """The split of the data set that is read; None if it has no splits."""
-    if settings.dataset in ("spec_bench", OWN) or _is_file(settings.dataset):
+    if is_spec_bench(settings.dataset) or settings.dataset == OWN or _is_file(settings.dataset):
         return None
     return settings.split or ("heldout" if is_embedded(settings.dataset) else "test")
 
@@ -96,6 +96,11 @@ def split_of(settings: Settings) -> str | None:
 def is_embedded(name: str) -> bool:
     """Whether a data set is the embedded corpus, `embedded`, or one subtask of it, `embedded:SUBTASK`."""
     return name.partition(":")[0] == "embedded"
+
+
+def is_spec_bench(name: str) -> bool:
+    """Whether a data set is Spec-Bench, `spec_bench`, or one subtask of it, `spec_bench:SUBTASK`."""
+    return name.partition(":")[0] == "spec_bench"
 
 
 def embedded_subtasks(name: str) -> tuple[str, ...]:
@@ -137,6 +142,14 @@ def _spec_bench(path: Path) -> Iterator[Raw]:
         per_turn = [_texts(references[k]) if k < len(references) else () for k in range(len(turns))]
         # In one line, since it names rows of tables.
         yield "multi-turn" if category in _MT_BENCH else " ".join(category.split()), tuple(turns), tuple(per_turn)
+
+
+def _one_subtask(found: list[Raw], name: str) -> Iterator[Raw]:
+    """Those of the subtask that a data set names, if it names one."""
+    subtask, known = name.partition(":")[2], list(dict.fromkeys(subtask for subtask, *_ in found))
+    if subtask and subtask not in known:
+        raise BenchError(f"--dataset: {subtask!r} is no subtask of these questions; give one of {', '.join(known)}")
+    return (one for one in found if subtask in ("", one[0]))
 
 
 def _columns(settings: Settings) -> Iterator[Raw]:

@@ -154,7 +154,8 @@ TASKS: Mapping[str, Task] = {
         ),
         (
             *(name for name in MODELS if name not in _OF_DRAFTS), "num_assistant_tokens", *SAMPLING, *DATA,
-            "own_prompts", "layers", "draft_vocabulary", "loss", "learning_rate", "top_k_targets", "minutes", *WORK,
+            "held_out", "own_prompts", "layers", "draft_vocabulary", "loss", "learning_rate", "top_k_targets",
+            "minutes", *WORK,
         ),
         help={
             "batch_sizes": "texts answered at once",

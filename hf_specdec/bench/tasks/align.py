@@ -40,7 +40,7 @@ Dialogues = list[list[Question]]
 BEFORE, AFTER = "before", "after"  # the names of the methods
 MOST_HELD_OUT = 64  # dialogues
 LEAST_GAIN = 1.05  # over plain decoding on the same engine, below which a draft is not recommended
-_HELD_OUT_SHARE = 10  # one dialogue in so many is held out, where a data set has no split for it
+_HELD_OUT_SHARE = 0.1  # of the dialogues, where a data set has no split for it
 
 
 _ACCEPTANCE = (
@@ -163,23 +163,25 @@ def destination(settings: Settings, pair: LoadedPair) -> Path:
 def prompts(settings: Settings) -> tuple[Dialogues, Dialogues]:
     """Dialogues to learn from, and held-out ones; no prompt is in both.
 
-    The embedded data has a split for each. Of other data every tenth dialogue is held out, at most `MOST_HELD_OUT`.
+    The embedded data has a split for each. Of other data a share is held out, at most `MOST_HELD_OUT`.
 
     Raises:
         BenchError: see `questions.dialogues`; or there are too few.
     """
     if questions.is_embedded(settings.dataset):
-        if settings.split is not None:
-            raise BenchError(
-                f"--split: {settings.split!r} can't be chosen for the embedded data: align learns from train and is "
-                "judged on heldout; leave it out"
-            )
+        for option in ("split", "held_out"):
+            if (value := getattr(settings, option)) is not None:
+                raise BenchError(
+                    f"--{option}: {value!r} can't be chosen for the embedded data: drafts learn from train and are "
+                    "judged on heldout; leave it out"
+                )
         kinds = len(questions.embedded_subtasks(settings.dataset))
         judged = replace(settings, split="heldout", limit=MOST_HELD_OUT // kinds)
         return questions.dialogues(replace(settings, split="train")), questions.dialogues(judged)
     split = None if questions.split_of(settings) is None else settings.split or "train"
     found = questions.dialogues(replace(settings, split=split))
-    count = min(MOST_HELD_OUT, max(1, len(found) // _HELD_OUT_SHARE))
+    share = _HELD_OUT_SHARE if settings.held_out is None else settings.held_out
+    count = min(MOST_HELD_OUT, max(1, round(len(found) * share)))
     held_out = [found[number * len(found) // count] for number in range(count)]
     texts = {dialogue[-1].turns for dialogue in held_out}
     learned = [dialogue for dialogue in found if dialogue[-1].turns not in texts]

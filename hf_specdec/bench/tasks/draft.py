@@ -61,6 +61,8 @@ def run(settings: Settings, shared: Processes) -> None:
     Journal(judged, stem(judged), shared.count)
     saved = destination(settings)
     own = settings.own_prompts or settings.dataset == OWN
+    if own and settings.held_out is not None:
+        raise BenchError(f"--held_out: {settings.held_out:g} is for a data set to learn from; leave it out")
     given, asked = ([], []) if own else align.prompts(settings)
     target = load_pair(settings)
     check_target(target)
