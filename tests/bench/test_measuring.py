@@ -97,7 +97,7 @@ def test_questions_are_cut_behind_the_first_token_if_it_is_bos(monkeypatch: pyte
     question = Question(0, "qa", ("?",))
     for bos, room, kept in ((1, 4, [1, 17, 18, 19]), (1, 1, [19]), (None, 4, [16, 17, 18, 19])):
         monkeypatch.setattr(prompts, "_room", lambda *given, room=room: room)
-        pair: Any = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=bos))
+        pair: Any = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=bos), extractor=None)
         prompt, cut = prompts.question_prompt(pair, question, (), 5)
         assert (list(prompt.token_ids), cut) == (kept, 11 - room)
 
