@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from hf_specdec.bench.aligning.clock import Clock
 from hf_specdec.bench.aligning.losses import forward_kl, lk_hybrid, on_tokens, total_variation
 from hf_specdec.bench.aligning.own_prompts import own_groups, own_questions
 from hf_specdec.bench.aligning.shape import check_target, cut_draft, layer_changes, layers_that_change_most
+from hf_specdec.bench.aligning.training import _ByClock
 from hf_specdec.bench.aligning.trimmed import TrimmedVocabulary
 from hf_specdec.bench.figures.frames import whole
 from hf_specdec.bench.inputs.questions import Question
@@ -207,6 +209,26 @@ def test_a_clock_goes_on(tmp_path: Path) -> None:
     assert list(Clock(tmp_path / "seconds", 1e9).until_over([1, 2])) == [1, 2]
     found.save()
     assert float((tmp_path / "seconds").read_text()) >= 7.5
+
+
+@pytest.mark.parametrize(("cost", "expected"), [(0, 12), (3, 8), (12, 2)])
+def test_evaluations_take_a_fifth_of_the_time(cost: int, expected: int) -> None:
+    """Twelve where they cost nothing; of a step a second in two minutes."""
+    time: Any = SimpleNamespace(limit=120, spent=0, over=False)
+    told: Any = SimpleNamespace(log_history=[{"eval_loss": 1.0}], global_step=0)
+    callback = _ByClock(time)
+    time.spent = cost
+    callback.on_evaluate(None, told, SimpleNamespace(should_training_stop=False))
+    found = 0
+    while time.spent < time.limit:
+        time.spent += 1
+        control: Any = SimpleNamespace(should_evaluate=False, should_training_stop=False)
+        callback.on_step_end(None, told, control)
+        if control.should_evaluate:
+            found += 1
+            time.spent += cost
+            callback.on_evaluate(None, told, control)
+    assert found == expected
 
 
 def test_a_draft_is_made_trained_judged_and_saved(

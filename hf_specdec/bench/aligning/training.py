@@ -38,7 +38,8 @@ from hf_specdec.models.processor import multiplies_bfloat16
 _POINTS = 40  # of the loss curve
 _EVALUATIONS = 4  # of the held-out loss after the first, each with a checkpoint
 _WARM_UP = 0.05  # of the steps
-_EVALUATIONS_BY_CLOCK, _PATIENCE = 12, 3  # of these without a lower loss in a row end a training
+_EVALUATIONS_BY_CLOCK, _PATIENCE = 12, 3  # at most; of these without a lower loss in a row end a training
+_APART = 4  # times the seconds of an evaluation, before the next
 _STEPS_TO_WARM_UP = 40  # by the clock
 _STEPS_OF_A_POINT = 50  # of the loss curve, by the clock
 _NEVER = 10**9  # steps
@@ -156,23 +157,28 @@ class _Bar(ProgressCallback):
 
 
 class _ByClock(TrainerCallback):
-    """Ends a training when its time is over, or when the held-out loss no longer falls; shows when that will be."""
+    """Ends a training when its time is over, or when the held-out loss no longer falls; shows when that will be.
+
+    Evaluations take a fifth of the time at most: short trials would do little else.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         spent = round(clock.spent)
+        self.began = self.ended = clock.spent  # of the last evaluation
         self.bar = tqdm(initial=spent, total=round(clock.limit), desc="training", unit="s", file=sys.stderr)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        before = self.bar.n
-        self.bar.update(round(min(self.clock.spent, self.clock.limit)) - before)
-        part = self.clock.limit / _EVALUATIONS_BY_CLOCK
-        if before // part < self.bar.n // part or self.clock.over:
+        self.bar.update(round(min(self.clock.spent, self.clock.limit)) - self.bar.n)
+        apart = max(self.clock.limit / _EVALUATIONS_BY_CLOCK, _APART * (self.ended - self.began))
+        if self.clock.spent - self.ended >= apart or self.clock.over:
+            self.began = self.clock.spent
             control.should_evaluate = control.should_save = control.should_log = True
         control.should_training_stop = control.should_training_stop or self.clock.over
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         losses = [item["eval_loss"] for item in state.log_history if "eval_loss" in item]
+        self.ended = self.clock.spent
         self.bar.set_postfix(step=state.global_step, held_out=f"{losses[-1]:.3f}")
         control.should_training_stop = control.should_training_stop or min(losses[-_PATIENCE:]) > min(losses)
 
