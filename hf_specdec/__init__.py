@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from hf_specdec.generation import SpeculativeDecoding, last_speculation
     from hf_specdec.gguf.loading import load_gguf
     from hf_specdec.models.better_transformer import to_better_transformer
+    from hf_specdec.models.eagle_draft import Eagle3Draft
     from hf_specdec.models.trimmed_head import TrimmedDraft, frequent_tokens, trim_draft_head
     from hf_specdec.plugin import disable, enable
     from hf_specdec.prepared.engine_store import release
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 # Imported on first use, so that `hf_specdec.config` brings no torch, and the package no model's code.
 _PLACES = {
+    "Eagle3Draft": "models.eagle_draft",
     "Round": "rules.round_statistics",
     "SpeculationConfig": "config",
     "SpeculationStats": "rules.round_statistics",
@@ -35,6 +37,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "Eagle3Draft",
     "Round",
     "SpeculationConfig",
     "SpeculationStats",

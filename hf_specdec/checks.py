@@ -24,6 +24,7 @@ from hf_specdec.host.processors import check_processors
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.cache_rollback import check_recurrence, check_rewindable, is_static_by_request
 from hf_specdec.models.decoder_states import STATES
+from hf_specdec.models.eagle_draft import Eagle3Draft
 from hf_specdec.models.traits import drafts_blocks, embedded, generating_parts, wrapped_model
 
 # Arguments that select another decoding mode of transformers.
@@ -227,7 +228,10 @@ def check_is_model(draft: Any) -> None:
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
     """
-    if isinstance(model := wrapped_model(draft), PreTrainedModel) and (model.can_generate() or drafts_blocks(model)):
+    model = wrapped_model(draft)
+    if isinstance(model, Eagle3Draft):
+        return
+    if isinstance(model, PreTrainedModel) and (model.can_generate() or drafts_blocks(model)):
         return
     value = type(draft).__name__ if isinstance(draft, Module) else repr(draft)
     raise ValueError(

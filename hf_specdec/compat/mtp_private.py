@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,7 +72,7 @@ def load(model: PreTrainedModel) -> Any:
 
 
 def layer_states(
-    mtp: Any, layer: int, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any
+    mtp: Any, layer: int, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Mapping[str, Any]
 ) -> Tensor:
     """What a layer makes of tokens and of the hidden states before them, as `MtpModel.forward_layer`.
 
@@ -82,7 +82,7 @@ def layer_states(
         embeddings, states: `[B, k, H]`.
         positions: `[B, k]`, of the tokens.
         mask: additive, `[B, 1, k, span]`.
-        cache: of all layers.
+        cache: of all layers, by the name of the argument that takes it.
 
     Returns:
         `[B, k, H]`.
@@ -97,7 +97,7 @@ def layer_states(
         position_embeddings=rotated,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
+        **cache,
     )
     return mtp.shared_post_norm(made) if mtp.use_shared_post_norm else made
 

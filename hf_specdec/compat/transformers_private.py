@@ -37,6 +37,11 @@ def attention_name(config: PreTrainedConfig) -> str:
     return str(config._attn_implementation)
 
 
+def share_attention(config: PreTrainedConfig, part: PreTrainedConfig) -> None:
+    """Give the configuration of a model's part the attention implementation of the model's."""
+    part._attn_implementation = config._attn_implementation
+
+
 def hands_out_chosen_layers() -> bool:
     """Whether `output_hidden_states` may name layers by their indices among all. Otherwise, all are handed out."""
     return Version(transformers.__version__).release >= (5, 23)

@@ -30,7 +30,8 @@ from hf_specdec.lengths.auto_length import LengthHistory, length_history
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.block_runner import BlockRunner, check_block_draft
 from hf_specdec.models.cache_names import cache_argument, cache_of
-from hf_specdec.models.hidden_states import HiddenStates
+from hf_specdec.models.eagle_draft import Eagle3Draft
+from hf_specdec.models.eagle_runner import Eagle3Runner
 from hf_specdec.models.key_reading_runner import KeyReadingRunner
 from hf_specdec.models.mtp_runner import MtpRunner, mtp_layers
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
@@ -145,7 +146,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
         return call.stand_in(rule)
     draft, input_ids = call.draft, call.transcript.sequences
     assert draft is not None, "checked by SpeculativeDecoding"
-    if reads_keys(draft):
+    if reads_keys(draft) or isinstance(draft, Eagle3Draft):
         return _own(config, call, rule)
     if needs_translation(call.model, draft, *call.tokenizers):
         return _across_tokenizers(config, call, rule)
@@ -175,8 +176,11 @@ def _own(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> OwnDraft
     model, do_sample = call.model, bool(call.generation_config.do_sample)
     given = call.model_kwargs, call.transcript.sequences, call.transcript.capacity
     runner: StatesRunner
+    known = vocabulary_size(model)
     if config.drafter == "mtp":
-        runner = MtpRunner(mtp_layers(model), HiddenStates([-1]), *given, call.kernels)
+        runner = MtpRunner(mtp_layers(model), *given, call.kernels)
+    elif isinstance(call.draft, Eagle3Draft):
+        runner, known = Eagle3Runner(call.draft, model, *given, call.kernels), vocabulary_size(call.draft)
     elif call.draft is not None and config.drafts_by_model:
         runner = KeyReadingRunner(call.draft, model, *given, call.kernels)
     else:
@@ -188,6 +192,7 @@ def _own(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> OwnDraft
         call.processors,
         rule,
         vocabulary=vocabulary_size(model),
+        draft_vocabulary=known,
         do_sample=do_sample,
         keep_probs=STRATEGY_TABLE[config.strategy].keeps_draft_probs(do_sample),
         eos_tokens=call.transcript.eos_tokens,

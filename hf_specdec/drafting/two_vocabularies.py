@@ -10,9 +10,8 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.models.traits import vocabulary_size
+from hf_specdec.models.traits import MAX_VOCABULARY_PADDING, vocabulary_size
 
-MAX_VOCABULARY_PADDING = 1024
 # What a tokenizer decodes the first bytes of a character to.
 UNFINISHED = "\ufffd"
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.compat.mtp_private import check_version
+from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.hidden_states import HiddenStates
 from hf_specdec.models.masks import attention_windows, check_attention
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
@@ -101,7 +102,7 @@ class BlockRunner(StatesRunner):
                 context_hidden_states=states,
                 attention_mask=self._masks(block, span, visible),
                 position_ids=self._table.gather(1, slots),
-                past_key_values=self.cache,
+                **{CACHE_NAME: self.cache},
             )
             logits: Tensor = self._head(outputs.last_hidden_state[:, 1 : 1 + self.most])
         self.passes += 1

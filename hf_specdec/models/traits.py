@@ -18,6 +18,8 @@ from hf_specdec.compat import transformers_private
 from hf_specdec.compat.transformers_private import is_stateful
 from hf_specdec.models.recurrent_states import is_purely_recurrent
 
+MAX_VOCABULARY_PADDING = 1024
+
 
 def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[torch.no_grad]:
     """The context manager for passes without gradients: `inference_mode`, about 10% faster, or `no_grad`.

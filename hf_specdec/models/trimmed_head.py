@@ -45,9 +45,7 @@ class TrimmedHead(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., H]`; -inf for tokens outside the list."""
-        logits = super().forward(input)
-        others = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
-        return others.scatter_(-1, self.token_ids.expand_as(logits), logits)
+        return among_all(super().forward(input), self.token_ids, self.vocabulary)
 
 
 def _without_rows(head: TrimmedHead, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -160,6 +158,12 @@ def frequent_tokens(texts: Iterable[str | Sequence[int]], tokenizer: PreTrainedT
     ranked = [token for token, _ in seen.most_common() if token not in always]
     chosen = {*always, *ranked[: count - len(always)]}
     return sorted(chosen, key=lambda token: (-seen[token], token))
+
+
+def among_all(logits: Tensor, token_ids: Tensor, vocabulary: int) -> Tensor:
+    """Logits `[..., K]` of K tokens `[K]` as those of a whole vocabulary `[..., V]`; -inf for the others."""
+    others = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
+    return others.scatter_(-1, token_ids.expand_as(logits), logits)
 
 
 def head_tokens(model: PreTrainedModel) -> int | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.eagle_drafts import stored
 from helpers.own_drafters import lend, needs_own_drafters, target_and_block_draft, target_with_mtp
 from helpers.tiny_pair import VOCABULARY, tokenizer
 
@@ -62,3 +63,26 @@ def test_a_dflash_draft_is_loaded_and_drafts_in_both_loops(tmp_path: Path) -> No
         load_pair(replace(settings, drafter=None))
     with pytest.raises(BenchError, match="no DFlash draft; leave out"):
         load_pair(replace(settings, assistant_model=str(tmp_path / "target")))
+
+
+def test_an_eagle_draft_is_loaded_and_drafts_in_our_loop_only(tmp_path: Path) -> None:
+    target, _ = target_and_block_draft("LlamaForCausalLM", vocab_size=VOCABULARY)
+    target.generation_config.pad_token_id = 0
+    target.save_pretrained(tmp_path / "target")
+    tokenizer().save_pretrained(tmp_path / "target")
+    stored(tmp_path / "eagle", target, range(VOCABULARY // 2))
+    settings = Settings(
+        task="engines", model_name=str(tmp_path / "target"), assistant_model=str(tmp_path / "eagle"), dtype="float64",
+        assisted_generation=True, max_new_tokens=12, batch_sizes=(1, 2), engines=("recorded",),
+        grid={"num_assistant_tokens": (3,)}, output_dir=tmp_path,
+    )  # fmt: skip
+    pair = load_pair(settings)
+    (prompt,) = benchmark_prompts(pair, (20,), 1, 12)
+    found = {one.method.name: one for one in compared(settings, pair)}
+    texts = timed_call(plain(pair), [prompt], settings).tokens
+    ours = timed_call(found["speculative, γ = 3, recorded"], [prompt], settings)
+    assert ours.tokens == texts
+    assert len(ours.steps) > 1
+    assert not [name for name in found if "assisted" in name or "ensemble" in name]
+    with pytest.raises(BenchError, match="no DFlash draft; leave out"):
+        load_pair(replace(settings, drafter="dflash"))

@@ -15,10 +15,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoFeatureExtractor,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -30,6 +26,7 @@ from transformers.utils import cached_file
 import hf_specdec
 from hf_specdec import embedded
 from hf_specdec.bench.models import synthetic
+from hf_specdec.bench.models.auto_classes import AnyConfig, auto_class
 from hf_specdec.bench.models.names import (
     REAL_MODELS,
     WHERE,
@@ -44,6 +41,7 @@ from hf_specdec.bench.records import Model
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.gguf.weights import GgufWeight
 from hf_specdec.models.better_transformer import attention_of, better_transformer_refusal, to_better_transformer
+from hf_specdec.models.eagle_draft import Eagle3Draft
 from hf_specdec.models.traits import describes_block_draft
 
 # Settings of a generation_config that change what is decoded, with the values at which they do not.
@@ -158,7 +156,7 @@ def load_pair(settings: Settings, *, weights: bool = True) -> LoadedPair:
 def without_weights(config: Any) -> PreTrainedModel:
     """A model of this configuration on the device `meta`: it has settings, and can't be run."""
     with torch.device("meta"):
-        model: PreTrainedModel = _auto(config).from_config(config, trust_remote_code=False)
+        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     return model
 
 
@@ -196,17 +194,17 @@ def with_draft(
 ) -> LoadedPair:
     """The pair with this draft; with `trim` its head has rows of the tokens only that its configuration lists."""
     kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
+    config = _draft_config("--assistant_model", name, settings)
     start = time.perf_counter()
-    blocks = "dflash" in settings.values("drafter")
-    config = _read("--assistant_model", name, AutoConfig) if blocks else pair.target.config
     draft = _load_model("--assistant_model", name, config, device, kwargs, settings.allow_pickle)
     check_loaded(draft, settings.draft_precision, argument="--draft_precision")
-    if blocks:
+    if describes_block_draft(config):
         draft.generation_config = GenerationConfig()  # it has none, since the target generates with it
     if trim and getattr(draft.config, "draft_tokens", None):
         hf_specdec.trim_draft_head(draft)
     loading = {**pair.loading_seconds, name: time.perf_counter() - start}
-    draft_tokenizer = pair.tokenizer if blocks else _read("--assistant_model", name, AutoTokenizer)
+    reads_states = isinstance(draft, Eagle3Draft) or describes_block_draft(config)
+    draft_tokenizer = pair.tokenizer if reads_states else _read("--assistant_model", name, AutoTokenizer)
     return replace(pair, draft_name=name, draft=draft, draft_tokenizer=draft_tokenizer, loading_seconds=loading)
 
 
@@ -262,7 +260,7 @@ def _draft_name(settings: Settings) -> str:
 
 def _draft_config(argument: str, name: str, settings: Settings) -> Any:
     """A draft's configuration; raises `BenchError` for a DFlash draft without `--drafter dflash`, and the reverse."""
-    config = _read(argument, name, AutoConfig)
+    config = _read(argument, name, AnyConfig)
     if (blocks := describes_block_draft(config)) != ("dflash" in settings.values("drafter")):
         raise BenchError(
             f"{argument}: {name!r} is {'a' if blocks else 'no'} DFlash draft; "
@@ -307,7 +305,7 @@ def _load_model(
     quantized = kwargs.pop("quantization_config", None) if is_gguf(name) else None
     formats = {} if allow_pickle or is_gguf(name) else {"use_safetensors": True}
     try:
-        model = _auto(config).from_pretrained(**location(name), trust_remote_code=False, **formats, **kwargs)
+        model = auto_class(config).from_pretrained(**location(name), trust_remote_code=False, **formats, **kwargs)
     except Exception as error:
         if formats and "safetensors" in str(error):
             raise BenchError(
@@ -348,14 +346,6 @@ def _hears(config: Any, settings: Settings) -> bool:
         f"--model_name: {settings.model_name!r} writes down speech, and all tasks ask in writing (but draft, which "
         "takes Whisper); give a model that reads text, or call this one from Python"
     )
-
-
-def _auto(config: Any) -> Any:
-    if describes_block_draft(config):
-        return AutoModel  # its head is the target's
-    if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
-        return AutoModelForSpeechSeq2Seq
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def _unreachable(argument: str, name: str, error: Exception) -> BenchError:

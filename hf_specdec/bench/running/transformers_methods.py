@@ -19,6 +19,7 @@ from hf_specdec.bench.running.rounds import streamed_rounds
 from hf_specdec.bench.settings import Settings
 from hf_specdec.compat.transformers_private import is_stateful
 from hf_specdec.config import OWN_DRAFTERS
+from hf_specdec.models.eagle_draft import Eagle3Draft
 from hf_specdec.models.mtp_runner import mtp_layers
 from hf_specdec.models.traits import drafts_blocks
 
@@ -95,7 +96,7 @@ def assisted_baselines(settings: Settings, pair: LoadedPair) -> list[Contender]:
     """
     if settings.drafter in OWN_DRAFTERS:
         return own_drafts(settings, pair)
-    if pair.draft is None:
+    if not can_assist(pair):
         return []
     schedules = (None,) if pair.synthetic is not None else (None, DEFAULT)
     return [assisted(settings, pair, schedule) for schedule in schedules]
@@ -130,9 +131,14 @@ def _with_draft(
     )
 
 
+def can_assist(pair: LoadedPair) -> bool:
+    """Whether there is a draft that transformers' loop takes without being told more."""
+    return pair.draft is not None and not isinstance(pair.draft, Eagle3Draft) and not drafts_blocks(pair.draft)
+
+
 def can_ensemble(pair: LoadedPair) -> bool:
     """Whether target and draft have the distributions over one vocabulary that an ensemble mixes."""
-    return pair.draft is not None and _same_vocabulary(pair) and not drafts_blocks(pair.draft)
+    return can_assist(pair) and _same_vocabulary(pair)
 
 
 def prompt_lookup(settings: Settings, pair: LoadedPair) -> Contender:

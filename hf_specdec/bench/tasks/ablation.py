@@ -23,7 +23,7 @@ from hf_specdec.bench.reports.markdown import capital, ratio
 from hf_specdec.bench.running.measuring import measured_questions
 from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
-from hf_specdec.bench.running.transformers_methods import assisted, assisted_refusal
+from hf_specdec.bench.running.transformers_methods import assisted, assisted_refusal, can_assist
 from hf_specdec.bench.settings import Settings
 from hf_specdec.models.better_transformer import to_better_transformer, to_eager_attention
 
@@ -61,7 +61,7 @@ def rows(settings: Settings, pair: LoadedPair) -> list[Contender]:
     found = []
     for cache, better in product((False, True), repeat=2):
         these = list(listed)
-        if cache and pair.draft is not None and assisted_refusal(settings, pair) is None:
+        if cache and can_assist(pair) and assisted_refusal(settings, pair) is None:
             these.insert(2, assisted(settings, pair))
         found += [_switched(one, cache, better) for one in these]
     return found

@@ -46,6 +46,7 @@ from hf_specdec.bench.running.transformers_methods import (
     SCHEDULES,
     assisted,
     assisted_refusal,
+    can_assist,
     can_ensemble,
     ensemble,
     own_drafts,
@@ -110,7 +111,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     if assisted_refusal(settings, pair) is None:
         if settings.drafter in OWN_DRAFTERS:
             found += own_drafts(settings, pair)
-        elif pair.draft is not None:
+        elif can_assist(pair):
             schedules = [schedule for schedule in SCHEDULES if pair.synthetic is None or not schedule.confidence]
             found += [assisted(settings, pair, schedule) for schedule in schedules]
         if pair.synthetic is None:
