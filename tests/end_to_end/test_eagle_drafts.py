@@ -19,12 +19,13 @@ from helpers.identity import same_as_plain
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.models import llama, prompts
 from helpers.sampled_outputs import FALSE_FAILURE, Combination, Draws, odds_of_independence, odds_of_outputs
+from helpers.trained_layers import trained
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_specdec
-from hf_specdec import Eagle3Draft, SpeculativeDecoding
+from hf_specdec import Eagle3Draft, SpeculativeDecoding, embedded
 from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.own_drafter import OwnDrafter
 from hf_specdec.models.eagle_draft import Eagle3Config
@@ -272,3 +273,22 @@ def test_drafts_of_other_models_are_refused_by_what_differs(target: PreTrainedMo
     refused(target, draft_for(tmp_path / "c", target).to("meta"), "'meta'")
     with hf_specdec.enable(target, assistant_model=draft), pytest.raises(ValueError, match="speculation_type='dflash'"):
         target.generate(**prompts(1), max_new_tokens=4, speculation_type="dflash")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_draft_that_is_trained_for_a_target_is_accepted(rows: int, trained_pair: Any) -> None:
+    """After a few steps, much more often than one of the vocabulary's tokens by chance."""
+    target, draft, tokenizer = trained_pair
+    texts = [embedded.render_prompt(embedded.examples(name, n=1)[0]) for name in embedded.SUBTASKS[:rows]]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
+    call = {"max_new_tokens": 16, "do_sample": False}
+    out = same_as_plain(target, draft, inputs, call, num_assistant_tokens=2)
+    assert out.speculation.acceptance_rate > 0.05
+
+
+@pytest.fixture(scope="module")
+def trained_pair() -> Any:
+    path = embedded.model_path("target")
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    draft = trained("eagle3", target, tokenizer, steps=25, rows=1)
+    return target.double(), draft.double(), tokenizer

@@ -361,7 +361,7 @@ def test_layers_that_are_trained_for_a_target_are_accepted(monkeypatch) -> None:
     """After a few steps, much more often than one of the vocabulary's tokens by chance."""
     path = embedded.model_path("target")
     target, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    mtp = trained(target, tokenizer, steps=25, rows=2)
+    mtp = trained("mtp", target, tokenizer, steps=25, rows=2)
     target.double()
     mtp.layers.double()
     lend(monkeypatch, target, mtp)
