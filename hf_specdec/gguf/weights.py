@@ -30,6 +30,7 @@ class GgufWeight(Tensor):
 
     blocks: Tensor
     kind: str
+    recordable = True  # products and embeddings call operations on `blocks`
 
     @staticmethod
     def __new__(cls, blocks: Tensor, kind: str, dtype: torch.dtype) -> GgufWeight:
@@ -125,6 +126,8 @@ def _widened(weight: GgufWeight, indices: Tensor) -> Tensor:
         return result
     import gguf
 
+    if torch.jit.is_tracing():
+        raise NotImplementedError("the package gguf widens weights outside torch: a trace would keep these numbers")
     blocks = weight.blocks[indices].flatten(-2).numpy()
     numbers = gguf.dequantize(blocks, gguf.GGMLQuantizationType[weight.kind])
     return torch.from_numpy(numbers).to(weight.dtype)

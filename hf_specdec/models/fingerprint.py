@@ -126,12 +126,12 @@ def runs_custom_python(model: PreTrainedModel) -> bool:
     """Whether a pass runs more than the operations of layers of transformers, torch and this package.
 
     Such are modules of other libraries (adapters among them), hooks, replaced or compiled methods, dropout, autocast,
-    torch function modes and tensor subclasses as weights.
+    torch function modes, and weights of tensor subclasses that don't say (`recordable`) that they call operations alone.
     """
     return (
         torch.is_autocast_enabled(model.device.type)
         or bool(FUNCTION_MODES.modes())
-        or any(type(weight) is not torch.nn.Parameter for weight in model.parameters())
+        or any(not (type(w) is torch.nn.Parameter or getattr(w, "recordable", False)) for w in model.parameters())
         or has_custom_hooks(model)
         or any(map(_runs_custom_python, model.modules()))
     )

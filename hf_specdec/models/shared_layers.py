@@ -21,6 +21,7 @@ from hf_specdec.compat.torch_private import children_of, pytree, replace_child
 from hf_specdec.models.fingerprint import kind_of
 from hf_specdec.models.jit_traces import Trace, replay, traced
 from hf_specdec.models.static_cache import RowsCache, Slots
+from hf_specdec.models.stored_tensors import tensors_of
 
 
 class UnshareableError(Exception):
@@ -117,7 +118,7 @@ class _StandIn(torch.nn.Module):
         slots, own = cache.slots, cache.layers[self.place]
         span = slots.span if isinstance(slots.span, Tensor) else torch.tensor(slots.span)
         stored = [own.keys, own.values] if own.is_initialized else []
-        inputs = [span, slots.written, slots.rows, *stored, *self.layer.parameters(), *self.layer.buffers(), *given]
+        inputs = [span, slots.written, slots.rows, *stored, *tensors_of(self.layer), *given]
         form = structure, tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves), _twice(inputs)
         if self.kind not in self.functions:
             self.functions[self.kind] = self._function(leaves, structure, slots, inputs, form)

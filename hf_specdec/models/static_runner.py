@@ -33,6 +33,7 @@ from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
 from hf_specdec.models.rope_stages import stages_of
 from hf_specdec.models.static_cache import CacheSize, RowsCache
+from hf_specdec.models.stored_tensors import tensors_of
 from hf_specdec.models.traits import Outputs, has_default_inputs, on_device, pass_mode
 
 
@@ -149,7 +150,7 @@ class StaticRunner:
         self._tables: dict[str, CausalMasks | SlotMasks] = {}
         self._mode, self._kernels = pass_mode(model), kernels(model)
         self._recorded, self._made_for = recorded_passes(model, kernels), kernels
-        self._weights = [] if self._recorded is None else [*model.parameters(), *model.buffers()]
+        self._weights = [] if self._recorded is None else tensors_of(model)
         self.outputs = Outputs.of(model)
         self.states: HiddenStates | None = None
         self.compiled: Passes | None = None

@@ -19,6 +19,7 @@ from hf_specdec import SpeculativeDecoding, load_gguf
 from hf_specdec.gguf import loading, weights
 from hf_specdec.gguf.architectures import MODEL_TYPES
 from hf_specdec.gguf.weights import GgufWeight
+from hf_specdec.models import recorded_passes
 from hf_specdec.prepared import compiled_step, few_token_products
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -94,6 +95,27 @@ def test_speculation_gives_the_target_s_tokens(
     decoding = SpeculativeDecoding(draft, num_assistant_tokens=3)
     found = target.generate(**inputs, **GREEDY, custom_generate=decoding)
     assert torch.equal(found, asked.generate(**inputs, **GREEDY))
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no kernels"])
+def test_passes_are_recorded_where_there_are_kernels(
+    kernels: bool, files: dict[str, tuple[Path, PreTrainedModel]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, so that a single operation in another order would show."""
+    if not kernels:
+        monkeypatch.setattr(weights, "_has_kernels", lambda dtype: False)
+    replays: list[int] = []
+    replay, decoding = recorded_passes.replay, SpeculativeDecoding(load_gguf(files["draft"][0]), num_assistant_tokens=3)
+    monkeypatch.setattr(recorded_passes, "replay", lambda made, inputs: replays.append(1) or replay(made, inputs))
+    settings = {**GREEDY, "custom_generate": decoding, "return_dict_in_generate": True, "output_logits": True}
+    found = []
+    for passes in (10**9, 1):
+        assert not replays
+        monkeypatch.setattr(recorded_passes, "EAGER_PASSES", passes)
+        found.append(load_gguf(files["target"][0]).generate(PROMPT, **settings))
+    assert bool(replays) == kernels
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert torch.equal(torch.stack(found[0].logits), torch.stack(found[1].logits))
 
 
 @pytest.mark.compiles

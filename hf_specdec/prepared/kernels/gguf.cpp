@@ -6,6 +6,13 @@
 
 namespace {
 
+#ifdef MULTIPLIES_BYTES
+template <class Stored, class T>
+using GgufProduct = std::conditional_t<std::is_same_v<T, double>, GgufTokens<Stored, T>, GgufDigits<Stored, T>>;
+#else
+template <class Stored, class T> using GgufProduct = GgufTokens<Stored, T>;
+#endif
+
 // Linear layers of one input, `[..., K]`, by blocks `[N, K / numbers of a block, bytes]` of one type and `[N]` or nothing:
 // `[..., N]` of each. All are contiguous.
 template <class T, size_t Count>
@@ -23,11 +30,7 @@ void gguf_linears(Given input, const Given (&weights)[Count], const Given (&bias
                      pointer<const T>(biases[i]), pointer<T>(Given(*outputs[i])) + first * rows, rows};
       }
       const T* tokens = pointer<const T>(input) + first * k;
-#ifdef MULTIPLIES_BYTES
-      if constexpr (std::is_same_v<SumOf<T>, float>)
-        if (size <= GgufDigits<Stored, T>::kMost) return multiply_layers(layers, GgufDigits<Stored, T>(tokens, size, k));
-#endif
-      multiply_layers(layers, GgufTokens<Stored, T>(tokens, size, k));
+      multiply_layers(layers, GgufProduct<Stored, T>(tokens, size, k));
     });
   });
 }

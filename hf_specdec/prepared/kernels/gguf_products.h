@@ -22,7 +22,7 @@ template <class A, class Block> INLINE void widen_stretch(const Block* blocks, i
   blocks->scales(pieces, scale, shift);
   for (int piece = 0; piece < pieces; ++piece) {
     alignas(32) uint8_t quants[kPiece];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(quants), blocks->quants(piece));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(quants), blocks->quants(OneRow(), piece));
     for (int i = 0; i < kPiece; i += 8, to += 8) {
       const int at = (piece * kPiece + i) / Block::kScaled;
       const __m256i eight = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(quants + i)));
@@ -82,7 +82,7 @@ template <class Stored, class T> class GgufTokens {
       const A* token = padded.data + first;
       for (int piece = 0; piece < pieces; ++piece, token += kPiece) {
         __m256i quants[4];
-        each<4>([&](auto r) __attribute__((always_inline)) { quants[r] = (rows[r] + blocks)->quants(piece); });
+        each<4>([&](auto r) __attribute__((always_inline)) { quants[r] = (rows[r] + blocks)->quants(OneRow(), piece); });
         each<kPiece / kLanes<A>>([&](auto part) __attribute__((always_inline)) {
           constexpr int kFirst = part * kLanes<A>;
           const int at = piece * (kPiece / Stored::kScaled) + kFirst / Stored::kScaled;

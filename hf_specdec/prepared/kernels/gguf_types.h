@@ -1,8 +1,8 @@
 // Blocks of GGUF files: 32 or 256 numbers of a row in few bits, with what scales them, as the files lay them out.
 //
 // A number is scale · q + shift, q from 0 on. Rows are read by stretches of 256 numbers, a block or eight, and these by
-// pieces of 32: `quants(piece)` are the q of a piece as bytes, and `scales` writes those of a stretch, a scale and a shift
-// for `kScaled` numbers each.
+// pieces of 32: `quants(rows, piece)` are the q of a piece as bytes, of one row or of several (`rows`), and `scales` writes
+// those of a stretch, a scale and a shift for `kScaled` numbers each.
 
 #pragma once
 
@@ -14,7 +14,6 @@ namespace {
 
 constexpr int kPiece = 32, kStretch = 256, kPieces = kStretch / kPiece;
 
-INLINE __m256i bytes_at(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 INLINE __m256i low_bits(__m256i bytes, int bits) {
   return _mm256_and_si256(bytes, _mm256_set1_epi8(char((1 << bits) - 1)));
 }
@@ -22,6 +21,27 @@ INLINE __m256i shifted(__m256i bytes, int bits) { return _mm256_srl_epi16(bytes,
 INLINE __m256i with_upper(__m256i four_bits, __m256i upper) {
   return _mm256_or_si256(four_bits, _mm256_slli_epi16(upper, 4));
 }
+INLINE __m256i flipped(__m256i bytes) { return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)); }
+
+// How bytes of a row are read.
+struct OneRow {
+  static INLINE __m256i bytes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+  // The low bits of 16 bytes, then their high ones.
+  static INLINE __m256i nibbles(const void* from) {
+    const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
+    return low_bits(_mm256_srlv_epi64(_mm256_broadcastsi128_si256(bytes), _mm256_setr_epi64x(0, 0, 4, 4)), 4);
+  }
+  // 32 bits as bytes.
+  static INLINE __m256i bits(const void* from) {
+    int32_t bits;
+    std::memcpy(&bits, from, sizeof bits);
+    const __m256i its_byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i its_bit = _mm256_set1_epi64x(0x8040201008040201);
+    const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), its_byte), its_bit);
+    return _mm256_min_epu8(found, _mm256_set1_epi8(1));
+  }
+};
+
 INLINE __m256 widened(__m128i halves) { return _mm256_cvtph_ps(halves); }
 INLINE __m256 spread(const uint8_t (&half)[2]) {
   int16_t bits;
@@ -32,9 +52,9 @@ INLINE __m256 eight_bytes(const int8_t* from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
 
-// Blocks of 32 numbers with one scale and, if `shifts`, a shift; else q is moved down by `middle`.
-template <class Block, int middle, bool shifts> struct Block32 {
-  static constexpr int kNumbers = 32, kScaled = 32;
+// Blocks of 32 numbers with one scale and a shift or, if there is a `middle`, without one: q is moved down by it.
+template <class Block, int middle> struct Block32 {
+  static constexpr int kNumbers = 32, kScaled = 32, kMiddle = middle;
   const Block& block(int at) const { return static_cast<const Block*>(this)[at]; }
   INLINE void scales(int pieces, float* scale, float* shift) const {
     const auto pair = [&](int piece) __attribute__((always_inline)) {  // a scale and what follows it
@@ -51,41 +71,32 @@ template <class Block, int middle, bool shifts> struct Block32 {
     const __m256 by = widened(_mm256_castsi256_si128(halves));
     _mm256_storeu_ps(scale, by);
     const __m256 second = widened(_mm256_extracti128_si256(halves, 1));
-    _mm256_storeu_ps(shift, shifts ? second : _mm256_mul_ps(by, _mm256_set1_ps(-middle)));
+    _mm256_storeu_ps(shift, middle ? _mm256_mul_ps(by, _mm256_set1_ps(-middle)) : second);
   }
-  // The low bits of 16 bytes, then their high ones.
-  INLINE __m256i four_bits(int piece) const {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block(piece).q));
-    return low_bits(_mm256_srlv_epi64(_mm256_broadcastsi128_si256(bytes), _mm256_setr_epi64x(0, 0, 4, 4)), 4);
-  }
-  INLINE __m256i five_bits(int piece) const {
-    int32_t fifths;
-    std::memcpy(&fifths, block(piece).fifth, sizeof fifths);
-    const __m256i its_byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m256i its_bit = _mm256_set1_epi64x(0x8040201008040201);
-    const __m256i bits = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(fifths), its_byte), its_bit);
-    const __m256i fifth = _mm256_and_si256(_mm256_cmpeq_epi8(bits, its_bit), _mm256_set1_epi8(16));
-    return _mm256_or_si256(four_bits(piece), fifth);
+  template <class Rows> INLINE auto five_bits(const Rows& rows, int piece) const {
+    return with_upper(rows.nibbles(block(piece).q), rows.bits(block(piece).fifth));
   }
 };
-struct Q4_0 : Block32<Q4_0, 8, false> {
-  INLINE __m256i quants(int piece) const { return four_bits(piece); }
+struct Q4_0 : Block32<Q4_0, 8> {
+  template <class Rows> INLINE auto quants(const Rows& rows, int piece) const { return rows.nibbles(block(piece).q); }
   uint8_t scale[2], q[16];
 };
-struct Q4_1 : Block32<Q4_1, 0, true> {
-  INLINE __m256i quants(int piece) const { return four_bits(piece); }
+struct Q4_1 : Block32<Q4_1, 0> {
+  template <class Rows> INLINE auto quants(const Rows& rows, int piece) const { return rows.nibbles(block(piece).q); }
   uint8_t scale[4], q[16];
 };
-struct Q5_0 : Block32<Q5_0, 16, false> {
-  INLINE __m256i quants(int piece) const { return five_bits(piece); }
+struct Q5_0 : Block32<Q5_0, 16> {
+  template <class Rows> INLINE auto quants(const Rows& rows, int piece) const { return five_bits(rows, piece); }
   uint8_t scale[2], fifth[4], q[16];
 };
-struct Q5_1 : Block32<Q5_1, 0, true> {
-  INLINE __m256i quants(int piece) const { return five_bits(piece); }
+struct Q5_1 : Block32<Q5_1, 0> {
+  template <class Rows> INLINE auto quants(const Rows& rows, int piece) const { return five_bits(rows, piece); }
   uint8_t scale[4], fifth[4], q[16];
 };
-struct Q8_0 : Block32<Q8_0, 128, false> {
-  INLINE __m256i quants(int piece) const { return _mm256_xor_si256(bytes_at(block(piece).q), _mm256_set1_epi8(-128)); }
+struct Q8_0 : Block32<Q8_0, 128> {
+  template <class Rows> INLINE auto quants(const Rows& rows, int piece) const {
+    return flipped(rows.bytes(block(piece).q));
+  }
   uint8_t scale[2], q[32];
 };
 
@@ -108,17 +119,17 @@ template <class Block> struct Block256 {
     const __m256 down = _mm256_sub_ps(_mm256_setzero_ps(), spread(block().m));
     _mm256_storeu_ps(shift, _mm256_mul_ps(eight_bytes(bytes + 8), down));
   }
-  INLINE __m256i four_bits(int piece) const {
-    return low_bits(shifted(bytes_at(block().q + piece / 2 * kPiece), piece % 2 * 4), 4);
+  template <class Rows> INLINE auto four_bits(const Rows& rows, int piece) const {
+    return low_bits(shifted(rows.bytes(block().q + piece / 2 * kPiece), piece % 2 * 4), 4);
   }
 };
 struct Q4_K : Block256<Q4_K> {
-  INLINE __m256i quants(int piece) const { return four_bits(piece); }
+  template <class Rows> INLINE auto quants(const Rows& rows, int piece) const { return four_bits(rows, piece); }
   uint8_t d[2], m[2], six_bits[12], q[128];
 };
 struct Q5_K : Block256<Q5_K> {
-  INLINE __m256i quants(int piece) const {
-    return with_upper(four_bits(piece), low_bits(shifted(bytes_at(fifth), piece), 1));
+  template <class Rows> INLINE auto quants(const Rows& rows, int piece) const {
+    return with_upper(four_bits(rows, piece), low_bits(shifted(rows.bytes(fifth), piece), 1));
   }
   uint8_t d[2], m[2], six_bits[12], fifth[32], q[128];
 };
@@ -133,10 +144,10 @@ struct Q6_K {
       _mm256_storeu_ps(shift + at, _mm256_mul_ps(by, _mm256_set1_ps(-32)));
     }
   }
-  INLINE __m256i quants(int piece) const {
+  template <class Rows> INLINE auto quants(const Rows& rows, int piece) const {
     const int half = piece / 4, place = piece % 4;
-    const __m256i numbers = low_bits(shifted(bytes_at(low + 64 * half + place % 2 * kPiece), place / 2 * 4), 4);
-    return with_upper(numbers, low_bits(shifted(bytes_at(upper + 32 * half), place * 2), 2));
+    const auto numbers = low_bits(shifted(rows.bytes(low + 64 * half + place % 2 * kPiece), place / 2 * 4), 4);
+    return with_upper(numbers, low_bits(shifted(rows.bytes(upper + 32 * half), place * 2), 2));
   }
   uint8_t low[128], upper[64];
   int8_t eighths[16];

@@ -1,148 +1,271 @@
 // Products of few tokens and a matrix of blocks as GGUF files hold them, where the processor multiplies bytes (VNNI).
 //
-// An instruction multiplies 32 pairs of bytes, and no weight is widened. Each 32 numbers of a token become whole multiples
-// of a unit, the largest of them divided by 2^21, in three digits to the base 256. Sums of products of digits are exact, so
-// that a result is about as precise as in float. Four of these products are below 2^31, whatever the bytes of the weights.
+// An instruction multiplies four bytes of each of 16 rows (8 without AVX-512) with four of a token. No weight is widened,
+// but rows are brought into lanes, once for all tokens. A token's numbers become whole multiples of its largest one divided
+// by 127 · 2^16, each of three digits to the base 256. Sums of products of digits are exact, so that a result is about as
+// precise as in float.
 
 #pragma once
 
 #include "gguf_types.h"
 #include "layers.h"
 
-#if (defined(__AVX512VNNI__) && defined(__AVX512VL__)) || defined(__AVXVNNI__)
+#if (defined(__AVX512VNNI__) && defined(CPU_CAPABILITY_AVX512)) || (defined(__AVXVNNI__) && !defined(CPU_CAPABILITY_AVX512))
 #define MULTIPLIES_BYTES
 namespace {
 
-INLINE __m256i add_products(__m256i sums, __m256i bytes, __m256i digits) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  return _mm256_dpbusd_epi32(sums, bytes, digits);
+constexpr int kLaneRows = kLanes<float>;
+using Words = Numbers<uint32_t, kLaneRows>::type;  // 32 bits of every row
+using Halves = Numbers<uint16_t, 2 * kLaneRows>::type;
+using Ints = Numbers<int32_t, kLaneRows>::type;
+using Lanes = Numbers<float, kLaneRows>::type;
+
+// Sixteen bytes of every fourth row, `apart` bytes from one row to the next.
+INLINE Bits every_fourth(const uint8_t* from, int64_t apart) {
+  const auto row = [&](int at) __attribute__((always_inline)) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at * apart));
+  };
+#ifdef CPU_CAPABILITY_AVX512
+  const __m512i half = _mm512_inserti32x4(_mm512_castsi128_si512(row(0)), row(4), 1);
+  return (Bits)_mm512_inserti32x4(_mm512_inserti32x4(half, row(8), 2), row(12), 3);
 #else
-  return _mm256_dpbusd_avx_epi32(sums, bytes, digits);
+  return (Bits)_mm256_inserti128_si256(_mm256_castsi128_si256(row(0)), row(4), 1);
 #endif
 }
+// Four products of bytes without and with a sign are added to each sum.
+INLINE void add_products(Ints& sums, Halves bytes, const int32_t& digits) {
+#ifdef CPU_CAPABILITY_AVX512
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(bytes), "m"(digits));
+#else
+  sums = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)bytes, _mm256_set1_epi32(digits));
+#endif
+}
+// The lower 16 bits of words as floats.
+INLINE Lanes lower_floats(Words words) {
+#ifdef CPU_CAPABILITY_AVX512
+  return (Lanes)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
+#else
+  const __m256i packed = _mm256_packus_epi32((__m256i)(words & 0xffff), _mm256_setzero_si256());
+  return (Lanes)_mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000)));
+#endif
+}
+INLINE Lanes as_floats(Words whole) { return __builtin_convertvector((Ints)whole, Lanes); }
+
+// How bytes of as many rows as a vector has lanes are read, `apart` bytes from one row to the next.
+struct SomeRows {
+  // Of 32 bytes of each row, four in each vector.
+  struct Bytes {
+    template <class Change> INLINE Bytes changed(const Change& change) const {
+      Bytes changed;
+      each<8>([&](auto i) __attribute__((always_inline)) { changed.part[i] = change(part[i], i); });
+      return changed;
+    }
+    Halves part[8];
+  };
+  // The words of 16 bytes. Rows and words are exchanged in lanes of four.
+  INLINE void read(const uint8_t* from, Words (&to)[4]) const {
+    Bits row[4];
+    each<4>([&](auto i) __attribute__((always_inline)) { row[i] = every_fourth(from + i * apart, apart); });
+    const Bits first = low_pairs(row[0], row[1]), second = low_pairs(row[2], row[3]);
+    const Bits third = high_pairs(row[0], row[1]), fourth = high_pairs(row[2], row[3]);
+    to[0] = (Words)low_halves(first, second);
+    to[1] = (Words)high_halves(first, second);
+    to[2] = (Words)low_halves(third, fourth);
+    to[3] = (Words)high_halves(third, fourth);
+  }
+  INLINE Bytes bytes(const uint8_t* from) const {
+    Words found[2][4];
+    read(from, found[0]);
+    read(from + 16, found[1]);
+    return Bytes().changed([&](Halves, auto i) __attribute__((always_inline)) { return (Halves)found[i / 4][i % 4]; });
+  }
+  INLINE Bytes nibbles(const uint8_t* from) const {
+    Words found[4];
+    read(from, found);
+    return Bytes().changed([&](Halves, auto i) __attribute__((always_inline)) {
+      return (Halves)((i < 4 ? found[i % 4] : found[i % 4] >> 4) & 0x0f0f0f0f);
+    });
+  }
+  // From 16 bytes that can be read.
+  INLINE Bytes bits(const uint8_t* from) const {
+    Words found[4];
+    read(from, found);
+    return Bytes().changed([&](Halves, auto i) __attribute__((always_inline)) {
+      return (Halves)(((found[0] >> (4 * i) & 15) * 0x00204081) & 0x01010101);
+    });
+  }
+
+  const int64_t apart;
+};
+INLINE SomeRows::Bytes low_bits(const SomeRows::Bytes& bytes, int bits) {
+  const uint16_t mask = uint16_t(((1 << bits) - 1) * 0x0101);
+  return bytes.changed([&](Halves part, auto) __attribute__((always_inline)) { return part & mask; });
+}
+INLINE SomeRows::Bytes shifted(const SomeRows::Bytes& bytes, int bits) {
+  return bytes.changed([&](Halves part, auto) __attribute__((always_inline)) { return part >> bits; });
+}
+INLINE SomeRows::Bytes flipped(const SomeRows::Bytes& bytes) {
+  return bytes.changed([&](Halves part, auto) __attribute__((always_inline)) { return part ^ uint16_t(0x8080); });
+}
+INLINE SomeRows::Bytes with_upper(const SomeRows::Bytes& lower, const SomeRows::Bytes& upper) {
+  return lower.changed([&](Halves part, auto i) __attribute__((always_inline)) { return part | upper.part[i] << 4; });
+}
+
+// The scales and shifts of a stretch of rows.
+template <class Stored> class LaneScales {
+ public:
+  INLINE LaneScales(const Stored* blocks, const SomeRows& rows) : blocks(blocks), rows(rows) {
+    Words found[4];
+    if constexpr (kBytes) {
+      rows.read(reinterpret_cast<const uint8_t*>(blocks->eighths), words);
+      rows.read(blocks->d - 14, found);
+      d = lower_floats(found[3] >> 16);
+    } else if constexpr (Stored::kNumbers == kStretch) {
+      rows.read(blocks->d, found);  // and what follows
+      d = lower_floats(found[0]);
+      m = lower_floats(found[0] >> 16);
+      words[0] = found[1] & 0x3f3f3f3f;
+      words[1] = (found[3] & 0x0f0f0f0f) | (found[1] >> 2 & 0x30303030);
+      words[2] = found[2] & 0x3f3f3f3f;
+      words[3] = (found[3] >> 4 & 0x0f0f0f0f) | (found[2] >> 2 & 0x30303030);
+    }
+  }
+  // Of a part of a piece.
+  INLINE void read(int piece, int part, Lanes& scale, Lanes& shift) const {
+    if constexpr (kBytes) {
+      const int at = 2 * piece + part;
+      scale = d * as_floats((Words)((Ints)(words[at / 4] << (24 - at % 4 * 8)) >> 24));
+      shift = scale * -32.f;
+    } else if constexpr (Stored::kNumbers == kStretch) {
+      scale = d * as_floats(words[piece / 4] >> (piece % 4 * 8) & 255);
+      shift = m * -as_floats(words[2 + piece / 4] >> (piece % 4 * 8) & 255);
+    } else {
+      Words found[4];
+      rows.read(blocks[piece].scale, found);
+      scale = lower_floats(found[0]);
+      shift = Stored::kMiddle ? scale * -float(Stored::kMiddle) : lower_floats(found[0] >> 16);
+    }
+  }
+
+ private:
+  static constexpr bool kBytes = Stored::kScaled == 16;
+  const Stored* blocks;
+  const SomeRows& rows;
+  Words words[4];
+  Lanes d, m;
+};
 
 template <class Stored, class T> class GgufDigits {
  public:
   using A = float;
-  static constexpr int kRows = 4, kHalves = 1;
-  static constexpr int64_t kMost = kWide ? 3 : 2;  // tokens; more take longer than in float, or more registers
-  static constexpr bool far() { return true; }
-  struct Scratch {};
+  static constexpr int kRows = kLaneRows, kHalves = 1;
+  static constexpr int64_t kBlocks = kStretch / Stored::kNumbers;  // of a stretch
+  static constexpr bool far() { return true; }  // or processors would not foresee what is read
+  struct Scratch {
+    Stored rows[kRows][kBlocks];
+  };
 
   GgufDigits(const T* x, int64_t tokens, int64_t k)
-      : count(tokens), k(k), stretches((k + kStretch - 1) / kStretch), digits(tokens * stretches * kPieces * kDigits),
-        units(tokens * stretches * kScales), totals(tokens * stretches * kScales) {
-    std::fill_n(units.data, tokens * stretches * kScales, 0.f);
-    std::fill_n(totals.data, tokens * stretches * kScales, 0.f);
-    for (int64_t token = 0; token < tokens; ++token)
-      for (int64_t at = 0; at < k; at += kPiece) split(x + token * k + at, token * stretches * kPieces + at / kPiece);
+      : count(tokens), k(k), pieces((k + kPiece - 1) / kPiece), digits(tokens * pieces * kWords * kDigits), units(tokens),
+        totals(tokens * pieces * kParts) {
+    for (int64_t token = 0; token < tokens; ++token) split(x + token * k, token);
   }
 
-  void multiply(const Block<Stored, T>& block, float* sums, Scratch&) const {
-    const Stored* const rows[4] = {block.row(0), block.row(1), block.row(2), block.row(3)};
-    for_constant<kMost>(count, [&](auto n) { multiply_tokens<n>(rows, sums); });
+  void multiply(const Block<Stored, T>& block, float* sums, Scratch& scratch) const {
+    const int64_t blocks = k / Stored::kNumbers;
+    auto* to = reinterpret_cast<Lanes*>(sums);
+    std::fill_n(to, count, Lanes{});
+    for (int64_t at = 0; at < blocks; at += kBlocks) {
+      const int64_t piece = at * (Stored::kNumbers / kPiece);
+      if (block.count == kRows) {
+        add_stretch(block.row(0) + at, block.apart * blocks * int64_t(sizeof(Stored)), piece, to);
+      } else {  // the last row again for missing ones
+        for (int64_t r = 0; r < kRows; ++r) std::copy_n(block.row(r) + at, std::min(kBlocks, blocks - at), scratch.rows[r]);
+        add_stretch(scratch.rows[0], sizeof scratch.rows[0], piece, to);
+      }
+    }
+    for (int64_t token = 0; token < count; ++token) to[token] *= units.data[token];
   }
 
   const int64_t count, k;
 
  private:
-  static constexpr int kDigits = 3;
-  static constexpr float kLargest = (1 << 21) - 1;
-  static constexpr int kScales = kStretch / Stored::kScaled;       // of a stretch
-  static constexpr bool kPairs = Stored::kScaled == kPiece / 2;  // of scales, for every other four numbers
-  using Digits = int8_t[kPiece];
+  static constexpr int kDigits = 3, kWords = kPiece / 4;
+  static constexpr int kParts = kPiece / Stored::kScaled;  // of a piece, with scales of their own
+  static constexpr float kLargest = 127 * 65536;
 
-  // Every other four bytes are from the second half of a piece, if that has another scale.
-  static int place(int i) { return kPairs ? i % 16 / 4 * 8 + i / 16 * 4 + i % 4 : i; }
-  static INLINE __m256i placed(__m256i bytes) {
-    return kPairs ? _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)) : bytes;
-  }
-
-  void split(const T* x, int64_t piece) {
+  void split(const T* x, int64_t token) {
     float largest = 0, zero = 0;  // zero unless a number is not finite
-    for (int i = 0; i < kPiece; ++i) {
+    for (int64_t i = 0; i < k; ++i) {
       largest = std::max(largest, std::abs(float(x[i])));
       zero += float(x[i]) * 0;
     }
-    const float unit = largest / kLargest, by = unit > 0 ? 1 / unit : 0;
-    int32_t rest[kPiece];
-    for (int i = 0; i < kPiece; ++i) rest[place(i)] = int32_t(std::nearbyint(float(x[i]) * by));
-    for (int part = 0; part < kPiece; part += Stored::kScaled) {
-      const int64_t at = (piece * kPiece + part) / Stored::kScaled;
-      int32_t total = 0;
-      for (int i = part; i < part + Stored::kScaled; ++i) total += rest[place(i)];
-      units.data[at] = unit + zero;
-      totals.data[at] = float(total) * (unit + zero);
-    }
-    for (int digit = kDigits - 1; digit >= 0; --digit)
-      for (int i = 0; i < kPiece; ++i) {
-        const int8_t last = int8_t(rest[i]);
-        digits.data[piece * kDigits + digit][i] = last;
-        rest[i] = (rest[i] - last) >> 8;
+    const float by = largest > 0 ? kLargest / largest : 0;
+    units.data[token] = largest / kLargest + zero;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      int32_t rest[kPiece];
+      for (int i = 0; i < kPiece; ++i) rest[i] = int32_t(std::nearbyint(float(x[piece * kPiece + i]) * by));
+      for (int part = 0; part < kParts; ++part) {
+        int32_t total = 0;
+        for (int i = 0; i < Stored::kScaled; ++i) total += rest[part * Stored::kScaled + i];
+        totals.data[(token * pieces + piece) * kParts + part] = float(total);
       }
-  }
-
-  template <int N> void multiply_tokens(const Stored* const (&rows)[4], float* sums) const {
-    __m256 found[4][N];
-    each<4>([&](auto r) { each<N>([&](auto t) { found[r][t] = _mm256_setzero_ps(); }); });
-    const int64_t whole = k / kStretch;
-    for (int64_t stretch = 0; stretch < whole; ++stretch) add_stretch<N>(rows, stretch, kPieces, found);
-    if (whole < stretches) add_stretch<N>(rows, whole, int(k % kStretch / kPiece), found);
-    each<N>([&](auto t) { each<4>([&](auto r) { sums[4 * t + r] = sum_of(found[r][t]); }); });
-  }
-
-  static INLINE float sum_of(__m256 of) {
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(of), _mm256_extractf128_ps(of, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-  }
-
-  template <int N>
-  INLINE void add_stretch(const Stored* const (&rows)[4], int64_t stretch, int pieces, __m256 (&found)[4][N]) const {
-    const int64_t blocks = stretch * kStretch / Stored::kNumbers;
-    alignas(32) float factors[4][N][kScales];
-    each<4>([&](auto r) __attribute__((always_inline)) {
-      alignas(32) float scale[kScales], shift[kScales];
-      (rows[r] + blocks)->scales(pieces, scale, shift);
-      each<N>([&](auto t) __attribute__((always_inline)) {
-        const int64_t from = (t * stretches + stretch) * kScales;
-        for (int i = 0; i < kScales; i += 8) {
-          const __m256 unit = _mm256_loadu_ps(units.data + from + i), total = _mm256_loadu_ps(totals.data + from + i);
-          found[r][t] = _mm256_fmadd_ps(_mm256_load_ps(shift + i), total, found[r][t]);
-          _mm256_store_ps(factors[r][t] + i, _mm256_mul_ps(_mm256_load_ps(scale + i), unit));
+      auto* to = reinterpret_cast<int8_t*>(digits_of(token, piece));
+      for (int digit = kDigits - 1; digit >= 0; --digit)
+        for (int i = 0; i < kPiece; ++i) {
+          const int8_t last = int8_t(rest[i]);
+          to[digit * kPiece + i] = last;
+          rest[i] = (rest[i] - last) >> 8;
         }
+    }
+  }
+
+  int32_t* digits_of(int64_t token, int64_t piece) const {
+    return digits.data + (token * pieces + piece) * (kWords * kDigits);
+  }
+
+  void add_stretch(const Stored* blocks, int64_t apart, int64_t first, Lanes* sums) const {
+    const int here = int(std::min<int64_t>(kPieces, pieces - first));
+    const SomeRows rows{apart};
+    const LaneScales<Stored> scales(blocks, rows);
+    for (int pair = 0; pair < here; pair += 2)
+      each<2>([&](auto odd) __attribute__((always_inline)) {
+        if (odd && pair + 1 == here) return;
+        const auto weights = blocks->quants(rows, pair + odd);
+        each<kParts>([&](auto part) __attribute__((always_inline)) {
+          Lanes scale, shift;
+          scales.read(pair + odd, part, scale, shift);
+          int64_t token = 0;
+          for (; token + 1 < count; token += 2) add_tokens<2, part>(weights, scale, shift, token, first + pair + odd, sums);
+          if (token < count) add_tokens<1, part>(weights, scale, shift, token, first + pair + odd, sums);
+        });
+      });
+  }
+
+  template <int N, int part>
+  INLINE void add_tokens(const SomeRows::Bytes& weights, Lanes scale, Lanes shift, int64_t token, int64_t piece,
+                         Lanes* sums) const {
+    Ints found[N][kDigits] = {};
+    each<kWords / kParts>([&](auto word) __attribute__((always_inline)) {
+      constexpr int kAt = part * (kWords / kParts) + word;
+      each<N>([&](auto t) __attribute__((always_inline)) {
+        each<kDigits>([&](auto i) __attribute__((always_inline)) {
+          add_products(found[t][i], weights.part[kAt], digits_of(token + t, piece)[i * kWords + kAt]);
+        });
       });
     });
-    for (int piece = 0; piece < pieces; ++piece) {
-      __m256i weights[4];
-      each<4>([&](auto r) __attribute__((always_inline)) { weights[r] = placed((rows[r] + blocks)->quants(piece)); });
-      each<N>([&](auto t) __attribute__((always_inline)) {
-        __m256i digit[kDigits];
-        each<kDigits>([&](auto at) __attribute__((always_inline)) {
-          digit[at] = bytes_at(digits.data[((t * stretches + stretch) * kPieces + piece) * kDigits + at]);
-          asm("" : "+v"(digit[at]));  // or compilers would read it for each row
-        });
-        each<4>([&](auto r) __attribute__((always_inline)) {
-          __m256i sum = add_products(_mm256_setzero_si256(), weights[r], digit[0]);
-          sum = add_products(_mm256_slli_epi32(sum, 8), weights[r], digit[1]);
-          sum = add_products(_mm256_slli_epi32(sum, 8), weights[r], digit[2]);
-          found[r][t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), factor(factors[r][t], piece), found[r][t]);
-        });
-      });
-    }
+    each<N>([&](auto t) __attribute__((always_inline)) {
+      const Lanes high = as_floats((Words)found[t][0]), low = as_floats((Words)((found[t][1] << 8) + found[t][2]));
+      const float total = totals.data[((token + t) * pieces + piece) * kParts + part];
+      sums[token + t] += shift * total;
+      sums[token + t] += scale * (high * 65536.f + low);
+    });
   }
 
-  static INLINE __m256 factor(const float* factors, int piece) {
-    if constexpr (!kPairs) return _mm256_set1_ps(factors[piece]);
-    double pair;
-    std::memcpy(&pair, factors + 2 * piece, sizeof pair);
-    return _mm256_castpd_ps(_mm256_set1_pd(pair));
-  }
-
-  const int64_t stretches;
-  const Aligned<Digits> digits;  // [tokens, pieces, digits], the highest ones first
-  const Aligned<float> units;    // [tokens, scales], not finite where a number is not
-  const Aligned<float> totals;   // of the numbers of each scale
+  const int64_t pieces;
+  const Aligned<int32_t> digits;  // four in each: [tokens, pieces, digits, words], the highest ones first
+  const Aligned<float> units;     // [tokens], not finite where a number is not
+  const Aligned<float> totals;    // of the numbers of each scale, [tokens, pieces, parts]
 };
 
 }  // namespace
