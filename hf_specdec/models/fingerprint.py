@@ -126,7 +126,7 @@ def runs_custom_python(model: PreTrainedModel) -> bool:
     """Whether a pass runs more than the operations of layers of transformers, torch and this package.
 
     Such are modules of other libraries (adapters among them), hooks, replaced or compiled methods, dropout, autocast,
-    torch function modes, and weights of tensor subclasses that don't say (`recordable`) that they call operations alone.
+    torch function modes, and weights of tensor subclasses that aren't `recordable`: those call operations alone.
     """
     return (
         torch.is_autocast_enabled(model.device.type)
