@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported on first use, so that `hf_specdec.config` brings no torch, and the package no model's code.
+# Imported on first use, so that importing `hf_specdec.config` does not import torch, nor the package any model's code.
 _PLACES = {
     "Eagle3Draft": "models.eagle_draft",
     "Round": "rules.round_statistics",

@@ -27,7 +27,7 @@ from hf_specdec.models.decoder_states import STATES
 from hf_specdec.models.eagle_draft import Eagle3Draft
 from hf_specdec.models.traits import drafts_blocks, embedded, generating_parts, wrapped_model
 
-# Arguments that select another decoding mode of transformers.
+# Arguments that select another decoding mode of transformers, which each description names.
 OTHER_MODES = {
     "assistant_early_exit": "drafts by the target's own first layers",
     "constraints": "constrained beam search",
@@ -50,7 +50,7 @@ def check_versions() -> None:
         ImportError: names the installed version, and the command that installs another.
     """
     for package, (first, end) in VERSIONS.items():
-        # Of a development version, the release that it leads to counts.
+        # A development version counts as the release that it precedes.
         found = Version(package.__version__).release
         if found < Version(first).release or (end is not None and found >= Version(end).release):
             wanted = f"{package.__name__}>={first}" + (f",<{end}" if end else "")
@@ -100,7 +100,7 @@ def check_call(
 
 
 def _check_states(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse `output_attentions` and `output_hidden_states` of decoder-only models, and after a cache with text in it.
+    """Refuse `output_attentions` and `output_hidden_states` of decoder-only models, and with a filled cache.
 
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
@@ -114,13 +114,13 @@ def _check_states(model: PreTrainedModel, generation_config: GenerationConfig, m
             )
         if getattr(generation_config, name, None) and cache is not None and cache.get_seq_length():
             raise ValueError(
-                f"{name}=True with {cache_argument(model)}={type(cache).__name__} with text in it: the whole text is "
-                f"read for this output, so leave one of them out, or decode without speculation."
+                f"{name}=True with a filled {cache_argument(model)}={type(cache).__name__}: this output needs a pass "
+                f"over the whole text, so leave one of them out, or decode without speculation."
             )
 
 
 def _check_embeddings(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Refuse embeddings of a decoder's prompt without the tokens that they stand for, or after a cache.
+    """Refuse embeddings of a decoder's prompt without their tokens, or with a filled cache.
 
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
@@ -135,13 +135,13 @@ def _check_embeddings(model: PreTrainedModel, input_ids: Tensor, model_kwargs: d
         )
     if cache is not None and cache.get_seq_length():
         raise ValueError(
-            f"inputs_embeds together with {cache_argument(model)}={type(cache).__name__} with text in it: pass "
-            "input_ids instead, or leave the cache out."
+            f"inputs_embeds with a filled {cache_argument(model)}={type(cache).__name__}: pass input_ids instead, or "
+            "leave the cache out."
         )
 
 
 def _check_sizes(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse sizes that are none, and chunks of a prompt without a cache; warn where pictures rule chunks out.
+    """Refuse invalid chunk sizes, and chunks of a prompt without a cache; warn if pictures rule out chunks.
 
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
@@ -150,11 +150,11 @@ def _check_sizes(generation_config: GenerationConfig, model_kwargs: dict[str, An
     if size is None:
         return
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"prefill_chunk_size={size!r} is not a size: pass a whole number of at least 1, or None.")
+        raise ValueError(f"prefill_chunk_size={size!r} must be an integer of at least 1, or None.")
     if cache_of(model_kwargs) is None:
         raise ValueError(
-            f"prefill_chunk_size={size} without a cache: each chunk would be read with all before it, so leave it or "
-            "use_cache=False out."
+            f"prefill_chunk_size={size} without a cache: each chunk would be read again with the next, so leave it out "
+            "or pass use_cache=True."
         )
     if embedded(model_kwargs):
         warn_caller(f"prefill_chunk_size={size}: a prompt with pictures, sound or embeddings is read in one pass.")
@@ -179,7 +179,7 @@ def _check_mode(generation_config: GenerationConfig) -> None:
 
 
 def check_cache_implementation(model: PreTrainedModel, name: str | None) -> None:
-    """Refuse cache implementations that can't be built or rolled back, or that select another decoding loop.
+    """Refuse cache implementations that cannot be built or rolled back, or that select another decoding loop.
 
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
@@ -198,11 +198,11 @@ def check_cache_implementation(model: PreTrainedModel, name: str | None) -> None
 
 
 def checked_target(model: Any) -> PreTrainedModel:
-    """The model whose `generate` transformers runs when that of `model`, or of what it wraps, is called.
+    """Unwrap `model` to the model whose `generate` is transformers' own.
 
     Raises:
-        ValueError: a name or a class, or none or several such models, so that speculation would never take place, or
-            not where it is meant to; names the argument and its value, and says what to do instead.
+        ValueError: `model` is a name or a class, or contains no such model or several, so that speculation would never
+            or not reliably take place; names the argument and its value, and says what to do instead.
     """
     if not isinstance(model, Module):
         raise ValueError(
@@ -241,7 +241,7 @@ def check_is_model(draft: Any) -> None:
 
 
 def check_draft(draft: Any, config: SpeculationConfig) -> None:
-    """Refuse a draft that the drafter can't use, and none where it needs one.
+    """Refuse a draft that the drafter cannot use, or a missing one that it needs.
 
     Raises:
         ValueError: names the argument and its value, and says what to do instead.
@@ -252,8 +252,8 @@ def check_draft(draft: Any, config: SpeculationConfig) -> None:
     if (in_blocks or config.drafts_by_model) and in_blocks != (draft is not None and drafts_blocks(draft)):
         raise ValueError(
             f"assistant_model={None if draft is None else type(draft).__name__} with drafter={config.drafter!r}: a "
-            "DFlash draft, which reads hidden states of the target, goes with speculation_type='dflash' or "
-            "drafter='dflash', and any other draft without."
+            "DFlash draft, which reads the target's hidden states, needs drafter='dflash' or "
+            "speculation_type='dflash'; no other draft works with them."
         )
     if draft is None and config.drafts_by_model:
         raise ValueError(
@@ -283,7 +283,7 @@ def check_kinds(model: PreTrainedModel, draft: PreTrainedModel) -> None:
 
 
 def check_model(model: PreTrainedModel, argument: str) -> None:
-    """Refuse models whose weights are not loaded or are sharded, and recurrent models that can't be rolled back.
+    """Refuse models that are not loaded or are sharded, that have their own loop, or that cannot be rolled back.
 
     Args:
         model: the target or the draft.
@@ -301,29 +301,29 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
         )
     if argument == "model" and (own := own_loop(model)) is not None:
         raise ValueError(
-            f"{named} decodes in a loop of its own, {own}, which speculation would replace: decode without speculation."
+            f"{named} decodes in its own loop, {own}, which speculation would replace: decode without speculation."
         )
     sharding = _sharding_of(model)
     if sharding is not None:
         raise ValueError(
-            f"{named} is sharded by {sharding}: all processes have to run the same passes, but each accepts different "
+            f"{named} is sharded by {sharding}: all processes must run the same passes, but each accepts different "
             "drafts; gather the model's weights first, or decode without speculation."
         )
     check_recurrence(model, argument)
     if argument == "model" and (steered := steered_by(model)):
         raise ValueError(
-            f"{named} steers its decoding after every token, by {', '.join(steered)}, which a pass over several tokens "
-            "can't do: decode without speculation."
+            f"{named} controls its decoding after every token, by {', '.join(steered)}, which is not possible in a "
+            "pass over several tokens: decode without speculation."
         )
 
 
 _REFUSED_FLAGS = {
     "synced_gpus": (
-        "all processes have to run the same passes, but each accepts different drafts; leave synced_gpus out, or "
+        "all processes must run the same passes, but each accepts different drafts; leave synced_gpus out, or "
         "decode without speculation"
     ),
     "token_healing": (
-        "transformers hands no tokenizer to loops that are not its own; heal the prompt first, with input_ids = "
+        "transformers passes no tokenizer to custom loops; heal the prompt first, with input_ids = "
         "model.heal_tokens(input_ids, tokenizer), and leave token_healing out"
     ),
 }
@@ -341,7 +341,7 @@ def check_flags(**flags: bool | None) -> None:
 
 
 def _empty_part(model: PreTrainedModel) -> str | None:
-    """The name of a part on the device `meta` that accelerate doesn't load for its passes; None if there is none."""
+    """The name of a part on the device `meta` that accelerate does not load for its passes; None if there is none."""
     if not any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())):
         return None
     # The hook of the whole model only moves its inputs; the hook of a part may load all that is in it.
@@ -354,7 +354,7 @@ def _empty_part(model: PreTrainedModel) -> str | None:
 
 
 def _sharding_of(model: PreTrainedModel) -> str | None:
-    """What shards a model's weights over processes, which then have to run the same passes; None if unsharded."""
+    """The name of the library that shards a model's weights over processes; None if unsharded."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return None

@@ -17,11 +17,11 @@ STRATEGY_SETTINGS: dict[str, tuple[str, ...]] = {
 STRATEGIES = tuple(STRATEGY_SETTINGS)
 LOSSY_STRATEGIES = tuple(name for name, own in STRATEGY_SETTINGS.items() if own)
 DRAFTERS = ("auto", "model", "suffix", "lookup", "hybrid", "mtp", "dflash", "none")
-# Those that copy, whatever a model drafts besides.
+# Drafters that copy, with or without a model besides.
 COPYING = ("auto", "suffix", "lookup", "hybrid")
-# Those that some models bring along.
+# Drafters that come with some models.
 OWN_DRAFTERS = ("mtp", "dflash")
-# Those that draft with an assistant model.
+# Drafters that need an assistant model.
 WITH_MODEL = ("model", "hybrid", "dflash")
 VERIFICATIONS = ("token", "block")
 DRAFT_ERRORS = ("raise", "continue")
@@ -30,20 +30,20 @@ DEFAULT_ASSISTANT_TOKENS = 4
 T5_ASSISTANT_TOKENS = 7
 # The longest draft that "auto" chooses.
 MAX_ASSISTANT_TOKENS = 16
-# New tokens that a call takes memory for before it needs it; a larger maximum length is often none.
+# Most new tokens for which a call reserves memory in advance; larger maximum lengths are rarely reached.
 FORESEEN_TOKENS = 4096
 T5_MODEL_TYPES = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers"})
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What may be given for a setting, and what it does.
+    """The values that a setting accepts, and its help.
 
     Args:
         help: one line.
-        choices: the values, where these are words.
-        least, most: the range, where values are numbers; both ends belong to it.
-        advice: why the range is what it is, and what to pass.
+        choices: the valid words.
+        least, most: the range of valid numbers, inclusive.
+        advice: for messages: the reason for the range, and what to pass.
     """
 
     help: str
@@ -65,8 +65,8 @@ class SpeculationConfig:
         strategy: `"speculative"` is lossless (Leviathan et al. 2023, algorithm 1). The others trade quality for speed:
             `"bild"` (Kim et al. 2023), `"lenient"` (Leviathan et al. 2023, appendix A.5), `"typical"` (Cai et al. 2024,
             Medusa) and `"ensemble"` (transformers' `assistant_ensemble_weight`).
-        num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` uses what the draft's
-            own `generation_config` says, else 4, 7 for T5 targets, and `"auto"` for `drafter="suffix"` and `"auto"`.
+        num_assistant_tokens: lookahead γ, the most tokens drafted in a round, at least 1. `None` uses the value of the
+            draft's own `generation_config`, else 4, 7 for T5 targets, and `"auto"` for `drafter="suffix"` and `"auto"`.
             `num_assistant_tokens="auto"` chooses the length of each round, from 0 to 16, based on the acceptance and
             the times measured so far, including earlier calls of the same models. Sampled text can therefore differ
             between runs with the same seed; its distribution does not. Where rounds are compiled or captured, it
@@ -82,16 +82,16 @@ class SpeculationConfig:
             does not rule out.
         assistant_ensemble_weight: ensemble only, w in [0, 1]. Drafts are verified against w · target + (1 - w) · draft.
             1 is lossless; 0 accepts every draft. Requires `drafter="model"`, since copies have no probabilities.
-        drafter: `"model"` drafts with the assistant model. `"suffix"` needs no model: it finds the longest end of the
-            text that occurred before, in the text, the other rows or the encoder's input, and copies what mostly
-            followed it, as far as that is likely enough to be worth a wider pass; `"lookup"` is another name for it.
-            `"hybrid"` chooses between such a copy and the model, round by round and row by row. `"auto"` is `"hybrid"`
-            where there is an assistant model and `"suffix"` where there is none, with `num_assistant_tokens="auto"`
-            unless set: each round drafts what is expected to bring the most tokens per second, or nothing. `"mtp"`
-            drafts with the multi-token-prediction layers that the target brings along, as `use_mtp=True` asks for,
-            `"dflash"` with an assistant model that makes a block of drafts in one pass (`speculation_type="dflash"`).
-            `"none"` decodes without drafts in the same loop, as a baseline. Copies have no draft probabilities, so
-            `fallback_threshold`, `entropy_threshold` and `assistant_confidence_threshold` don't apply to them.
+        drafter: `"model"` drafts with the assistant model. `"suffix"` needs no model: it finds the longest suffix of
+            the text that occurred before, in the text, the other rows or the encoder's input, and copies its most
+            frequent continuation, as far as that is likely enough to be worth a wider pass; `"lookup"` is another name
+            for it. `"hybrid"` chooses between such a copy and the model, round by round and row by row. `"auto"` is
+            `"hybrid"` with an assistant model and `"suffix"` without, and sets `num_assistant_tokens="auto"` by
+            default: each round drafts whatever is expected to yield the most tokens per second, or nothing. `"mtp"`
+            drafts with the target's own multi-token-prediction layers (`use_mtp=True`), `"dflash"` with an assistant
+            model that drafts a block in one pass (`speculation_type="dflash"`). `"none"` decodes without drafts in
+            the same loop, as a baseline. Copies have no draft probabilities, so `fallback_threshold`,
+            `entropy_threshold` and `assistant_confidence_threshold` don't apply to them.
         verification: how sampling verifies drafts; both are lossless. `"token"` decides token by token (Leviathan et
             al. 2023). `"block"` decides on the draft as a whole (Sun et al. 2024) and accepts at least as many tokens
             in expectation. Greedy decoding is the same with both.
@@ -107,8 +107,8 @@ class SpeculationConfig:
             caches (encoder-decoder, ALiBi), drafters that models bring along, processors that read the text
             (repetition penalty) or are the caller's own, and recorded scores. On a CPU, they use the kernels of
             compiled rounds.
-        on_draft_error: `"raise"` passes on the draft's errors. `"continue"` warns once and decodes the rest of the call
-            without drafts; with it, rounds are neither compiled nor captured.
+        on_draft_error: `"raise"` raises the draft's errors. `"continue"` warns once and decodes the rest of the call
+            without drafts; rounds are then neither compiled nor captured.
         disable_tqdm: show no progress bar while `compile=True` compiles. `transformers.utils.logging.
             disable_progress_bar()` does the same for all calls.
         suffix_memory: a `SuffixMemory` of earlier answers, from which `"suffix"` and `"hybrid"` copy as well, and to
@@ -123,7 +123,7 @@ class SpeculationConfig:
         None, "most tokens drafted per round, or auto", least=1
     )
     fallback_threshold: float = _setting(
-        0.6, "BiLD: a draft ends where its best token has a probability below it", least=0, most=1,
+        0.6, "BiLD: a draft ends before a token if the draft's best one has a probability below it", least=0, most=1,
         advice="it is compared with a probability, so pass a number from 0 (never fall back) to 1 (fall back unless "
         "the draft is certain)",
     )  # fmt: skip
@@ -133,7 +133,7 @@ class SpeculationConfig:
         "back)",
     )  # fmt: skip
     lenience: float = _setting(
-        0.5, "lenient: keep if p > L max p; in sampling with chance min(1, p / (L q))", least=0, most=1,
+        0.5, "lenient: keep if p > L max p; in sampling with probability min(1, p / (L q))", least=0, most=1,
         advice="the draft's probability is multiplied by it, so pass a number from 0 (accept what the target does not "
         "rule out) to 1 (lossless)",
     )  # fmt: skip
@@ -154,12 +154,12 @@ class SpeculationConfig:
         "draft is certain), or None to disable",
     )  # fmt: skip
     assistant_confidence_threshold: float | None = _setting(
-        None, "a draft ends after a token where its best one has a probability below it", least=0, most=1,
+        None, "a draft ends after a token if the draft's best one has a probability below it", least=0, most=1,
         advice="it is compared with a probability, so pass a number from 0 to 1 (1 stops unless the draft is "
         "certain), or None to disable",
     )  # fmt: skip
     compile: bool = _setting(False, "compile the rounds")
-    on_draft_error: str = _setting("raise", "what follows an error of the draft", choices=DRAFT_ERRORS)
+    on_draft_error: str = _setting("raise", "what to do after an error of the draft", choices=DRAFT_ERRORS)
     disable_tqdm: bool = _setting(False, "show no progress bar while compiling")
     suffix_memory: Any = field(
         default=None, metadata={"setting": Setting("earlier answers to copy from, a SuffixMemory")}
@@ -192,25 +192,23 @@ class SpeculationConfig:
         return self.drafter in ("model", "hybrid")
 
     def choosing(self, *, has_model: bool) -> SpeculationConfig:
-        """The settings with what `drafter="auto"` stands for in its place."""
+        """Replace `drafter="auto"` by the drafter that it stands for."""
         if self.drafter != "auto":
             return self
         drafter = "hybrid" if has_model else "suffix"
         return replace(self, drafter=drafter, num_assistant_tokens=self.num_assistant_tokens or "auto")
 
     def within(self, room: int) -> SpeculationConfig:
-        """The settings for a call whose rows have room for `room` tokens. Requires resolved settings.
+        """Limit the lookahead for a call whose rows have room for `room` tokens. Requires resolved settings.
 
-        A lookahead beyond the room, which would only take memory, becomes the next power of two: calls with little
-        room then share compiled rounds. Beyond `FORESEEN_TOKENS`, none is longer than that.
+        A longer lookahead, which would waste memory, becomes the next power of two above the room, so that calls with
+        little room share compiled rounds. It never exceeds `FORESEEN_TOKENS`.
         """
         most = min(max(1 << (room - 1).bit_length(), MAX_ASSISTANT_TOKENS), FORESEEN_TOKENS)
         return replace(self, num_assistant_tokens=most) if self.longest_draft > most else self
 
     def drafting_at_most(self, tokens: float) -> SpeculationConfig:
-        """The settings with no longer lookahead than this; where "auto" may be longer, a fixed one. Requires resolved
-        settings.
-        """
+        """Limit the lookahead to `tokens`; an "auto" that could exceed it becomes fixed. Requires resolved settings."""
         if self.longest_draft <= tokens:
             return self
         wanted = DEFAULT_ASSISTANT_TOKENS if self.num_assistant_tokens == "auto" else self.longest_draft
@@ -239,7 +237,7 @@ def check_fields(settings: dict[str, Any]) -> None:
     for name in settings:
         if name == "generation_strategy":
             raise ValueError(
-                f"generation_strategy={settings[name]!r}: here it is called strategy, as in "
+                f"generation_strategy={settings[name]!r}: the argument is called strategy here, as in "
                 f"SpeculativeDecoding(draft, strategy={settings[name]!r})."
             )
         if name not in FIELDS:
@@ -258,7 +256,7 @@ def _check(name: str, value: Any, setting: Setting, *, optional: bool) -> None:
             )
     elif name == "suffix_memory":
         if not hasattr(value, "automata"):
-            raise ValueError(f"suffix_memory={value!r} is no memory: pass a hf_specdec.SuffixMemory(), or None.")
+            raise ValueError(f"suffix_memory={value!r} must be a hf_specdec.SuffixMemory(), or None.")
     elif setting.choices:
         if not (isinstance(value, str) and value in setting.choices):
             shown, none = (

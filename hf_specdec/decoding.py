@@ -26,13 +26,13 @@ from hf_specdec.rules.verification import Rule, Verification
 
 @dataclass(frozen=True)
 class Settled:
-    """What the target made of a proposal. Tuples hold one entry per row.
+    """The outcome of verifying a proposal. Tuples hold one entry per row.
 
     Args:
         accepted, new_tokens, overlap, width: see `Round`.
-        steps_ahead: forward passes of the draft in the meantime.
-        seconds: from the pass until the result was known on the host.
-        seconds_shown: what criteria and the streamer took within the round.
+        steps_ahead: forward passes of the draft during the target's pass.
+        seconds: from the start of the pass until the result is known on the host.
+        seconds_shown: time spent in criteria and the streamer within the round.
     """
 
     accepted: tuple[int, ...]
@@ -70,8 +70,8 @@ class Decoder:
         max_positions: the target's context length, which drafts must not exceed; None if it is unlimited.
         drafts_in_first_round: whether to draft right after the prompt. Must be False if a row's last prompt token is
             masked, since eager attention spreads such a query evenly over all keys, including those of drafts; if the
-            prompt has images or audio, since a drafted placeholder would be taken for one of theirs; and if the prompt
-            is read in chunks that the model prepares itself, which may look at a chunk's length.
+            prompt has images or audio, since a drafted placeholder would be taken for one of theirs; and if the model
+            prepares the chunks of a chunked prompt itself, which may depend on a chunk's length.
     """
 
     target: Runner
@@ -107,7 +107,7 @@ class Decoder:
     def kept_length(self, transcript: Transcript) -> int:
         """The number of tokens that the returned cache holds.
 
-        0 if rows have ended in different stages: what the shortest lacks would be read with other frequencies.
+        0 if rows have ended in different stages: the missing tokens would be read with other rotary frequencies.
         """
         stages, length = self.target.stages, transcript.common_length - 1
         return length if stages is None or stages.agree(length, max(transcript.lengths) - 1) else 0
@@ -144,7 +144,7 @@ class Decoder:
         )
 
     def _settle(self, transcript: Transcript, unread: Tensor, proposal: DraftProposal, going: Sequence[int]) -> Settled:
-        """Verify a proposal after the `unread` tokens `[B, k]` of the texts, and add what is kept to the transcript."""
+        """Verify a proposal after the `unread` tokens `[B, k]` of the texts, and add kept tokens to the transcript."""
         began = perf_counter()
         tokens = torch.cat([unread, proposal.tokens], dim=1)
         verified, recorded = self._verify(transcript, tokens, proposal, going)
@@ -173,7 +173,7 @@ class Decoder:
     def _going(self, open_rows: Sequence[int], lengths: Sequence[int]) -> tuple[Sequence[int], float]:
         """The rows that take part in a round, and the most drafts that fit into its pass.
 
-        A pass has the same width for all rows, so the longest row decides. At the end of a stage, rows wait for the
+        A pass has the same width for all rows, so the longest row decides. Rows at the end of a stage wait for the
         others.
         """
         stages, going, most = self.target.stages, open_rows, math.inf
@@ -220,9 +220,9 @@ class Decoder:
         return verified, recorded
 
     def _processed_counts(self, transcript: Transcript, proposal: DraftProposal, open_rows: Sequence[int]) -> list[int]:
-        """The number of positions per row that are processed: those whose text plain `generate` could reach.
+        """The number of positions to process per row: those whose text plain `generate` could reach.
 
-        None comes after a drafted EOS or a draft that a `prefix_allowed_tokens_fn` forbids, which is rejected.
+        Processing stops after a drafted EOS, and at a draft that a `prefix_allowed_tokens_fn` forbids.
         """
         counts = [0] * len(proposal.lengths)
         drafts = proposal.tokens.tolist()

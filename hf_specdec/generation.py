@@ -83,7 +83,7 @@ def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
 
 
 def _names_settings(call: Callable[P, T]) -> Callable[P, T]:
-    """Add all settings to a function's signature: `generate` passes on only what a custom loop's signature names."""
+    """Add all settings to a function's signature, since `generate` passes on only arguments named there."""
     signature = inspect.signature(call)
     *named, rest = signature.parameters.values()
     settings = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in FIELDS]
@@ -103,11 +103,11 @@ class SpeculativeDecoding:
         assistant_model: the draft, on any device and in any dtype; None for drafters that need no model.
         strategy: `"speculative"`, `"bild"`, `"lenient"`, `"typical"` or `"ensemble"`.
         streamer, tokenizer, assistant_tokenizer: the arguments of `generate`.
-        media: the arguments of `generate` that hold pictures or video, which it encodes by the target. A draft of the
-            same kind encodes them itself.
+        media: the arguments of `generate` that hold pictures or video, which `generate` encodes with the target. A
+            draft of the same kind encodes them itself.
         settings: `num_assistant_tokens`, `fallback_threshold`, … (see `SpeculationConfig`). Settings in the call of
-            `generate` override them. Settings in a `generation_config` are ignored here, because a lookahead that the
-            user set can't be told from the default that `generate` fills in.
+            `generate` override them. Settings in a `generation_config` are ignored here, because a lookahead set by
+            the user cannot be told apart from the default that `generate` fills in.
 
     Attributes:
         stats: `SpeculationStats` of the most recently started call, even if it raised an exception. If several threads
@@ -214,7 +214,7 @@ class SpeculativeDecoding:
         if static_size is not None:
             model_kwargs[cache_argument(model)] = static_cache(model, model_kwargs, static_size, "model")
         decoder = _decoder(config, call, processors, model_kwargs, input_ids, cached)
-        # A local name as well, since other threads may replace the attribute.
+        # Kept in a local variable too, since other threads may replace the attribute.
         stats = self.stats = _last[model] = SpeculationStats(config.strategy)
         with among(tensor_parallel_group(*call.models)), tqdm_disabled(config.disable_tqdm):
             cache = _run(decoder, transcript, stats, callers, compile=config.compile, keep_cache=returns_dict)
@@ -247,7 +247,7 @@ class SpeculativeDecoding:
 
 
 def _compilable(config: SpeculationConfig, device: torch.device) -> SpeculationConfig:
-    """The settings without `compile`, and a warning, where nothing is compiled for the device."""
+    """Warn and drop `compile` if compiling for the device is not supported."""
     refusal = compiled_step.compile_refusal(device) if config.compile else None
     if refusal is None:
         return config
@@ -263,15 +263,15 @@ def _decoder(
     input_ids: Tensor,
     cached: int,
 ) -> Decoder:
-    """The loop for a call, with its drafter and the target's runner.
+    """Build the loop for a call, with its drafter and the target's runner.
 
     Args:
-        processors: the caller's; `call` has those that drafts pass through.
-        model_kwargs: what the target is given, its cache included.
+        processors: the caller's processors; `call` has those for drafts.
+        model_kwargs: the target's arguments, including its cache.
         cached: the number of tokens that the cache holds before `input_ids`.
     """
     model = call.model
-    # Made before the target's runner, which marks the cache: making the drafter may raise.
+    # Made before the target's runner, which modifies the cache, since making the drafter may raise.
     drafter = make_drafter(config, call)
     capacity, chunk = call.transcript.capacity, call.generation_config.prefill_chunk_size
     target = runner_for(model, model_kwargs, input_ids, capacity, cached, call.kernels, chunk)
@@ -288,7 +288,7 @@ def _decoder(
         relaxation=strategy.relaxation(config, not do_sample),
         rule=strategy.sampling_rule(config, SAMPLING_RULES[config.verification]) if do_sample else greedy,
         do_sample=do_sample,
-        # Custom processors may need gradients, which inference mode rules out.
+        # Custom processors may need gradients, which inference mode does not support.
         mode=pass_mode(*call.models) if processors.scores_only else torch.no_grad,
         max_positions=None if positions is None else positions - cached,
         drafts_in_first_round=drafter.states is None
@@ -307,10 +307,10 @@ def _run(
     compile: bool,
     keep_cache: bool,
 ) -> Cache | None:
-    """Decode, and return the cache for the caller, usable outside inference mode; None if the caller gets none.
+    """Decode, and return the cache for the caller, usable outside inference mode; None if it is not returned.
 
     Args:
-        callers: a cache of the caller's that a static one stands in for meanwhile.
+        callers: the caller's cache, if a static one replaces it during the call.
     """
     target = decoder.target
     with prepared_rounds(decoder, transcript, compile=compile) as rounds:
@@ -345,7 +345,7 @@ def _static_size(
     every round, which took longer than the passes.
     """
     model, cache, tokens = models[0], cache_of(model_kwargs), transcript.capacity
-    within_context = transcript.max_length <= (context_length(model) or sys.maxsize)  # as prepared rounds need it
+    within_context = transcript.max_length <= (context_length(model) or sys.maxsize)  # required by prepared rounds
     if is_static_by_request(cache) or (config.compile and within_context and (taken_over or is_unused_default(cache))):
         prepared = config.compile or cuda_graphs.captures(transcript.device)
         return CacheSize(prepared_capacity(tokens, *(models if config.compile else ())) if prepared else tokens)

@@ -1,4 +1,4 @@
-"""`InOrderDecoder`: the decoding loop for processors that keep state, which see each kept text once and in order."""
+"""`InOrderDecoder`: the decoding loop for stateful processors, which see each kept text once and in order."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hf_specdec.rules.shared_decisions import shared
 class InOrderDecoder(Decoder):
     """`Decoder` whose rounds call processors, criteria and the streamer as plain `generate` does, column by column.
 
-    The target still reads a round's drafts in one pass. After it, the columns are settled one by one: the processors
-    get one column's scores of the whole batch, each row's draft is judged by itself and stands or is replaced, and
-    the criteria and the streamer see the column. The next column follows if every row has kept its draft. So no
-    processor ever sees a text that is not kept, nor the same one twice, and rows stay equally long.
+    The target still reads a round's drafts in one pass. Then the columns are settled one by one: the processors get
+    one column's scores of the whole batch, each row's draft is kept or replaced, and the criteria and the streamer see
+    the column. The next column follows if every row has kept its draft. So processors never see a text that is not
+    kept, nor one text twice, and rows stay equally long.
 
     Each token is judged alone, which is exact for every rule and relaxation; block verification then keeps no more
-    tokens than the other rule.
+    tokens than the token-wise rule.
     """
 
     def _settle(
@@ -70,7 +70,7 @@ class InOrderDecoder(Decoder):
             drafted: `[B]` bool, the rows that have a draft in this column.
 
         Returns:
-            For each row whether its draft stands, its token, and Σ_x min(p(x), q(x)).
+            For each row whether its draft is kept, its token, and Σ_x min(p(x), q(x)).
         """
         drafts, lengths = proposal.tokens[:, column : column + 1], drafted.long()  # no drafts after the last column
         probs = None if proposal.probs is None else proposal.probs[:, column : column + drafts.shape[1]]
@@ -81,7 +81,7 @@ class InOrderDecoder(Decoder):
         if self.do_sample:
             scores = sampling.probabilities(scores)
             uniforms = sampling.uniforms(len(drafts), drafts.shape[1] + 1, device=drafts.device)
-        # A rule also wants the distribution after the drafts. What it draws from there is not used.
+        # A rule also needs the distribution after the drafts; its draw from there is not used.
         scores = scores.expand(-1, drafts.shape[1] + 1, -1)
         verified = self.rule(scores, drafts, lengths, probs, uniforms)
         tokens, overlap = verified.next_token, torch.zeros_like(scores[:, 0, 0])
@@ -93,7 +93,7 @@ class InOrderDecoder(Decoder):
 
 
 def _common_length(proposal: DraftProposal, open_rows: Sequence[int], eos_tokens: frozenset[int]) -> int:
-    """How many drafted columns all rows can reach together; a row that ends within its draft holds up no other."""
+    """The number of drafted columns that all rows reach together; a row that ends in its draft limits no other."""
     drafts = proposal.tokens.tolist()
     drafted = [drafts[row][: proposal.lengths[row]] for row in open_rows]
     return min((len(row) for row in drafted if not row or row[-1] not in eos_tokens), default=max(map(len, drafted)))

@@ -42,7 +42,7 @@ from hf_specdec.models.traits import generating_parts, media_of, wrapped_model
 from hf_specdec.prepared.engine_store import release
 
 ARGUMENTS = ("assistant_model", "generation_strategy", *FIELDS)
-# Arguments of transformers that ask for a drafter of the target's own: the value, and what the drafter is called here.
+# transformers' arguments that select a drafter of the target's own: their value, and the drafter's name here.
 ASKED_FOR_BY: dict[str, tuple[Any, str]] = {"use_mtp": (True, "mtp"), "speculation_type": ("dflash", "dflash")}
 _UNSET: Any = object()
 
@@ -57,7 +57,7 @@ _running: ContextVar[frozenset[int]] = ContextVar("hf_specdec_running", default=
 class Enabled:
     """An active `enable`. As a context manager, it is undone on exit.
 
-    It keeps the draft as long as the target lives, which it keeps not even as its own draft.
+    It keeps the draft alive as long as the target lives, but never the target, even if that is its own draft.
     """
 
     def __init__(self, model: PreTrainedModel | None, defaults: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class Enabled:
         return {**self._defaults, "assistant_model": self._own_draft() or self._model()}
 
     def forget(self) -> None:
-        """Let go of the draft."""
+        """Release the draft."""
         self._defaults, self._own_draft = {}, None
 
     def covers(self, model: object) -> bool:
@@ -83,7 +83,7 @@ class Enabled:
 
     @property
     def alive(self) -> bool:
-        """Whether there is a call that this could apply to."""
+        """Whether the target still exists."""
         return self._model is None or self._model() is not None
 
     def is_for(self, model: object | None) -> bool:
@@ -100,7 +100,7 @@ class Enabled:
 
 
 def _forget_defaults(model: Any) -> None:
-    """Called when a target goes; the entries are removed by the next `_remove`."""
+    """Release the drafts of a target that is deleted; the next `_remove` removes the entries."""
     for enabled in tuple(_stack):
         if not enabled.alive:
             enabled.forget()
@@ -110,7 +110,7 @@ _stack: list[Enabled] = []
 _changing = threading.RLock()  # `_stack` and what is installed change together
 # The installed wrapper and the function it replaced: transformers' `generate`, or another package's wrapper.
 _installed: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-# All wrappers: one that another package has wrapped, or put back, stays where it is after the last `disable`.
+# All wrappers ever installed: one that another package has wrapped or restored stays after the last `disable`.
 _wrappers: WeakSet[Callable[..., Any]] = WeakSet()
 
 
@@ -124,9 +124,9 @@ def enable(
     """Make `generate` accept `generation_strategy` and its settings.
 
     Args:
-        model: the target, in wrappers or not (PEFT, `torch.compile`, DDP); held weakly. None for all models.
+        model: the target, possibly wrapped (PEFT, `torch.compile`, DDP); held weakly. None for all models.
         assistant_model, generation_strategy: defaults for later calls. If either of them or a `drafter` is set, calls
-            speculate without further arguments, by the strategy `"speculative"` unless another is named;
+            speculate without further arguments, with the strategy `"speculative"` unless another is named;
             `generation_strategy=None`, here or in a call, opts out.
         settings: defaults for the fields of `SpeculationConfig`.
 
@@ -221,7 +221,7 @@ def _wrap(replaced: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_speculation(replaced: Callable[..., Any]) -> Callable[..., Any]:
-    """Continuous batching, begun here by `generate_batch` and `transformers serve`, refused where calls speculate."""
+    """Wrap the start of continuous batching (`generate_batch`, `transformers serve`) to refuse it with speculation."""
 
     @wraps(replaced)
     def _init(
@@ -232,7 +232,7 @@ def _without_speculation(replaced: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is not None:
             raise ValueError(
                 f"generation_strategy={strategy!r} with continuous batching (generate_batch, transformers serve "
-                "--continuous-batching): its loop takes no draft, so call generate, or hf_specdec.disable(model) first."
+                "--continuous-batching): its loop uses no draft, so call generate, or hf_specdec.disable(model) first."
             )
         return replaced(self, generation_config, *args, **kwargs)
 
@@ -269,7 +269,7 @@ def _speculative_call(
 
 
 def _own_drafter(model: PreTrainedModel, call: dict[str, Any]) -> dict[str, Any]:
-    """The drafter that transformers' arguments ask for; takes these out of the call, which would refuse batches."""
+    """The drafter that transformers' arguments select; removes them from the call, which would refuse batches."""
     chosen = {}
     for name, (value, drafter) in ASKED_FOR_BY.items():
         if _configured(model, call, name) == value:
@@ -277,7 +277,7 @@ def _own_drafter(model: PreTrainedModel, call: dict[str, Any]) -> dict[str, Any]
             call.pop(name, None)
             if (given := call.get("generation_config")) is not None:
                 call["generation_config"] = given = copy.deepcopy(given)
-                setattr(given, name, False)  # None would be filled in from the model's
+                setattr(given, name, False)  # None would be filled in from the model's configuration
             elif hasattr(model.generation_config, name):
                 call[name] = False
     return chosen
@@ -345,7 +345,7 @@ def _add_stop_strings(model: PreTrainedModel, call: dict[str, Any], tokenizer: A
 
 
 def _is_draft_call(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether `generate` makes this call to draft, rather than the caller's streamer or criterion."""
+    """Whether this call comes from `generate` for drafting, not from the caller's streamer or criterion."""
     running = _running.get()
     return bool(running) and (
         id(model) not in running or bool(getattr(call.get("generation_config"), "is_assistant", False))
@@ -354,7 +354,7 @@ def _is_draft_call(model: PreTrainedModel, call: dict[str, Any]) -> bool:
 
 @contextmanager
 def _running_now(model: PreTrainedModel) -> Iterator[None]:
-    """Mark `model` as running, so that calls of `generate` from within can be told apart."""
+    """Mark `model` as running, so that nested calls of `generate` are recognized."""
     before = _running.get()
     try:
         _running.set(before | {id(model)})

@@ -20,7 +20,7 @@ class Strategy:
     Args:
         stops: builds the rules that can end a draft before its full length, from resolved settings.
         relaxation: builds the relaxation of the target's scores, from the settings and whether decoding is greedy.
-        sampling_rule: the verification rule in sampling, from the settings and the lossless rule that they choose.
+        sampling_rule: builds the rule for sampling, from the settings and the lossless rule that they choose.
         draft_probs: when the draft's distributions are verified with: never (drafts are point masses, even if they
             were sampled), in sampling, or always.
     """

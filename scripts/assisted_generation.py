@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# In a checkout, use the package beside this folder, installed or not. A copy of the script on PATH has none beside it.
+# In a checkout, use the package next to this folder, even if another one is installed.
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if (_CHECKOUT / "hf_specdec" / "__init__.py").is_file():
     sys.path.insert(0, str(_CHECKOUT))
@@ -17,7 +17,7 @@ from hf_specdec.bench import arguments as given  # noqa: E402
 from hf_specdec.bench.settings import BenchError, Settings  # noqa: E402
 from hf_specdec.bench.tasks import TASKS, run_task  # noqa: E402
 
-# What `hf_specdec[bench]` installs.
+# The packages of `hf_specdec[bench]`.
 _PACKAGES = (
     "datasets", "evaluate", "matplotlib", "pandas", "psutil", "rouge_score", "sacrebleu", "scipy", "tabulate"
 )  # fmt: skip
@@ -35,7 +35,7 @@ def settings_of(arguments: list[str]) -> Settings:
     """The settings of a command line; ends the process with one line at a mistake."""
     task = TASKS[task_of(arguments)]
     settings = given.settings_of(task.parser(), task.defaults, arguments)
-    # No error, so that the same command without that flag measures the target alone.
+    # Not an error, so that the same command without that flag measures the target alone.
     for flag in given.unused(settings, arguments):
         print(f"{given.PROG}: {flag} is not used without --assisted_generation", file=sys.stderr)
     return settings
@@ -56,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         journaled = task not in ("tune", "report")
-        goes_on = "; what was measured is kept, and the same command continues it" if journaled else ""
-        print(f"{given.PROG}: stopped before the end{goes_on}", file=sys.stderr)
+        goes_on = "; measurements are kept, and the same command continues" if journaled else ""
+        print(f"{given.PROG}: interrupted{goes_on}", file=sys.stderr)
         return 130
     return 0
 
@@ -75,7 +75,7 @@ def _quiet() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # Failed connections are reported once, by us.
+    # Failed connections are reported once, by the script.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
 
 

@@ -1,1 +1,1 @@
-"""The instrument behind `assisted_generation.py`: measures decoding methods side by side; decodes nothing itself."""
+"""The benchmark of `assisted_generation.py`: measures decoding methods side by side; decodes nothing itself."""

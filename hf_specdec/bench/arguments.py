@@ -1,4 +1,4 @@
-"""The arguments of the script, each stated once; a task chooses those that it takes."""
+"""The arguments of the script, each defined once; a task chooses among them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOSSES = ("cross_entropy", "forward_kl", "reverse_kl", "total_variation", "lk_h
 
 
 def at_least(least: int, otherwise: str = "") -> Callable[[str], int]:
-    """Reads an integer of at least this."""
+    """Return a parser of integers of at least `least`."""
 
     def parse(text: str) -> int:
         try:
@@ -35,7 +35,7 @@ def at_least(least: int, otherwise: str = "") -> Callable[[str], int]:
 
 
 def between(least: float | None, most: float | None, *, above: bool = False) -> Callable[[str], float]:
-    """Reads a number from `least` to `most`; with `above`, greater than `least`."""
+    """Return a parser of numbers from `least` to `most`; with `above`, greater than `least`."""
     low = least if least is not None else float("-inf")
     wanted = f"above {low:g}" if above else f"of at least {low:g}" if most is None else f"from {low:g} to {most:g}"
 
@@ -44,7 +44,7 @@ def between(least: float | None, most: float | None, *, above: bool = False) -> 
             value = float(text)
         except ValueError:
             value = float("nan")
-        # Written so that nan fails.
+        # nan fails this comparison too.
         if not (value >= low and (most is None or value <= most)) or (above and value == low):
             raise argparse.ArgumentTypeError(f"{text!r} must be a number {wanted}")
         return value
@@ -58,7 +58,7 @@ def _lookahead(text: str) -> int | str:
 
 def _template(text: str) -> str:
     if "{prompt}" not in text:
-        raise argparse.ArgumentTypeError(f"{text!r} lacks {{prompt}}, the place where the prompt goes")
+        raise argparse.ArgumentTypeError(f"{text!r} must contain {{prompt}}, the place of the prompt")
     return text
 
 
@@ -68,7 +68,7 @@ def _json_object(text: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} must be a JSON object, as {{"name": true}}')
+        raise argparse.ArgumentTypeError(f'{text!r} must be a JSON object, such as {{"name": true}}')
     return value
 
 
@@ -86,7 +86,7 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
     "models": {
         "model_name": _argument(
             "target: hub name, folder, GGUF file (on the hub: OWNER/NAME/FILE.gguf), short name of a known pair, "
-            "embedded model, smollm2-135m-instruct or gemma-3-270m (`make real` brings them), or random weights: "
+            "embedded model, smollm2-135m-instruct or gemma-3-270m (see `make real`), or random weights: "
             "synthetic:SHAPE[:alpha=A][:draft=WIDTHxLAYERS | :c=C], with SHAPE smollm-135m, qwen2-0.5b, "
             "tinyllama-1.1b, llama-2-7b, qwen2-7b, opt-6.7b or falcon-h1-0.5b, A the acceptance and C the draft's "
             "cost (0.8, 0.05)",
@@ -101,21 +101,21 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
             "drafts to compare; default: --assistant_model, or all that are known", nargs="+", metavar="NAME"
         ),
         "chat_template_kwargs": _argument(
-            """arguments of the chat template, as '{"enable_thinking": false}'""", type=_json_object, metavar="JSON"
+            """arguments of the chat template: '{"enable_thinking": false}'""", type=_json_object, metavar="JSON"
         ),
-        "allow_pickle": _argument("also read weights from pytorch_model.bin, where a model has no safetensors"),
+        "allow_pickle": _argument("also read weights from pytorch_model.bin, if a model has no safetensors"),
         "better_transformer": _argument("use SDPA attention (hf_specdec.to_better_transformer)"),
     },
-    "precision and place": {
-        "device": _argument("device of the target, as cpu or cuda:0; default: a GPU if there is one", metavar="DEVICE"),
+    "precision and placement": {
+        "device": _argument("device of the target: cpu, cuda:0; default: a GPU if there is one", metavar="DEVICE"),
         "draft_device": _argument("device of the draft; default: the target's", metavar="DEVICE"),
-        "dtype": _argument("dtype of the target; auto: that of its configuration", choices=_DTYPES),
+        "dtype": _argument("dtype of the target; auto: from its configuration", choices=_DTYPES),
         "draft_dtype": _argument("dtype of the draft; auto: as --dtype", choices=_DTYPES),
         "precision": _argument(
-            "quantize the target's weights with optimum-quanto; gguf: leave those of a GGUF file as it holds them",
+            "quantize the target's weights with optimum-quanto; gguf: keep a GGUF file's own quantization",
             choices=("int8", "int4", "gguf"),
         ),
-        "draft_precision": _argument("the same of the draft", choices=("int8", "int4", "gguf")),
+        "draft_precision": _argument("the same for the draft", choices=("int8", "int4", "gguf")),
         "device_map": _argument("auto: spread the target over all devices with accelerate", metavar="MAP"),
         "offload_folder": _argument(
             "with --device_map: folder for weights that fit on no device", type=Path, metavar="DIR"
@@ -144,7 +144,7 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
     "sampling, with --do_sample": {
         "do_sample": _argument("sample tokens instead of taking the most likely one"),
         "temperature": _argument(
-            "0 is greedy decoding; default, of the next two as well: what the model's generation_config.json says",
+            "0 is greedy decoding; default, also for the next two: the model's generation_config.json",
             type=between(0, None), metavar="T",
         ),
         "top_k": _argument("sample from the K most likely tokens; 0: from all", type=at_least(0), metavar="K"),
@@ -155,8 +155,8 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
     },
     "data sets": {
         "dataset": _argument(
-            "embedded, spec_bench, one subtask of them (embedded:qa, spec_bench:qa), a local file, or a name that "
-            "`datasets` knows, as NAME[:CONFIG]",
+            "embedded, spec_bench, one subtask of them (embedded:qa, spec_bench:qa), a local file, or a data set on "
+            "the hub as NAME[:CONFIG]",
             metavar="NAME",
         ),
         "dataset_path": _argument("Spec-Bench's question.jsonl", type=Path, metavar="FILE"),
@@ -165,14 +165,14 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
             metavar="NAME",
         ),
         "prompt_column": _argument(
-            "column of the prompts; a dot enters a nested one: translation.de", metavar="COLUMN"
+            "column of the prompts; a dot addresses a nested one: translation.de", metavar="COLUMN"
         ),
         "answer_column": _argument(
-            "column of the answers that the target gave; default: it answers now", metavar="COLUMN"
+            "column of the target's logged answers; default: it answers now", metavar="COLUMN"
         ),
         "reference_column": _argument("column of the reference answers, for quality", metavar="COLUMN"),
         "prompt_template": _argument(
-            "text around each prompt; {prompt} is its place", type=_template, metavar="TEXT"
+            "text around each prompt, whose place is {prompt}", type=_template, metavar="TEXT"
         ),
         "limit": _argument("examples per subtask, or prompts of each length", type=at_least(1), metavar="N"),
     },
@@ -192,9 +192,9 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
             "store the target's K most likely tokens with its answers, so that training doesn't run the target",
             type=at_least(1), metavar="K",
         ),
-        "own_prompts": _argument("learn from prompts that the target writes itself; those of --dataset only judge"),
+        "own_prompts": _argument("learn from prompts that the target writes itself; --dataset is only for judging"),
         "layers": _argument(
-            "numbers of the target's layers that the draft is made of, from 0 (default: some choices are tried)",
+            "the target's layers to make the draft from, counted from 0 (default: some choices are tried)",
             type=at_least(0), nargs="+", metavar="N",
         ),
         "lora_rank": _argument(
@@ -206,7 +206,7 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
         ),
     },
     "work and output": {
-        "max_new_tokens": _argument("most new tokens per answer", "--max_tokens", type=at_least(1), metavar="N"),
+        "max_new_tokens": _argument("new tokens per answer at most", "--max_tokens", type=at_least(1), metavar="N"),
         "prompt_lengths": _argument("prompt lengths in tokens", type=at_least(1), nargs="+", metavar="N"),
         "batch_sizes": _argument("texts decoded at once", "--batch_sizes", type=at_least(1), metavar="N"),
         "engines": _argument(
@@ -222,7 +222,7 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
         ),
         "check": _argument("also decode, and compare what was predicted with what is measured"),
         "pass_times": _argument(
-            "milliseconds of the target's passes by their tokens, and of a draft step, instead of timing them: "
+            "milliseconds of the target's passes by number of tokens, and of a draft step, instead of timing them: "
             """'{"target": {"1": 20, "5": 24}, "draft": 4}'""",
             type=_json_object, metavar="JSON",
         ),
@@ -233,16 +233,16 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]]]
 
 MODELS = (
     "model_name", "assistant_model", "gguf_file", "draft_gguf_file", "chat_template_kwargs", "allow_pickle",
-    "better_transformer", *_GROUPS["precision and place"]
+    "better_transformer", *_GROUPS["precision and placement"]
 )  # fmt: skip
 SAMPLING = tuple(_GROUPS["sampling, with --do_sample"])
 STRATEGIC = ("generation_strategy", *KEYWORDS)
-# What every lossless method may be given.
+# Arguments that apply to every lossless method.
 LOSSLESS = tuple(name for name in KEYWORDS if not any(name in own for own in STRATEGY_SETTINGS.values()))
 DATA = ("dataset", "dataset_path", "split", "prompt_column", "prompt_template", "limit")
 TRAINING = tuple(name for name in _GROUPS["training"] if name not in ("own_prompts", "layers"))
 WORK = ("max_new_tokens", "batch_sizes", "repeats", "output_dir")
-# Called by an alias, which is what help and messages show.
+# Help and messages show these by an alias.
 _SHOWN = {"batch_sizes": "batch_size", "prompts": "prompt"}
 
 
@@ -265,11 +265,11 @@ def task_parser(
     """The parser of a task.
 
     Args:
-        defaults: the task's, which the help shows.
-        names: of the arguments that it takes, fields of `Settings`.
-        tasks: the names of all.
-        several: those that take several values; keywords of generate() are then crossed, see `Settings.grid`.
-        help: of arguments that mean something else to this task.
+        defaults: the task's default values, which the help shows.
+        names: the task's arguments, fields of `Settings`.
+        tasks: the names of all tasks.
+        several: arguments that accept several values; keywords of generate() are then crossed, see `Settings.grid`.
+        help: help texts of arguments that mean something else in this task.
     """
     parser = OneLineParser(
         prog=f"{PROG}", description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
@@ -308,7 +308,7 @@ def _add(
 
 
 def settings_of(parser: OneLineParser, defaults: Settings, arguments: Sequence[str]) -> Settings:
-    """The settings of a command line; ends with an error at an argument that has no effect with the others."""
+    """Parse a command line into settings; exit with an error for an argument that has no effect with the others."""
     given = vars(parser.parse_args(arguments))
     given.pop("task", None)
     grid: dict[str, tuple[Any, ...]] = {}
@@ -336,7 +336,7 @@ def settings_of(parser: OneLineParser, defaults: Settings, arguments: Sequence[s
 def _check(parser: OneLineParser, settings: Settings, given: set[str]) -> None:
     greedy, synthetic = not settings.do_sample, settings.model_name.startswith("synthetic:")
     for name in given & {"top_k", "top_p", "temperature"}:
-        # A temperature of 0 asks for greedy decoding.
+        # Temperature 0 means greedy decoding.
         if greedy and (name != "temperature" or settings.temperature):
             parser.error(f"argument --{name}: is for --do_sample")
     if "seed" in given and greedy and settings.task not in ("align", "draft") and not synthetic:
@@ -366,9 +366,9 @@ def unused(settings: Settings, arguments: Sequence[str]) -> list[str]:
 
 
 def check_text(arguments: Sequence[str]) -> None:
-    """Raises `BenchError` for an argument that no result could hold."""
+    """Raise `BenchError` for an argument that cannot be stored in a result."""
     for text in arguments:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise BenchError(f"argument {text!r}: is not UTF-8, so that no result could hold it") from error
+            raise BenchError(f"argument {text!r}: is not UTF-8, so it cannot be stored in a result") from error

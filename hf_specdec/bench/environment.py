@@ -1,4 +1,4 @@
-"""Where a run happens: versions, hardware, load, and the commit of the code."""
+"""The environment of a run: versions, hardware, load, and the commit of the code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import hf_specdec
 from hf_specdec.bench.records import Environment
 from hf_specdec.models.processor import reported
 
-_MOMENT = 0.2  # seconds
+_MOMENT = 0.2  # seconds over which load is measured
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def describe() -> Environment:
-    """The environment of this process."""
+    """Describe the environment of this process."""
     changes = _git("status", "--porcelain")
     return Environment(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -34,21 +34,21 @@ def describe() -> Environment:
         gpus=tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
         busy_cores=busy_cores(),
         commit=_git("rev-parse", "HEAD"),
-        # None outside a checkout, where the version has to do.
+        # None outside a checkout.
         dirty=None if changes is None else bool(changes),
     )
 
 
 def _instructions() -> str:
-    """The widest instructions, and AMX where the processor has it: processors of one name can differ in them."""
+    """The widest vector instructions, and AMX if available: processors of one name can differ in them."""
     widest = torch.backends.cpu.get_cpu_capability()
     return f"{widest}, AMX" if "amx_int8" in reported("flags").split() else widest
 
 
 def busy_cores() -> float | None:
-    """How many cores are busy with other work, while this process waits for a moment; None without psutil.
+    """Measure how many cores are busy with other work while this process idles; None without psutil.
 
-    The load average would do less well: it remembers what this process itself did in the minutes before.
+    The load average would include what this process itself did in the minutes before.
     """
     try:
         import psutil
@@ -65,10 +65,10 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git answers in this folder; None without git, or where git does not track this file."""
+    """The output of git in this folder; None without git, or if git does not track this file."""
     file = Path(__file__).resolve()
     try:
-        # An installed copy may lie in an environment inside some other checkout, whose commit says nothing.
+        # An installed copy may be in an environment inside some unrelated checkout.
         for command in (["ls-files", "--error-unmatch", file.name], arguments):
             done = subprocess.run(
                 ["git", "-C", str(file.parent), *command], capture_output=True, text=True, timeout=10, check=True

@@ -1,4 +1,4 @@
-"""What a run has measured so far: a line of JSON for each record, on the disk before the next measurement."""
+"""The records of a run so far: each is a line of JSON, written to disk before the next measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_specdec.bench.settings import BenchError, Settings
 
 Key = tuple[Any, ...]
 
-# What a record of each kind is about: there is one of each.
+# The fields that identify a record of each kind.
 _KEYS = {
     "call": ("method", "prompts", "repeat"),
     "asked": ("index",),
@@ -22,7 +22,7 @@ _KEYS = {
     "cold": ("method", "batch", "length"),
 }
 _TYPES = {"call": Call, "asked": Asked, "cold": ColdStart}
-# What of the environment decides whether times can be compared.
+# The parts of the environment that decide whether times can be compared.
 COMPARED = {
     "cpu": "processor", "instructions": "instructions of the processor", "gpus": "GPUs", "cores": "cores",
     "torch_threads": "threads", "packages": "package versions", "commit": "commit",
@@ -30,7 +30,7 @@ COMPARED = {
 
 
 def key_of(kind: str, record: Mapping[str, Any]) -> Key:
-    """What a record is about."""
+    """The key that identifies a record."""
     values = (record[name] for name in _KEYS[kind])
     return (kind, *(tuple(value) if isinstance(value, list) else value for value in values))
 
@@ -38,14 +38,14 @@ def key_of(kind: str, record: Mapping[str, Any]) -> Key:
 class Journal:
     """The records of a run, in `<stem>.journal-<number>.jsonl`, a file for each process of each start.
 
-    Opening it reads what other starts with the same arguments have left; the own file is made with the first record,
-    so that a start that measured nothing binds no later one to its arguments. A torn last line, which a process that
-    was killed can leave, is skipped: what it told of is measured again.
+    Opening it reads the files of earlier starts with the same arguments; its own file is created with the first record,
+    so that a start that measured nothing does not bind later ones to its arguments. A torn last line, left by a killed
+    process, is skipped, and its call is measured again.
 
     Args:
-        settings: of the run, whose output folder exists; a journal begun with others is refused.
-        stem: names the run inside the folder.
-        processes: how many measure.
+        settings: the run's settings, whose output folder exists; a journal begun with others is refused.
+        stem: the name of the run inside the folder.
+        processes: number of measuring processes.
 
     Raises:
         BenchError: the journal was begun with other arguments, is damaged, or can't be read or written.
@@ -59,7 +59,7 @@ class Journal:
             "processes": processes,
             "environment": as_json(self.environment),
         }
-        # Another folder may hold the same run.
+        # The run may have been moved from another folder.
         del self._header["arguments"]["output_dir"]
         self._file: IO[str] | None = None
         self._begun: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ class Journal:
                     self.records.setdefault(key_of(kind, record), _read(kind, record))
 
     def keep(self, kind: str, record: Any) -> Any:
-        """Writes a record through to the disk, unless there is one about the same; returns the one that stands."""
+        """Write a record to disk unless there is one with the same key; return the stored one."""
         told = as_json(record)
         key = key_of(kind, told)
         if key not in self.records:
@@ -91,26 +91,26 @@ class Journal:
         return self.records[key]
 
     def call(self, method: str, prompts: tuple[int, ...], repeat: int) -> Call | None:
-        """A call, if it has been measured."""
+        """The measured call, or None."""
         found: Call | None = self.records.get(("call", method, prompts, repeat))
         return found
 
     def has(self, kind: str, *about: Any) -> bool:
-        """Whether there is such a record."""
+        """Whether a record exists."""
         return (kind, *about) in self.records
 
     def close(self) -> None:
-        """Closes the file; what it holds stays."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
     def began(self) -> tuple[Environment, int]:
-        """The environment and the number of processes of the start that measured first."""
+        """The environment and the number of processes of the first start."""
         first = self._begun[0] if self._begun else self._header
         return from_json(Environment, first["environment"]), int(first["processes"])
 
     def notes(self) -> list[str]:
-        """What starts in different places do to the times."""
+        """Notes on starts in different environments, whose times can't be compared."""
         (before, processes), now = self.began(), self.environment
         found = []
         for name in COMPARED:
@@ -145,14 +145,14 @@ class Journal:
 
 
 def files(folder: Path, stem: str) -> list[Path]:
-    """The files of a run's journal, in the order in which they were begun."""
+    """The files of a run's journal, in the order of their creation."""
     start = f"{stem}.journal-"
     found = [path for path in folder.iterdir() if path.name.startswith(start) and path.suffix == ".jsonl"]
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def discard(folder: Path, stem: str) -> None:
-    """Deletes a run's journal, once its result has been saved."""
+    """Delete a run's journal, once its result has been saved."""
     for path in files(folder, stem):
         path.unlink(missing_ok=True)
 
@@ -162,7 +162,7 @@ def _read(kind: str, record: Mapping[str, Any]) -> Any:
 
 
 def _new_file(folder: Path, stem: str) -> IO[str]:
-    """No two processes write to one file."""
+    """Create a file that no other process writes to."""
     number = 0
     while True:
         try:
@@ -172,20 +172,20 @@ def _new_file(folder: Path, stem: str) -> IO[str]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file."""
+    """The records on the complete lines of a file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
         whole, _, _ = text.rpartition("\n")
         found = [json.loads(line) for line in whole.splitlines()]
         if any("arguments" not in one for one in found[:1]) or any("record" not in one for one in found[1:]):
-            raise ValueError("a line that is no record")
+            raise ValueError("a line is not a record")
         return found
     except OSError as error:
         raise BenchError(
-            f"--output_dir: {str(path)!r} can't be read ({error.strerror}); make it readable, or delete it to measure "
-            "anew"
+            f"--output_dir: {str(path)!r} can't be read ({error.strerror}); make it readable, or delete it to "
+            "measure again"
         ) from error
     except (ValueError, TypeError) as error:
         raise BenchError(
-            f"--output_dir: {str(path)!r} is damaged ({error}); delete that file to measure anew"
+            f"--output_dir: {str(path)!r} is damaged ({error}); delete that file to measure again"
         ) from error

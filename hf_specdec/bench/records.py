@@ -1,4 +1,4 @@
-"""What a run measures, as typed records, each of which becomes a line of JSON; computes nothing and needs no torch."""
+"""Typed records of what a run measures; each becomes a line of JSON. Computes nothing and needs no torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from hf_specdec.bench.settings import Settings
 from hf_specdec.config import STRATEGIES
 
-_DIGITS = 5  # significant digits of times: what lies below is noise, and takes most of a file
+_DIGITS = 5  # significant digits of times: the rest is noise, and would fill most of the file
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way of decoding, as reports tell of it.
+    """One way of decoding, as reports describe it.
 
     Args:
-        name: unique in a run.
-        title: for readers.
+        name: unique within a run.
+        title: shown to readers.
         kind: plain (generate() without a draft), none (our loop without a draft), assisted, ensemble, lookup
             (transformers' own), a strategy of ours (its ensemble has a `same_engine`), llama.cpp.
         engine: generate; how our rounds run: eager, recorded, static or compiled; or how llama.cpp stores the
             weights.
         lookahead: tokens drafted in a round where that is fixed, or "auto".
         same_engine: the name of plain decoding with the same compile mode and cache; None for transformers' own loops.
-        draft, draft_parameters: of the draft model.
-        keywords: of generate(), without its models.
+        draft, draft_parameters: name and size of the draft model.
+        keywords: arguments of generate(), except models.
         role: in the task engines: plain, fixed, auto, stopped, block or floor.
         cache, better_transformer: the switches of the task ablation.
     """
@@ -49,24 +49,24 @@ class Method:
 
     @property
     def ours(self) -> bool:
-        """Whether it is a strategy of ours, with plain decoding on the same engine beside it."""
+        """Whether it is a strategy of this package, compared with plain decoding on the same engine."""
         return self.kind in STRATEGIES and self.same_engine is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The rounds of a call, summed up. Lists have one entry for each number of tokens; of plain generate() all is 0.
+    """Sums over the rounds of a call. Lists are indexed by a number of tokens; for plain generate() all sums are 0.
 
     Args:
-        first_tokens: of all rows, in the first delivery.
-        rounds: how many.
-        row_rounds: rounds of each row, without those after its end, summed.
+        first_tokens: tokens in the first delivery, over all rows.
+        rounds: number of rounds.
+        row_rounds: rounds of each row up to its end, summed over rows.
         drafted, accepted: tokens, over all rows and rounds.
         reached, kept: how many rounds reached each position of a draft, and in how many its token was accepted.
-        overlap: sum over the positions reached of the overlap of both distributions; None where it isn't told.
+        overlap: the overlap of both distributions, summed over the positions reached; None if unknown.
         steps: after the first round, how many rounds had 0, 1, 2, … forward passes of the draft.
         widths: after the first round, how many passes of the target had 0, 1, 2, … tokens a row.
-        draft_seconds, verify_seconds, round_seconds: of the rounds after the first; None where the method doesn't tell.
+        draft_seconds, verify_seconds, round_seconds: totals of the rounds after the first; None if unknown.
     """
 
     first_tokens: int
@@ -86,22 +86,22 @@ class Rounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Call(Rounds):
-    """One timed call of generate(). Lists have one entry a row.
+    """One timed call of generate(). Lists have one entry per row.
 
     Args:
-        method: its name.
-        prompts: the rows' indexes.
-        repeat: from 0.
+        method: the method's name.
+        prompts: index of each row's prompt.
+        repeat: counted from 0.
         position: the call's place in the order in which all calls were made.
-        seconds: of the whole call.
+        seconds: duration of the whole call.
         first_seconds: from the call to the first delivery.
-        new_tokens: of all rows, EOS included, padding not.
+        new_tokens: new tokens of all rows, with EOS and without padding.
         outputs: a digest of each row's new tokens.
-        texts: the rows' tokens as text, where a task reads them.
-        tokens: the rows' new tokens; not kept in results.
-        again: calls before this one that were thrown away, since passes were recorded or compiled in them.
-        preparing: seconds that those calls took beyond as many like this one.
-        peak_bytes: the most memory in use during the call, of the process or of the GPU.
+        texts: each row's new tokens as text, if the task reads texts.
+        tokens: each row's new tokens; not kept in results.
+        again: earlier calls that were discarded because passes were recorded or compiled in them.
+        preparing: extra seconds that those calls took, compared with this one.
+        peak_bytes: peak memory during the call, of the process or of the GPU.
         read_rate: bytes per second at which memory was read right after the call.
     """
 
@@ -126,8 +126,8 @@ class Pass:
     """A timed bare pass on an engine, at the shapes of the calls on these prompts.
 
     Args:
-        role: "target", whose `tokens` are those of the pass, or "draft", whose `tokens` are the steps in a row.
-        seconds: of the pass, or of one of the steps.
+        role: "target", where `tokens` is the width of the pass, or "draft", where it is the number of steps in a row.
+        seconds: duration of the pass, or of one step.
     """
 
     engine: str
@@ -142,12 +142,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class ColdStart:
-    """The calls before a method's times had settled.
+    """The warm-up calls of a method, before its times had settled.
 
     Args:
-        batch: rows.
+        batch: number of rows.
         length: tokens of the longest prompt.
-        seconds: of each warm-up call, in order.
+        seconds: duration of each warm-up call, in order.
         settled: whether the last two agreed and nothing was prepared in the last one.
         number: place in the order in which methods were warmed up.
     """
@@ -166,7 +166,7 @@ class Divergence:
 
     Args:
         position: index of the first new token that differs.
-        margin: the model's largest logit minus its second one there, after all that the outputs share; in nats.
+        margin: the largest logit minus the second largest at that position, in nats.
         gap: |logit of one output's token − logit of the other's|; None where one output just ends earlier. A gap
             well above the margin means that one of the two tokens was no near-tie.
     """
@@ -178,12 +178,12 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt. Turns of a dialogue are prompts of one `question`, and so is an example at several lengths.
+    """A prompt. The turns of a dialogue share one `question`; so do the lengths of an example.
 
     Args:
-        tokens: of the prompt, of which `cut` more were left out.
-        turn: from 1.
-        divergences: by method, where its greedy output leaves plain decoding's.
+        tokens: length of the prompt, after `cut` tokens were removed.
+        turn: counted from 1.
+        divergences: by method, where its greedy output first differs from plain decoding's.
     """
 
     index: int
@@ -201,9 +201,9 @@ class Model:
     """What a report says of a model.
 
     Args:
-        synthetic: the sentence that a report has to carry where weights are random.
-        sampling: what its generation_config says of sampling, as temperature 0.2.
-        processors: what its generation_config changes in greedy decoding, too, as repetition_penalty 1.1.
+        synthetic: a sentence for the report, if the weights are random.
+        sampling: the sampling settings of its generation_config, such as temperature 0.2.
+        processors: settings of its generation_config that also affect greedy decoding, such as repetition_penalty 1.1.
     """
 
     name: str
@@ -219,7 +219,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a run happened; nothing in it names the machine or its user."""
+    """Hardware and software of a run; nothing in it identifies the machine or its user."""
 
     date: str
     python: str
@@ -238,7 +238,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Score:
-    """Quality of a method's answers against the references, 0 to 100; `subtask` None is all."""
+    """Quality of a method's answers against the references, 0 to 100; `subtask` None means all subtasks."""
 
     method: str
     subtask: str | None
@@ -246,14 +246,14 @@ class Score:
     bleu: float
     rouge1: float
     rouge2: float
-    rougeL: float  # noqa: N815, the name that it has everywhere
+    rougeL: float  # noqa: N815, the usual name of the measure
     exact_match: float
     facts: float | None = None
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a step of the target reads at batch size 1 and a `context` of so many tokens; None if unknown."""
+    """Bytes that a step of the target reads at batch size 1 with `context` tokens in its cache; None if unknown."""
 
     context: int
     weight_bytes: int | None
@@ -262,12 +262,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Training:
-    """How a draft was trained: [step, loss] curves, and what they cost; `saved` is None if it was not worth it.
+    """How a draft was trained: [step, loss] curves and their cost; `saved` is None if the draft was not kept.
 
     Args:
         agreement: [step, share] of held-out positions at which the most likely token is the target's.
-        tokens_read: in the steps since the last start, padding left out.
-        layers, vocabulary: the target's layers that the draft was cut of, and how many tokens it proposes.
+        tokens_read: tokens trained on since the last start, without padding.
+        layers, vocabulary: the target's layers that the draft was cut from, and how many tokens it proposes.
     """
 
     curve: tuple[tuple[int, float], ...]
@@ -290,7 +290,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its 95% interval; the ends are None where there are too few examples for one."""
+    """A figure with its 95% interval; the ends are None if there are too few examples for an interval."""
 
     value: float
     low: float | None = None
@@ -314,8 +314,8 @@ class Tuned:
     Args:
         choice: a method's name; None for plain decoding.
         near: methods that are not surely slower.
-        losses: of lossy methods, their difference in quality to plain decoding; None if unknown.
-        ratios: speeds over plain decoding's of those from which the choice was made, the fastest first.
+        losses: for each lossy method, its difference in quality from plain decoding; None if unknown.
+        ratios: speedups over plain decoding of the finalists, the fastest first.
     """
 
     batch: int
@@ -329,7 +329,7 @@ class Tuned:
 
 @dataclass
 class Result:
-    """All that a run has measured, and nothing that can be computed from it, but scores, which take long."""
+    """Everything that a run measured. Of the computed figures it holds scores only, since these take long."""
 
     settings: Settings
     command: tuple[str, ...]
@@ -343,7 +343,7 @@ class Result:
     encoder_decoder: bool = False
     prompts: list[Asked] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    replayed: list[Call] = field(default_factory=list)  # not made: what they would have been
+    replayed: list[Call] = field(default_factory=list)  # predicted calls, which were never made
     passes: list[Pass] = field(default_factory=list)
     cold: list[ColdStart] = field(default_factory=list)
     quality: list[Score] = field(default_factory=list)
@@ -354,16 +354,16 @@ class Result:
 
     @property
     def synthetic(self) -> bool:
-        """Whether acceptance is imposed by random weights."""
+        """Whether the weights are random and acceptance is imposed."""
         return self.models["target"].synthetic is not None
 
     def method(self, name: str) -> Method:
-        """The method of this name."""
+        """Return the method of this name."""
         return next(method for method in self.methods if method.name == name)
 
 
 def as_json(value: Any) -> Any:
-    """Data for JSON of a record, or of lists and dictionaries of them; floats have five significant digits."""
+    """Convert a record, or lists and dictionaries of records, to JSON data; floats keep five significant digits."""
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: as_json(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, float):
@@ -382,7 +382,7 @@ def _types_of(record: type) -> Mapping[str, Any]:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """A record of this type from what `as_json` made of it; raises TypeError or AttributeError where it is another."""
+    """Restore a record of type `kind` from the data of `as_json`; raise TypeError or AttributeError on other data."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _types_of(kind)
         return kind(**{name: from_json(hints.get(name, Any), item) for name, item in value.items()})

@@ -1,4 +1,4 @@
-"""Finished results on disk: `<stem>.json.gz` with everything measured, and the report `<stem>.md` with its pictures."""
+"""Finished results on disk: `<stem>.json.gz` with all measurements, and the report `<stem>.md` with its pictures."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hf_specdec.bench.settings import BenchError, Settings
 
 FORMAT = 3
 SUFFIX = ".json.gz"
-# Records of which there are many are kept as columns.
+# Numerous records are stored as columns.
 _COLUMNS = ("calls", "replayed", "passes", "prompts")
 
 
 def check_output(settings: Settings) -> None:
-    """Makes the output folder; raises `BenchError` if it can't be written to, or a finished result would be lost.
+    """Make the output folder; raise `BenchError` if it is not writable, or a finished result would be lost.
 
-    A result of the same name may be measured again with the same arguments only. Those that just one of the versions
-    has are not compared.
+    A result of the same name may only be measured again with the same arguments. Arguments that only one of the
+    versions knows are not compared.
     """
     folder = settings.output_dir
     try:
@@ -34,7 +34,7 @@ def check_output(settings: Settings) -> None:
             pass
     except OSError as error:
         raise BenchError(
-            f"--output_dir: {str(folder)!r} can't be written to ({error.strerror}); give a folder that can"
+            f"--output_dir: {str(folder)!r} can't be written to ({error.strerror}); give a folder that is writable"
         ) from error
     path = folder / f"{stem(settings)}{SUFFIX}"
     before = as_json(load(path).settings) if path.exists() else {}
@@ -47,22 +47,22 @@ def check_output(settings: Settings) -> None:
 
 
 def finish(result: Result, render: Render) -> str:
-    """Saves the result and its report, and deletes the journal; returns the report's text.
+    """Save the result and its report, and delete the journal; return the report's text.
 
     Args:
-        render: makes the task's report.
+        render: composes the task's report.
     """
     settings = result.settings
     name, data = stem(settings), to_bytes(result)
     write_bytes(settings.output_dir / f"{name}{SUFFIX}", data)
-    # What is read back, so that a report made later is the same.
+    # Rendered from the data as read back, so that a later report is the same.
     text = save_report(from_bytes(data), settings.output_dir / name, render)
     discard(settings.output_dir, name)
     return text
 
 
 def save_report(result: Result, path: Path, render: Render) -> str:
-    """Writes `<path>.md` and the pictures that it embeds; returns its text.
+    """Write `<path>.md` and the pictures that it embeds; return its text.
 
     Args:
         path: without suffix.
@@ -75,7 +75,7 @@ def save_report(result: Result, path: Path, render: Render) -> str:
 
 
 def to_bytes(result: Result) -> bytes:
-    """Compressed JSON; the same result gives the same bytes. Texts of equal outputs are kept once, tokens never."""
+    """Convert to compressed JSON, deterministically. Texts of equal outputs are stored once, tokens never."""
     told = {one.name: as_json(getattr(result, one.name)) for one in fields(result)}
     for name in _COLUMNS:
         rows = told[name]
@@ -89,10 +89,10 @@ def to_bytes(result: Result) -> bytes:
 
 
 def from_bytes(data: bytes) -> Result:
-    """The result that `to_bytes` was given, its times rounded.
+    """Restore the result from the bytes of `to_bytes`, with rounded times.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError, OSError, EOFError: it is none.
+        ValueError, KeyError, TypeError, AttributeError, OSError, EOFError: the data are not a result.
     """
     told = json.loads(gzip.decompress(data))
     if told.pop("format") != FORMAT:
@@ -108,23 +108,23 @@ def from_bytes(data: bytes) -> Result:
 
 
 def load(path: Path) -> Result:
-    """A result from its file.
+    """Load a result from its file.
 
     Raises:
-        BenchError: the file can't be read, or is no result of this version.
+        BenchError: the file can't be read, or is not a result of this version.
     """
     try:
         return from_bytes(path.read_bytes())
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise BenchError(
-            f"--output_dir: {str(path)!r} can't be read, is damaged, or is no result of this version ({why}); move it "
-            "away, or delete it and measure again"
+            f"--output_dir: {str(path)!r} can't be read, is damaged, or is not a result of this version ({why}); move "
+            "it away, or delete it and measure again"
         ) from error
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """All or nothing: a full disk leaves what was there before; raises `BenchError` then."""
+    """Replace a file atomically; raise `BenchError`, leaving the old file, if the disk is full or not writable."""
     partial = path.with_name(path.name + ".partial")
     try:
         try:

@@ -1,4 +1,4 @@
-"""The arguments of a run of the script, and the exception whose message its user reads."""
+"""The arguments of a run of the script, and the exception for problems that its user can solve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_specdec.config import LOSSY_STRATEGIES, STRATEGY_SETTINGS, WITH_MODEL, SpeculationConfig
 
-# Settings of ours that are keywords of generate(), in the order in which they are written.
+# This package's keywords of generate(), in the order in which reports show them.
 KEYWORDS = (
     "num_assistant_tokens", "fallback_threshold", "rollback_threshold", "lenience", "posterior_threshold",
     "assistant_ensemble_weight", "drafter", "verification", "entropy_threshold", "compile", "cache_implementation",
@@ -18,27 +18,27 @@ _OURS: dict[str, Any] = {one.name: one.default for one in fields(SpeculationConf
 
 
 class BenchError(Exception):
-    """A problem that the user can solve; its one line names the argument, its value and the way out."""
+    """A problem that the user can solve; the one-line message names the argument, its value and the way out."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of one run, checked one by one before; None leaves the choice to us.
+    """The arguments of one run, already checked one by one; None means the default.
 
-    Each task has defaults of its own. `grid` holds the values of arguments that got several, where the task takes
-    several. Keywords of generate() have the names that they have there.
+    Each task has its own defaults. `grid` holds the values of arguments that were given several. Keywords of
+    generate() have the same names here.
     """
 
     task: str = "benchmark"
     model_name: str = "target"
     assisted_generation: bool = False
     assistant_model: str | None = None
-    gguf_file: str | None = None  # becomes the end of model_name
+    gguf_file: str | None = None  # appended to model_name
     draft_gguf_file: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     generation_strategy: str = "speculative"
     do_sample: bool = False
-    temperature: float | None = None  # of these three the model's own
+    temperature: float | None = None  # default of these three: the model's own
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
@@ -65,18 +65,18 @@ class Settings:
     draft_models: tuple[str, ...] = ()
     dataset: str = "embedded"
     dataset_path: Path | None = None
-    split: str | None = None  # embedded: heldout; hub: test
+    split: str | None = None  # default: heldout for embedded, test for the hub
     prompt_column: str | None = None
     answer_column: str | None = None
     reference_column: str | None = None
     prompt_template: str = "{prompt}"
     limit: int | None = None
-    embedded_limit: int = 50  # without a limit, of each embedded subtask
+    embedded_limit: int = 50  # limit for each embedded subtask, if `limit` is None
     better_transformer: bool = False
     batch_sizes: tuple[int, ...] = (1,)
     engines: tuple[str, ...] = ("recorded", "compiled")
     minutes: float = 10.0
-    max_quality_loss: float | None = None  # in points; without it only lossless methods
+    max_quality_loss: float | None = None  # in points; default: lossless methods only
     precision: str | None = None
     draft_precision: str | None = None
     draft_vocabulary: int | None = None  # tokens of a trimmed head
@@ -85,13 +85,13 @@ class Settings:
     allow_pickle: bool = False
     held_out: float | None = None  # a tenth
     loss: str = "forward_kl"
-    steps: int | None = None  # by the number of answers
-    learning_rate: float | None = None  # by the draft's size
+    steps: int | None = None  # default: by the number of answers
+    learning_rate: float | None = None  # default: by the draft's size
     top_k_targets: int | None = None
     lora_rank: int | None = None
     on_policy: float = 0.0
     own_prompts: bool = False
-    layers: tuple[int, ...] = ()  # by what they change, and by what is fastest
+    layers: tuple[int, ...] = ()  # default: by their effect on the output, and by speed
     check: bool = False
     pass_times: Mapping[str, Any] = field(default_factory=dict)  # milliseconds
     output_dir: Path = Path("runs")
@@ -103,7 +103,7 @@ class Settings:
 
     @property
     def batch_size(self) -> int:
-        """The rows that are decoded at once, for tasks with one batch size."""
+        """The number of rows decoded at once, for tasks with one batch size."""
         return self.batch_sizes[0]
 
     @property
@@ -113,9 +113,9 @@ class Settings:
 
     @property
     def uses_draft(self) -> bool:
-        """Whether a draft model is needed: it is named, or some method drafts with one."""
+        """Whether a draft model is needed: one is named, or some method drafts with one."""
         named = bool(self.assistant_model or self.draft_models)
-        # Answers are replayed with the draft model that is named, if any; a draft is yet to be made.
+        # Replaying needs no draft model unless one is named; the task draft makes its own.
         by_model = self.task not in ("replay", "draft") and any(
             one in (None, *WITH_MODEL) for one in self.values("drafter")
         )
@@ -123,26 +123,26 @@ class Settings:
 
     @property
     def own_lengths(self) -> bool:
-        """Whether a task on prompts of exact lengths was given prompts, which have lengths of their own."""
+        """Whether a task on prompts of exact lengths was given prompts, each with its own length."""
         return bool(self.prompts) or self.dataset != "embedded"
 
     @property
     def lossy_strategies(self) -> tuple[str, ...]:
-        """The lossy strategies that are part of a sweep: given by name or by their own settings."""
+        """The lossy strategies in a sweep: those given by name or by one of their settings."""
         given = (self.generation_strategy, *self.grid) if self.task == "sweep" else ()
         return tuple(name for name in LOSSY_STRATEGIES if {name, *STRATEGY_SETTINGS[name]} & set(given))
 
     def values(self, name: str) -> tuple[Any, ...]:
-        """All values of an argument: those of the grid, or the one that it has."""
+        """All values of an argument: those of the grid, or its single one."""
         return self.grid.get(name) or (getattr(self, name),)
 
     def generate_kwargs(self) -> dict[str, Any]:
-        """The part of generate()'s arguments that is the same for every method."""
+        """The arguments of generate() that all methods share."""
         if not self.sampling:
             return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         return {"do_sample": True, **self.given_sampling()}
 
     def given_sampling(self) -> dict[str, float]:
-        """Of temperature, top-k and top-p those that were given; of the others the model has its own."""
+        """Those of temperature, top-k and top-p that were given; the model's own apply otherwise."""
         values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         return {name: value for name, value in values.items() if value is not None}

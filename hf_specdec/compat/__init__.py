@@ -1,5 +1,5 @@
-"""Names that other libraries do not promise to keep: one module per library.
+"""Uses of other libraries' private names: one module per library.
 
-Each function says what it gives where the name is missing. The versions are those of requirements.txt and of the
-oldest environment (`make test-oldest`).
+Each function says what it returns if the name is missing. The versions are those of requirements.txt and of the oldest
+environment (`make test-oldest`).
 """

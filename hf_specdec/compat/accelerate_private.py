@@ -1,4 +1,4 @@
-"""What the package reads of accelerate's own attributes: the hooks that load weights and move inputs.
+"""accelerate's private attributes that the package uses: the hooks that load weights and move inputs.
 
 Seen in accelerate 1.10 to 1.15.
 """
@@ -11,12 +11,12 @@ from torch.nn import Module
 
 
 def has_hook(module: Module) -> bool:
-    """Whether accelerate has put a hook on a module. Without the attribute, no module counts as loaded by one."""
+    """Whether accelerate has put a hook on a module; False without the attribute."""
     return hasattr(module, "_hf_hook")
 
 
 def change_class(module: Module, kind: type[Module]) -> None:
-    """Give a module another class, also where accelerate's hook keeps the `forward` that it wraps.
+    """Change a module's class, even if accelerate's hook keeps the `forward` that it wraps.
 
     Without the attribute, the class alone is changed, as without accelerate.
     """

@@ -1,4 +1,4 @@
-"""What the package uses of torch's inductor beyond its documented interface. Seen in torch 2.13.
+"""The private parts of torch's inductor that the package uses. Seen in torch 2.13.
 
 Importing inductor takes seconds, so every function imports what it needs.
 """
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-# A product and a sum in one instruction. What the processor reports is believed: trying each set of instructions by
+# A product and a sum in one instruction. The processor's own report is trusted: testing each set of instructions by
 # compiling a program takes seconds.
 INSTRUCTIONS: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast", "cpp.vec_isa_ok": True}
-# Code without Python, no checks of shapes, which never change, and no cache of inductor's, since we keep the libraries.
+# Code without Python, without checks of shapes (they never change), and without inductor's cache (we keep libraries).
 OPTIONS: dict[str, Any] = {
     **INSTRUCTIONS,
     "cpp_wrapper": True,
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def calling(functions: dict[Any, list[str]]) -> dict[str, Any]:
-    """The settings by which inductor's code calls operations by C functions, where inductor can.
+    """The settings with which inductor's code calls operations as C functions, if inductor supports that.
 
     Args:
         functions: the C declarations for each operation.
@@ -44,7 +44,7 @@ def calling(functions: dict[Any, list[str]]) -> dict[str, Any]:
 
 
 def find_instructions() -> None:
-    """Let inductor look up the processor's instructions, which it must not do in two threads at once."""
+    """Let inductor look up the processor's instructions, which two threads must not do at once."""
     from torch._inductor import codecache, config  # noqa: F401, or tracing would import it
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -56,7 +56,7 @@ def find_instructions() -> None:
 def in_background(finished: Callable[[Path], None] = lambda library: None) -> Iterator[None]:
     """Compile inductor's C++ in threads; the code waits for its library when it is first called.
 
-    Without the functions that this replaces, code is compiled before it is returned, as inductor does it. On one
+    Without the functions that this replaces, code is compiled before it is returned, as in inductor itself. On a single
     processor it is compiled at its first call: inductor's `submit` would compile it at once, under a lock that
     compiling waits for.
 
@@ -74,7 +74,7 @@ def in_background(finished: Callable[[Path], None] = lambda library: None) -> It
     threads = getattr(async_compile, "get_compile_threads", lambda: 2)()
 
     def load(*args: Any, **options: Any) -> Callable[..., Any]:
-        """As `CppWrapperCodeCache.load_pybinding`, but the function waits for its library at its first call."""
+        """Like `CppWrapperCodeCache.load_pybinding`, but the function waits for its library at its first call."""
         library = start(*args, submit_fn=submit if threads > 1 else None, **options)
 
         @cache
@@ -82,7 +82,7 @@ def in_background(finished: Callable[[Path], None] = lambda library: None) -> It
             try:
                 loaded = library()
             except BaseException:
-                Cache.cache_clear()  # which would keep the failure of a compiler that was interrupted
+                Cache.cache_clear()  # it would keep the failure of an interrupted compiler
                 raise
             file = getattr(getattr(loaded, "__self__", None), "__file__", None)
             if file is not None:
@@ -96,12 +96,12 @@ def in_background(finished: Callable[[Path], None] = lambda library: None) -> It
 
 
 def keep_imported() -> None:
-    """Import what keeps the cache's folders as they are when it is imported."""
+    """Import the module that fixes the cache's folders at its import."""
     from torch._inductor import codecache  # noqa: F401
 
 
 def compiler() -> str | None:
-    """The C++ compiler that inductor calls; None where it installs one first (`TORCH_INDUCTOR_INSTALL_GXX`)."""
+    """The C++ compiler that inductor calls; None if it would install one first (`TORCH_INDUCTOR_INSTALL_GXX`)."""
     from torch._inductor import config
 
     return None if os.environ.get("TORCH_INDUCTOR_INSTALL_GXX") else str(config.cpp.cxx[-1])
@@ -115,7 +115,7 @@ def building(place: Path, build: Callable[[Any], None]) -> Iterator[None]:
 
     Args:
         place: an existing folder.
-        build: takes inductor's builder, which knows the file to make and the command that makes it.
+        build: called with inductor's builder, which holds the file to make and the command that makes it.
     """
     from torch._inductor import codecache, config, cpp_builder
 
@@ -135,7 +135,7 @@ def building(place: Path, build: Callable[[Any], None]) -> Iterator[None]:
 
 @cache
 def _headers_in(place: Path) -> Any:
-    """Inductor's function that makes a precompiled header, which remembers where; None where it is another."""
+    """Inductor's cached function that makes a precompiled header; None if inductor lacks it."""
     from torch._inductor import codecache
 
     known = hasattr(codecache, "_HEADER_DIR") and hasattr(codecache, "_HEADER_LOCK_DIR")
@@ -155,7 +155,7 @@ def _builder(build: Callable[[Any], None]) -> type:
 
 
 def library_of(text: str, flags: Sequence[str] = ()) -> Path:
-    """Compile and load some C++ with further flags of the compiler, and return its library."""
+    """Compile and load C++ with further compiler flags, and return its library."""
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
@@ -164,15 +164,15 @@ def library_of(text: str, flags: Sequence[str] = ()) -> Path:
 
 
 def code_of(graph: Graph, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-    """Inductor's code of a graph, which takes a list of tensors and returns tensors.
+    """Compile a graph by inductor to code that maps a list of tensors to tensors.
 
     Args:
         graph: operations of ATen.
-        inputs: tensors without memory of the shapes, strides and types that the code is for.
+        inputs: fake tensors with the shapes, strides and types of the code's inputs.
         options: inductor's settings.
 
     Returns:
-        The code as inductor has it; its `constants` are added to the inputs by Python, and `current_callable` runs it.
+        Inductor's compiled graph; Python adds its `constants` to the inputs, and `current_callable` runs it.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -183,7 +183,7 @@ def code_of(graph: Graph, inputs: Sequence[Tensor], options: Mapping[str, Any]) 
         codes.append(compile_fx_inner(*args, **kwargs))
         return codes[-1]
 
-    # AOTAutograd's cache would give back code that has not passed `inner`. Inductor's own is used.
+    # AOTAutograd's cache would return code that has not passed through `inner`; inductor's own cache is used.
     with functorch_config.patch(enable_autograd_cache=False), torch.no_grad():
         compile_fx(GraphModule({}, graph), inputs, inner, config_patches=dict(options))
     (code,) = codes

@@ -11,13 +11,13 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
-FIRST_VERSION = "5.23"  # the first whose models hand out the hidden states of chosen layers
-# The fields that count the layers, in transformers' configurations and in those of checkpoints that it reads.
+FIRST_VERSION = "5.23"  # the first whose models return the hidden states of chosen layers
+# The fields for the number of layers, in transformers' configurations and in those of checkpoints that it reads.
 COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
 def check_version(argument: str) -> None:
-    """Refuse versions of transformers whose models don't hand out the hidden states of chosen layers.
+    """Refuse versions of transformers whose models don't return the hidden states of chosen layers.
 
     Raises:
         ValueError: names the argument, and the version that it needs.
@@ -30,14 +30,14 @@ def check_version(argument: str) -> None:
 
 
 def layer_count(model: PreTrainedModel) -> int:
-    """How many such layers a model's configuration names; 0 if none."""
+    """The number of such layers in a model's configuration."""
     config = model.config.get_text_config(decoder=True)
     return next((count for name in COUNTS if (count := getattr(config, name, None))), 0)
 
 
 @contextmanager
 def _as_transformers_names_them(model: PreTrainedModel) -> Iterator[None]:
-    """While a model is loaded, its configuration has the fields that `MtpModel` reads; Qwen3.5's has others."""
+    """Give the configuration the fields that `MtpModel` reads within the block; Qwen3.5's has others."""
     config, count = model.config.get_text_config(decoder=True), layer_count(model)
     fields: dict[str, Any] = {"num_mtp_layers": count}
     if getattr(config, "layer_types", None) is not None:
@@ -53,14 +53,14 @@ def _as_transformers_names_them(model: PreTrainedModel) -> Iterator[None]:
 
 
 def load(model: PreTrainedModel) -> Any:
-    """The `MtpModel` of a target, from the checkpoint that it was loaded from, in the target's dtype.
+    """Load a target's `MtpModel` from the target's checkpoint, in the target's dtype.
 
     Embeddings, head and rotary frequencies are the target's own.
 
     Raises:
         OSError, RuntimeError, ValueError: the checkpoint is not there or has no such weights.
     """
-    from transformers import modeling_layers  # here, since transformers loads it with a model's class only
+    from transformers import modeling_layers  # imported here, since transformers imports it only with a model's class
 
     last = next(model.get_decoder().layers[-1].parameters())
     with _as_transformers_names_them(model):
@@ -74,7 +74,7 @@ def load(model: PreTrainedModel) -> Any:
 def layer_states(
     mtp: Any, layer: int, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Mapping[str, Any]
 ) -> Tensor:
-    """What a layer makes of tokens and of the hidden states before them, as `MtpModel.forward_layer`.
+    """Run a layer over tokens and the hidden states before them, like `MtpModel.forward_layer`.
 
     That method makes masks for one row only.
 
@@ -103,6 +103,6 @@ def layer_states(
 
 
 def logits(mtp: Any, states: Tensor) -> Tensor:
-    """The target's head over hidden states of the layers `[..., H]`."""
+    """Apply the target's head to the layers' hidden states `[..., H]`."""
     projected: Tensor = mtp._project_to_logits(states)
     return projected

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def eight_bit_parts(weight: Any) -> tuple[Tensor, Tensor]:
-    """Integers `[rows, columns]` and scales of a weight in 8 bits.
+    """The integers `[rows, columns]` and scales of an 8-bit weight.
 
     Raises:
         AttributeError: they have other names; the weight is left to the library's own passes.
@@ -19,7 +19,7 @@ def eight_bit_parts(weight: Any) -> tuple[Tensor, Tensor]:
 
 
 def packed_parts(weight: Any) -> tuple[int, Tensor, Tensor, Tensor]:
-    """Bits per number, packed bytes, scales and shifts of a weight in 4 or 2 bits.
+    """The bits per number, packed bytes, scales and shifts of a 4-bit or 2-bit weight.
 
     Raises:
         AttributeError: as `eight_bit_parts`.

@@ -1,4 +1,4 @@
-"""What the package uses of torch beyond its documented interface. Seen in torch 2.6 to 2.13; inductor stands apart."""
+"""The private parts of torch that the package uses, except inductor's. Seen in torch 2.6 to 2.13."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["TorchDispatchMode", "pytree"]
 
 
-TO_COPY = torch.ops.aten._to_copy.default  # what `Tensor.to` becomes in `__torch_dispatch__`
+TO_COPY = torch.ops.aten._to_copy.default  # the operation of `Tensor.to` in `__torch_dispatch__`
 
 
 def wrapper_tensor(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of a subclass without storage of its own, for what holds its numbers in another form."""
+    """A tensor of a subclass without its own storage, for numbers stored in another form."""
     made: Tensor = Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
     return made
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Functions that are called here don't ask subclasses of tensors first."""
+    """Call functions in this block without dispatch to tensor subclasses."""
     off: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return off
 
 
 class ModeStack:
-    """The modes of a kind that are active in a thread. Without the functions that read the stack, none.
+    """The active modes of a kind in a thread; empty without the functions that read the stack.
 
     Args:
         kind: "function" or "dispatch".
@@ -48,11 +48,11 @@ class ModeStack:
         self._which = (None,) if kind == "dispatch" else ()  # any
 
     def modes(self) -> list[Any]:
-        """From the outermost to the innermost."""
+        """The modes from the outermost to the innermost."""
         return [] if self._length is None or self._at is None else [self._at(place) for place in range(self._length())]
 
     def restore(self, modes: Sequence[Any]) -> None:
-        """Have these modes active, and no others."""
+        """Activate exactly these modes."""
         if self._push is None or self._pop is None:
             return
         for _ in self.modes():
@@ -65,12 +65,12 @@ FUNCTION_MODES, DISPATCH_MODES = ModeStack("function"), ModeStack("dispatch")
 
 
 def dispatch_flags() -> dict[str, bool]:
-    """The variables by which torch knows whether dispatch modes are active. Without them, none."""
+    """torch's variables that say whether dispatch modes are active; empty without them."""
     return {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
 
 
 def set_dispatch_flags(flags: Mapping[str, bool]) -> None:
-    """Set what `dispatch_flags` has returned, one of which torch's C++ keeps as well."""
+    """Restore the result of `dispatch_flags`; torch's C++ keeps one of them as well."""
     vars(_python_dispatch).update(flags)
     tell = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
     flag = flags.get("_is_in_any_mode_without_ignore_compile_internals")
@@ -79,20 +79,20 @@ def set_dispatch_flags(flags: Mapping[str, bool]) -> None:
 
 
 def optimizes_graphs() -> bool:
-    """Whether TorchScript optimizes in this thread; True without the question."""
+    """Whether TorchScript optimizes in this thread; True without the function."""
     ask = getattr(torch._C, "_get_graph_executor_optimize", None)
     return ask is None or bool(ask())
 
 
 def set_optimizes_graphs(value: bool) -> None:
-    """As `torch.jit.optimized_execution`, for good."""
+    """Set TorchScript's optimization permanently, unlike `torch.jit.optimized_execution`."""
     change = getattr(torch._C, "_set_graph_executor_optimize", None)
     if change is not None:
         change(value)
 
 
 def any_global_hook() -> bool:
-    """Whether hooks for all modules are set. Without the question, there are none."""
+    """Whether hooks for all modules are set; False without the attributes."""
     ask = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
     return ask is not None and bool(ask())
 
@@ -103,27 +103,27 @@ def forward_hooks(module: Module) -> tuple[Any, ...]:
 
 
 def has_compiled_call(module: Module) -> bool:
-    """Whether `Module.compile` was called. Without the attribute, not."""
+    """Whether `Module.compile` was called; False without the attribute."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def held_tensors(module: Module) -> list[Mapping[str, Tensor | None]]:
-    """A module's own parameters and buffers by name, None among them."""
+    """A module's own parameters and buffers by name, including None."""
     return [held for held in (module._parameters, module._buffers) if held]
 
 
 def children_of(module: Module) -> dict[str, Module | None]:
-    """A module's children by name, None among them."""
+    """A module's children by name, including None."""
     return module._modules
 
 
 def replace_child(module: Module, name: str, child: Module) -> None:
-    """Give a shallow copy of a module another child; the module that it is a copy of keeps its own."""
+    """Replace a child of a module's shallow copy; the original module keeps its own."""
     module._modules = {**module._modules, name: child}
 
 
 def schema_of(operation: Any) -> Any:
-    """An operation's arguments and results; None where it has no schema, which counts as no view."""
+    """An operation's arguments and results; None without a schema, which counts as no view."""
     return getattr(operation, "_schema", None)
 
 
@@ -134,33 +134,33 @@ def is_composite(operation: Any) -> bool:
 
 @cache
 def linear_pointwise() -> Any:
-    """oneDNN's linear layer as an operation; None where a build has none: layers go through `torch.nn.functional`."""
+    """oneDNN's linear layer as an operation; None if the build lacks it: layers then use `torch.nn.functional`."""
     operation = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     has_both = all(hasattr(operation, variant) for variant in ("default", "binary"))
     return operation if torch.backends.mkldnn.is_available() and has_both else None
 
 
 def can_trace() -> bool:
-    """Whether TorchScript can record: the build has what `torch.jit.trace` calls. If not, passes are not recorded."""
+    """Whether TorchScript can record: the build has the functions that `torch.jit.trace` calls."""
     has_both = all(hasattr(torch._C, name) for name in ("_create_graph_by_tracing", "_create_function_from_graph"))
     return has_both and bool(torch.jit._state._enabled)  # PYTORCH_JIT=0
 
 
 def recorded(step: Callable[..., Any], inputs: Sequence[Tensor]) -> torch.jit.ScriptFunction:
-    """A function of tensors as TorchScript; `torch.jit.trace` would keep it for the whole process."""
+    """Compile a function of tensors to TorchScript; `torch.jit.trace` would keep it for the whole process."""
     graph, _ = torch._C._create_graph_by_tracing(step, tuple(inputs), lambda value: "", True, False)
     return torch._C._create_function_from_graph("step", graph)
 
 
 def free_cublas_work_space() -> None:
-    """Free the memory of a GPU's matrix products. Without the function it stays, as torch would leave it."""
+    """Free the work space of a GPU's matrix products. Without the function it is kept, as torch does by default."""
     free = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if free is not None:
         free()
 
 
 def fake_tensors(**options: Any) -> AbstractContextManager[Any]:
-    """The mode in which inductor takes a step's inputs: tensors with a shape and no memory."""
+    """The mode for inductor's example inputs: tensors with a shape and no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(**options)
@@ -169,7 +169,7 @@ def fake_tensors(**options: Any) -> AbstractContextManager[Any]:
 def conversions() -> tuple[Callable[[list[Tensor]], list[Any]], Callable[[Any], Sequence[Tensor]]] | None:
     """Functions from tensors to handles of torch's C interface, in capsules, and back.
 
-    None where torch lacks them: code on disk can't be called, and is compiled anew.
+    None if torch lacks them: code on disk cannot be called then, and is compiled again.
     """
     interface = getattr(torch._C, "_aoti", None)
     handles_of = getattr(interface, "unsafe_alloc_void_ptrs_from_tensors", None)
@@ -178,7 +178,7 @@ def conversions() -> tuple[Callable[[list[Tensor]], list[Any]], Callable[[Any], 
 
 
 def tensor_pointer_function() -> int | None:
-    """The address of the C function from a Python tensor to its data; None where torch lacks it, as `conversions`."""
+    """The address of the C function from a Python tensor to its data; None if torch lacks it, as in `conversions`."""
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     found: int | None = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
     return found

@@ -1,4 +1,4 @@
-"""What the package reads of transformers beyond its documented interface. Seen in transformers 5.17 to 5.24."""
+"""The private parts of transformers that the package uses. Seen in transformers 5.17 to 5.24."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-# What the runners continue along the text or keep as it is.
+# Arguments that runners extend along the text or keep unchanged.
 CONTINUED = frozenset(
     {
         "attention_mask",
@@ -33,7 +33,7 @@ CONTINUED = frozenset(
 
 
 def attention_name(config: PreTrainedConfig) -> str:
-    """The attention implementation in force: "sdpa", "eager" or another. Models read the same attribute."""
+    """The attention implementation in use: "sdpa", "eager" or another. Models read the same attribute."""
     return str(config._attn_implementation)
 
 
@@ -43,27 +43,27 @@ def share_attention(config: PreTrainedConfig, part: PreTrainedConfig) -> None:
 
 
 def hands_out_chosen_layers() -> bool:
-    """Whether `output_hidden_states` may name layers by their indices among all. Otherwise, all are handed out."""
+    """Whether `output_hidden_states` accepts indices of layers. Otherwise, all layers' states are returned."""
     return Version(transformers.__version__).release >= (5, 23)
 
 
 def is_callers_cache(cache: object) -> bool:
-    """Whether the caller passed this cache. Without the mark, every cache counts as one that `generate` made."""
+    """Whether the caller passed this cache. Without the flag, every cache counts as made by `generate`."""
     return bool(getattr(cache, "_is_user_defined", False))
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Whether a model keeps recurrent states. Without the mark, its cache's layers alone tell."""
+    """Whether a model keeps recurrent states. Without the flag, only its cache's layers decide."""
     return bool(getattr(model, "_is_stateful", False))
 
 
 def compiles_whole(model: PreTrainedModel) -> bool:
-    """Whether transformers serves a model with static caches. Without the mark, it decodes over dynamic ones."""
+    """Whether transformers supports static caches for a model. Without the flag, dynamic ones are used."""
     return bool(getattr(model, "_can_compile_fullgraph", False))
 
 
 def supports_sdpa(model: PreTrainedModel) -> bool:
-    """Whether a model's class has SDPA attention. Without the mark, Better Transformer is refused."""
+    """Whether a model's class has SDPA attention. Without the flag, Better Transformer is refused."""
     return bool(getattr(model, "_supports_sdpa", False))
 
 
@@ -73,18 +73,18 @@ def can_set_attention(model: PreTrainedModel) -> bool:
 
 
 def pad_token(generation_config: GenerationConfig) -> int | None:
-    """The padding token that `generate` settled on. Without its tensor, the one that the caller or the model set."""
+    """The padding token that `generate` has chosen. Without its tensor, the one that the caller or the model set."""
     pad = getattr(generation_config, "_pad_token_tensor", generation_config.pad_token_id)
     return None if pad is None else int(pad)
 
 
 def mask_length(generation_config: GenerationConfig, default: int) -> int:
-    """The length of a mask of ones that `generate` has left out; `default` where it does not say."""
+    """The length of a mask of ones that `generate` has left out; `default` if it is unknown."""
     return int(getattr(generation_config, "_mask_length", default))
 
 
 def unknown_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> list[str]:
-    """Those of some arguments that neither `generate` nor the model takes. Without the check, none."""
+    """The arguments that neither `generate` nor the model accepts; empty without transformers' check."""
     check = getattr(model, "_validate_model_kwargs", None)
     return [] if check is None else [name for name, value in arguments.items() if _refuses(check, {name: value})]
 
@@ -104,7 +104,7 @@ def own_loop(model: PreTrainedModel) -> str | None:
 
 
 def steered_by(model: PreTrainedModel) -> list[str]:
-    """What a model passes on from each pass to the next that is more than a mask along the text.
+    """The values, other than a mask along the text, that a model passes on from one pass to the next.
 
     Keyword arguments, and attributes of the model, by the names in the code of its own
     `_update_model_kwargs_for_generation`, which plain `generate` calls after every token. Without the method, nothing.
@@ -119,12 +119,12 @@ def steered_by(model: PreTrainedModel) -> list[str]:
 
 
 def allowed_tokens_of(constraint: PrefixConstrainedLogitsProcessor) -> Callable[[int, Tensor], list[int]]:
-    """The `prefix_allowed_tokens_fn` of a call. Its processor is asked instead where it has none."""
+    """The `prefix_allowed_tokens_fn` that a constraint calls."""
     return constraint._prefix_allowed_tokens_fn
 
 
 def encoded_pictures(model: PreTrainedModel, media: dict[str, Any], prompts: Tensor, copies: int) -> Any:
-    """Pictures as a model's own `generate` encodes them.
+    """Encode pictures as a model's own `generate` does.
 
     Args:
         model: the model that encodes them.
@@ -137,7 +137,7 @@ def encoded_pictures(model: PreTrainedModel, media: dict[str, Any], prompts: Ten
 
 
 def tensor_parallel_group(model: PreTrainedModel) -> Any:
-    """The processes that hold a model together (`tp_plan`); None where it is whole, or does not say."""
+    """The group of processes that share a model (`tp_plan`); None if it is not sharded, or without the attribute."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None or (getattr(model, "_tp_size", None) or 1) < 2:
         return None
@@ -145,7 +145,7 @@ def tensor_parallel_group(model: PreTrainedModel) -> Any:
 
 
 def mark_initialized(weight: Tensor) -> None:
-    """Keep a weight as it is where the model's own initialization comes later. Without the mark, it is drawn anew."""
+    """Protect a weight from the model's later initialization. Without the mark, it is drawn again."""
     setattr(weight, "_is_hf_initialized", True)  # noqa: B010 (tensors have no such attribute for a type checker)
 
 
@@ -155,7 +155,7 @@ def use_one_gpu(arguments: Any) -> None:
 
 
 def compiled_on_any_device() -> CompileConfig:
-    """How `generate` compiles passes over a static cache, on a CPU as well. Without the mark, it does on a GPU only."""
+    """Settings with which `generate` compiles passes over static caches on any device; without the flag, on GPUs."""
     config = CompileConfig(mode="default")
     config._compile_all_devices = True
     return config

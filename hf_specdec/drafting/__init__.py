@@ -1,1 +1,1 @@
-"""Drafters: a model, copies or both, across devices and tokenizers. Nothing here verifies drafts."""
+"""Drafters: a model, copies or both, across devices and tokenizers. No verification."""

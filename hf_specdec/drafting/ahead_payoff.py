@@ -10,10 +10,10 @@ from statistics import fmean, median
 from hf_specdec.models.per_target import PerTarget
 from hf_specdec.rules.round_statistics import Round
 
-STRETCH = 8  # consecutive rounds that are compared with as many neighbouring ones
-COMPARISONS = 5  # the latest comparisons, whose median decides
-LONGEST_WAIT = 16  # the most stretches between two trials of the slower mode
-STALL = 3.0  # a round counts at most this many times the median
+STRETCH = 8  # consecutive rounds to compare with as many neighbouring ones
+COMPARISONS = 5  # number of latest comparisons whose median decides
+LONGEST_WAIT = 16  # most stretches between two trials of the slower mode
+STALL = 3.0  # a round's time counts as at most this multiple of the median
 
 
 class AheadPayoff:

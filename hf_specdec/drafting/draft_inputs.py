@@ -1,4 +1,4 @@
-"""The inputs of the draft model: those of the target that it accepts, on the draft's device."""
+"""The inputs of the draft model: the target's inputs that it accepts, on the draft's device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draft_inputs(
     inputs_tensor: Tensor | None,
     media: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The draft's `model_kwargs`, its own empty cache included.
+    """The draft's `model_kwargs`, with its own empty cache.
 
     An encoder-decoder draft runs its own encoder here, on the inputs before `num_return_sequences` expands them. A
     decoder-only draft for an encoder-decoder target, such as Distil-Whisper's, reads the target's encoder output; so
@@ -41,17 +41,17 @@ def draft_inputs(
 
     Args:
         draft: the draft model.
-        model_kwargs: what `generate` prepared for the target.
+        model_kwargs: the arguments that `generate` prepared for the target.
         input_ids: `[B, P]`, the prompts (of the decoder).
         inputs_tensor: `[B / num_return_sequences, ...]`, the encoder's inputs.
         media: pictures and video before the target encoded them and `num_return_sequences` expanded them.
 
     Raises:
-        ValueError: the draft's cache can't be rolled back, or the draft's encoder has no inputs.
+        ValueError: the draft's cache cannot be rolled back, or the draft's encoder has no inputs.
     """
     accepted = {*inspect.signature(draft.forward).parameters}
     if "kwargs" in accepted:
-        accepted.add("use_cache")  # LLaVA's text model takes it from there
+        accepted.add("use_cache")  # LLaVA passes it on to its text model
     shared = {key: value for key, value in model_kwargs.items() if key in accepted and key not in NOT_SHARED}
     kwargs = {key: _to_draft(value, draft) for key, value in shared.items()}
     encoded = "encoder_outputs" in model_kwargs
@@ -74,19 +74,19 @@ def draft_inputs(
             kwargs[key] = model_kwargs[key].to(draft.device)
     mask = kwargs.get("attention_mask")
     if not encoded and mask is not None and mask.shape[1] > input_ids.shape[1]:
-        # The target's cache was passed with text in it, which the draft has not read.
+        # The target's cache was passed filled, with text that the draft has not read.
         kwargs["attention_mask"] = mask[:, -input_ids.shape[1] :]
         kwargs.pop("position_ids", None)
     positions = kwargs.get("position_ids")
     if positions is not None and positions.dim() > 2 and "pixel_values" not in accepted:
-        kwargs.pop("position_ids")  # places in a picture, which a text-only draft reads as tokens
+        kwargs.pop("position_ids")  # positions in a picture, which do not apply to a text-only draft
     if kwargs.get("use_cache"):
         kwargs[cache_argument(draft)] = new_cache(draft, "assistant_model", cross_attention=encoded)
     return kwargs
 
 
 def source_tokens(model_kwargs: dict[str, Any], input_ids: Tensor, inputs_tensor: Tensor | None) -> Tensor | None:
-    """`[B, S]`: the encoder's input ids, repeated to the rows of `input_ids`; None if it reads no tokens."""
+    """The encoder's input ids `[B, S]`, repeated to the rows of `input_ids`; None if it reads no tokens."""
     if "encoder_outputs" not in model_kwargs or inputs_tensor is None or torch.is_floating_point(inputs_tensor):
         return None
     return inputs_tensor.repeat_interleave(len(input_ids) // len(inputs_tensor), 0)
@@ -99,7 +99,7 @@ def _encode(
     # `generate` fills in ids of -100 if only encoder_outputs were passed.
     if inputs_tensor is None or bool((inputs_tensor == -100).all()):
         raise ValueError(
-            "encoder_outputs without inputs: the draft has to run its own encoder, so pass input_ids (or "
+            "encoder_outputs without inputs: the draft must run its own encoder, so pass input_ids (or "
             "input_features) instead of encoder_outputs."
         )
     if draft.main_input_name == "input_ids" and torch.is_floating_point(inputs_tensor):
@@ -110,10 +110,10 @@ def _encode(
     copies = len(input_ids) // len(inputs_tensor)
     encoder = draft.get_encoder()
     parameters = inspect.signature(encoder.forward).parameters
-    # Boxes and masks of the encoder's inputs are left among the target's arguments, expanded.
+    # Boxes and masks of the encoder's inputs are among the target's arguments, expanded.
     shared = {key: value for key, value in model_kwargs.items() if key in parameters and isinstance(value, Tensor)}
     inputs = {key: _to_draft(value[::copies], draft) for key, value in shared.items()}
-    # An encoder of another kind has a name of its own for them.
+    # An encoder of another kind has another name for them.
     name = draft.main_input_name if draft.main_input_name in parameters else encoder.main_input_name
     inputs[name] = _to_draft(inputs_tensor, draft)
     try:
@@ -123,8 +123,8 @@ def _encode(
             raise
         raise ValueError(
             f"assistant_model={type(draft).__name__} can't read the target's {draft.main_input_name} of the shape "
-            f"{list(inputs_tensor.shape)} ({str(error).splitlines()[0]}): choose a draft with inputs like the target's "
-            "(for Whisper, as many mel bins and the same window), or one that reads its encoding, as Distil-Whisper."
+            f"{list(inputs_tensor.shape)} ({str(error).splitlines()[0]}): choose a draft with the target's inputs (for "
+            "Whisper, equal mel bins and window), or one that reads its encoding, such as Distil-Whisper."
         ) from error
     return type(encoding)(
         **{key: value.repeat_interleave(copies, 0) for key, value in encoding.items() if isinstance(value, Tensor)}
@@ -135,14 +135,14 @@ def _readable(encoding: ModelOutput, draft: PreTrainedModel) -> ModelOutput:
     """The target's encoding for a decoder-only draft.
 
     Raises:
-        ValueError: it has another width than what the draft reads.
+        ValueError: its width is not the one that the draft reads.
     """
     config, found = draft.config.get_text_config(decoder=True), encoding[0].shape[-1]
     expected = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
     if found != expected:
         raise ValueError(
             f"assistant_model={type(draft).__name__} reads encodings of {expected} numbers per position, and the "
-            f"target's have {found}: choose a draft made for this target, or one with an encoder of its own."
+            f"target's have {found}: choose a draft made for this target, or one with its own encoder."
         )
     return encoding
 
@@ -154,7 +154,7 @@ def _encoded_media(
     inputs_tensor: Tensor | None,
     media: Mapping[str, Any],
 ) -> Any:
-    """Pictures as the draft encodes them; as the target did where nothing else is known and their widths agree."""
+    """The draft's encoding of pictures; the target's if only that is available and the widths agree."""
     if not media or "mm_encoder_outputs" in media:
         width = draft.config.get_text_config(decoder=True).hidden_size
         found = next(

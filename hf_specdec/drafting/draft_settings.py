@@ -1,4 +1,4 @@
-"""The settings in the draft's own `generation_config`, where transformers' assisted generation reads them."""
+"""The settings in the draft's own `generation_config`, as transformers' assisted generation reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_specdec.models.traits import drafting_model, wrapped_model
 
 
 def with_settings_of(draft: PreTrainedModel, config: SpeculationConfig) -> SpeculationConfig:
-    """A call's settings; those that it leaves open are the draft's own, if it has any; of a DFlash draft, its block."""
+    """Fill a call's open settings from the draft's `generation_config`, or from a DFlash draft's block size."""
     inner: Any = wrapped_model(drafting_model(draft))
     if config.drafter == "dflash":
         length = config.num_assistant_tokens
@@ -25,6 +25,6 @@ def with_settings_of(draft: PreTrainedModel, config: SpeculationConfig) -> Specu
     if "num_assistant_tokens" in stored and schedule not in (None, "constant"):
         warn_caller(
             f"num_assistant_tokens_schedule={schedule!r} in the generation_config of assistant_model="
-            f"{type(draft).__name__} is not followed: pass num_assistant_tokens='auto' for lengths that adapt."
+            f"{type(draft).__name__} is ignored: pass num_assistant_tokens='auto' for adaptive lengths."
         )
     return replace(config, **{name: value for name, value in stored.items() if value is not None})

@@ -36,7 +36,7 @@ class DraftProposal:
 
 @dataclass(frozen=True)
 class Copies:
-    """What a round copies, and where the model drafts.
+    """A round's copies, and the rows in which the model drafts.
 
     Args:
         tokens: the copied tokens of each row.
@@ -51,14 +51,14 @@ class Copies:
 
 @dataclass(frozen=True)
 class PreparedDrafting:
-    """How prepared rounds make a drafter's drafts: by the passes of one model, one token each, and by copies.
+    """How prepared rounds make a drafter's drafts: by passes of one model, one token each, and by copies.
 
     Args:
-        rule: when drafting stops.
-        runner: runs the draft; None where nothing is drafted.
+        rule: the rule that ends drafts.
+        runner: runs the draft; None if nothing is drafted.
         vocabulary, draft_vocabulary, keep_probs, max_positions: see `ModelDrafter`.
-        resume: takes over again after prepared rounds, given how many tokens of each row the draft has read.
-        choose: what is copied; given the arguments of `Drafter.propose`, and whether rounds of a lookahead are
+        resume: continues after prepared rounds, given how many tokens of each row the draft has read.
+        choose: chooses copies, given the arguments of `Drafter.propose` and whether rounds of a lookahead are
             prepared. None if the model always drafts.
     """
 
@@ -77,7 +77,7 @@ class Drafter(Protocol):
 
     @property
     def states(self) -> HiddenStates | None:
-        """Where it reads the target's hidden states; None if it does not. It can't draft in the first round then."""
+        """The target's hidden states that it reads, without which it cannot draft in the first round; else None."""
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """Draft after each row's text.
@@ -103,7 +103,7 @@ class Drafter(Protocol):
         """Learn from a finished round."""
 
     def for_prepared_rounds(self) -> PreparedDrafting | None:
-        """How prepared rounds would draft in its place; None if they can't."""
+        """How prepared rounds can draft in its place; None if they cannot."""
 
     def runners(self) -> list[Any]:
         """The runners of its models, whose passes may be compiled."""
@@ -113,7 +113,7 @@ class BaseDrafter(CandidateGenerator):
     """Base class of drafters: holds the stop rule and adapts `propose` to transformers' assisted loop.
 
     Args:
-        rule: when drafting stops.
+        rule: the rule that ends drafts.
         max_length: the maximum length of a row, used by `get_candidates`.
         rollback: the relaxation that `get_candidates` passes the proposal to, in transformers' loop.
     """
@@ -125,11 +125,11 @@ class BaseDrafter(CandidateGenerator):
 
     @property
     def states(self) -> HiddenStates | None:
-        """None: it reads no hidden states."""
+        """No hidden states."""
         return None
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """Draft up to `room` tokens for each row; subclasses define it."""
+        """Draft up to `room` tokens for each row; defined by subclasses."""
         raise NotImplementedError
 
     def retain(self, rows: Sequence[int]) -> None:
@@ -144,17 +144,17 @@ class BaseDrafter(CandidateGenerator):
         self.rule.observe(finished)
 
     def for_prepared_rounds(self) -> PreparedDrafting | None:
-        """None: prepared rounds replace only drafters that say how."""
+        """None by default: prepared rounds replace only drafters that support them."""
         return None
 
     def runners(self) -> list[Any]:
-        """The runners of its models, whose passes may be compiled: none."""
+        """No runners by default."""
         return []
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """`CandidateGenerator.get_candidates` for batch size 1: the text with its drafts, and their log-probabilities.
 
-        The latter are None for empty drafts and point masses, as transformers' rules expect.
+        The log-probabilities are None for empty drafts and point masses, as transformers' rules expect.
         """
         length = input_ids.shape[1]
         room = self.max_length - length - 1
@@ -204,7 +204,7 @@ def no_drafts(ids: Tensor) -> DraftProposal:
 
 
 def usable(tokens: list[int], vocabulary: int, eos_tokens: frozenset[int]) -> list[int]:
-    """Drafts that no model has made, up to the first EOS, or before the first token outside the vocabulary."""
+    """Cut copied tokens after the first EOS, or before the first token outside the vocabulary."""
     for position, token in enumerate(tokens):
         if not 0 <= token < vocabulary:
             return tokens[:position]

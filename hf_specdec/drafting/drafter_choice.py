@@ -1,4 +1,4 @@
-"""Make the drafter that a call's settings ask for."""
+"""Make the drafter that a call's settings select."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from hf_specdec.models.traits import context_length, media_of, reads_keys, vocab
 from hf_specdec.models.trimmed_head import head_tokens
 from hf_specdec.strategies import STRATEGY_TABLE, stop_rule
 
-# Draft steps on an accelerator between two copies to the host, where a stop rule may end the draft at any step. Each
+# Draft steps on an accelerator between two copies to the host, if a stop rule may end the draft at any step. Each
 # copy waits for all steps before it.
 ACCELERATOR_STEPS_PER_SYNC = 4
 
@@ -57,13 +57,13 @@ class DraftCall:
         model, draft: the target, and the draft model or None.
         tokenizers: the target's and the draft's; None for those that were not passed.
         transcript: the rows' texts.
-        processors: the caller's logits processors that drafts pass through.
-        generation_config, model_kwargs: what `generate` prepared for the target.
+        processors: the caller's logits processors for drafts.
+        generation_config, model_kwargs: as prepared by `generate` for the target.
         inputs_tensor: `[B / num_return_sequences, ...]`, the inputs that were passed to `generate`.
-        media: pictures and video as they were passed to `generate`, as far as they are known.
+        media: pictures and video as passed to `generate`, if known.
         static_size: the size of the static caches; None for dynamic ones.
-        kernels: what passes run in.
-        stand_in: makes a drafter that takes the draft model's place.
+        kernels: makes the context manager for passes.
+        stand_in: makes a drafter that replaces the draft model.
         remembered: earlier answers to copy from.
     """
 
@@ -114,10 +114,10 @@ def _length_history(config: SpeculationConfig, call: DraftCall) -> LengthHistory
 
 
 def _situation(config: SpeculationConfig, call: DraftCall) -> Hashable:
-    """A key that calls share if the measurements of one are useful to the other."""
+    """A key that calls share if the measurements of one apply to the other."""
     draft = None
     if config.drafts_by_model and call.draft is not None:
-        # A trimmed head takes less time and is accepted less often.
+        # A trimmed head is faster and accepted less often.
         draft = weakref.ref(call.draft), head_tokens(call.draft)
     places = tuple((str(model.device), model.dtype) for model in call.models)
     sampled = call.generation_config.do_sample and call.generation_config.temperature
@@ -202,7 +202,7 @@ def _own(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> OwnDraft
 
 
 def _steps_per_sync(device: torch.device, rule: StopRule, longest: int) -> int:
-    """Draft steps between two copies to the host: a whole draft where only an end of text can stop it early."""
+    """Draft steps between two copies to the host: the whole draft if only an EOS can stop it early."""
     if device.type == "cpu":
         return 1
     return ACCELERATOR_STEPS_PER_SYNC if rule.reads_probabilities else max(longest, 1)
@@ -247,7 +247,7 @@ def _runner(
 
 
 def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafter:
-    """A drafter that translates.
+    """A drafter that translates between vocabularies.
 
     Raises:
         ValueError: the strategy needs the draft's probabilities in the target's vocabulary.
@@ -256,9 +256,9 @@ def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRul
     assert draft is not None and tokenizer is not None and assistant_tokenizer is not None
     if STRATEGY_TABLE[config.strategy].draft_probs == "always":
         raise ValueError(
-            f"generation_strategy={config.strategy!r} with a different assistant_tokenizer: it mixes the draft's "
-            "probabilities with the target's, which are about other tokens, so choose a draft with the target's "
-            "tokenizer, or another strategy."
+            f"generation_strategy={config.strategy!r} with a different assistant_tokenizer: it mixes the probabilities "
+            "of both models, which are about different tokens, so choose a draft with the target's tokenizer, or "
+            "another strategy."
         )
     vocabularies = TwoVocabularies(tokenizer, assistant_tokenizer, transcript.eos_tokens, _ends(draft))
     prompts, room = transcript.sequences, transcript.capacity - transcript.prompt_length
@@ -274,7 +274,7 @@ def _across_tokenizers(config: SpeculationConfig, call: DraftCall, rule: StopRul
     positions = context_length(draft)
     return OtherTokenizerDrafter(
         new_runner(),
-        # Drafts are the most probable tokens, which these processors leave so; stop rules look at probabilities.
+        # These processors don't change which token is most probable, but stop rules depend on probabilities.
         of_any_vocabulary(call.processors) if rule.reads_probabilities else HostProcessors(LogitsProcessorList()),
         rule,
         vocabulary=min(vocabulary_size(draft), len(assistant_tokenizer)),

@@ -1,4 +1,4 @@
-"""Copies and a draft model in one call: each round and row takes what is expected to bring more tokens for its time."""
+"""Copies and a draft model in one call: each round and row uses what is expected to yield more tokens per second."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class HybridDrafter(BaseDrafter):
     """Copy, draft with a model, or both, row by row.
 
     Args:
-        copies: finds copies. What it knows of earlier calls, if anything, is what the rule adds to.
-        model: any drafter. It observes the rounds in which it drafted, or nothing was.
+        copies: finds copies. If it knows measurements of earlier calls, the rule adds to the same ones.
+        model: any drafter. It observes the rounds in which it drafted, or in which nothing was drafted.
         rule: the model's stop rule.
         max_length, rollback: see `BaseDrafter`.
     """
@@ -44,17 +44,17 @@ class HybridDrafter(BaseDrafter):
         self.model = model
         self._lengths = rule
         self._begun = False
-        self._copied: list[int] = []  # the rows that the last round copied in
+        self._copied: list[int] = []  # the rows with copies in the last round
 
     @property
     def states(self) -> HiddenStates | None:
-        """The model's."""
+        """The hidden states that the model's drafter reads."""
         return self.model.states
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """Copies in some rows, drafts of the model in others.
+        """Propose copies in some rows, drafts of the model in others.
 
-        Where a row has the model's distributions, copies get one-hot ones.
+        If any row has the model's distributions, copies get one-hot ones.
         """
         found, choice = self._chosen(ids, lengths, room)
         proposal = self.copies.proposal(ids, lengths, found)
@@ -72,14 +72,14 @@ class HybridDrafter(BaseDrafter):
         return Copies(found, choice.modelled, self.copies.fitting(choice.copied))
 
     def for_prepared_rounds(self) -> PreparedDrafting | None:
-        """Prepared rounds of the model, with copies in some."""
+        """Prepared rounds of the model, with copies in some rounds."""
         drafting = self.model.for_prepared_rounds()
         return None if drafting is None else replace(drafting, choose=self.choose_prepared)
 
     def _chosen(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> tuple[list[list[int]], Choice]:
-        """The copied tokens of each row, none where the model drafts, and what was chosen.
+        """The copied tokens of each row, empty where the model drafts, and the choice.
 
-        The first round is the model's, so that it reads the prompts while the target does.
+        The first round uses the model, so that it reads the prompts along with the target.
         """
         rests, steps = self.copies.rests(), self._lengths.limit
         copies = [] if rests else self.copies.find(ids, lengths, room)
@@ -117,7 +117,7 @@ class HybridDrafter(BaseDrafter):
         self.model.retain(rows)
 
     def runners(self) -> list[Any]:
-        """Those of the model's drafter."""
+        """The runners of the model's drafter."""
         return self.model.runners()
 
     def observe(self, finished: Round) -> None:
@@ -128,7 +128,7 @@ class HybridDrafter(BaseDrafter):
             return
         tokens = [0 if row in self._copied else count for row, count in enumerate(finished.new_tokens)]
         self.model.observe(replace(finished, new_tokens=tuple(tokens)))
-        if not self.copies.measures:  # else the rule does
+        if not self.copies.measures:  # otherwise the rule learns it
             self._learn_acceptance(finished)
 
     def _learn_acceptance(self, finished: Round) -> None:

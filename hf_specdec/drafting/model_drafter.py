@@ -18,7 +18,7 @@ from hf_specdec.models.states_runner import StatesRunner
 from hf_specdec.models.text_only_runner import TextOnlyRunner
 from hf_specdec.rules import sampling
 
-# In place of a token where the processors leave none: a constraint may allow no token that a trimmed head can propose.
+# Replaces a token if the processors exclude all, such as a constraint that allows none of a trimmed head's tokens.
 EXCLUDED = -2
 
 
@@ -90,16 +90,16 @@ class ModelDrafter(BaseDrafter):
         )
 
     def runners(self) -> list[Any]:
-        """The draft's."""
+        """The draft's runner."""
         return [self.runner]
 
     def resume(self, read: Sequence[int]) -> None:
-        """Go on after rounds that were run elsewhere: how many tokens of each row the runner has read by now."""
+        """Continue after prepared rounds; `read` is the number of tokens of each row that the runner has read."""
         self._read = list(read)
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """Draft with the model, one pass per token, until the stop rule ends every row's draft."""
-        # Don't count drafts that were rejected as read. A round without drafts leaves the runner and its cache alone.
+        # Don't count rejected drafts as read. A round without drafts does not touch the runner and its cache.
         self._read = [min(read, n - 1) for read, n in zip(self._read, lengths, strict=True)]
         limit = self._limit(lengths, room)
         if limit <= 0:
@@ -151,7 +151,7 @@ class ModelDrafter(BaseDrafter):
                 for outcome in torch.stack(unseen).tolist():
                     open_rows = self._after_step(outcome, open_rows, drafted, room)
                 unseen.clear()
-                # Forks see all rows at once, so there is none that could go on after a row without a next token.
+                # Forks see all rows at once, so they cannot continue after a row without a next token.
                 if not open_rows or (forks is not None and any(outcome[0][row] < 0 for row in self._rows)):
                     break
             if forks is not None:
@@ -202,7 +202,7 @@ class ModelDrafter(BaseDrafter):
         """Roll back to the accepted text, and collect the tokens `[B, k]` that the draft has not read yet.
 
         k is the same for all rows. After rounds without drafts it can exceed a short row's text. That row then reads
-        part of its spare space and is not drafted for in this round.
+        part of its spare space and gets no drafts in this round.
 
         Returns:
             The tokens, and the adjusted lengths and room of the rows.
@@ -218,12 +218,12 @@ class ModelDrafter(BaseDrafter):
     def _catch_up(self, ids: Tensor, lengths: Sequence[int]) -> None:
         """Read tokens until the rows have the same number of unread ones.
 
-        Needed for runners that can't read a token twice. A row that is ahead reads part of its spare space, which is
+        Needed for runners that cannot read a token twice. A row that is ahead reads part of its spare space, which is
         then rolled back.
         """
         while len(unread := {lengths[row] - self._read[row] for row in self._rows}) > 1:
             self.runner.rewind(self._read)
-            # What all rows lack is never rolled back, so that no states within it are kept.
+            # Tokens that all rows lack are never rolled back, so no states within them are kept.
             common = min(unread) - 1
             width = common or min(max(unread) - 1, ids.shape[1] - max(lengths))
             tokens = last_tokens(ids, [read + width for read in self._read], width)

@@ -1,4 +1,4 @@
-"""A draft on another device than the target: it transfers tokens, not logits, and can draft while the target verifies.
+"""A draft on another device than the target: only tokens are transferred, and it can draft while the target verifies.
 
 Accelerators run asynchronously. Between queuing the verification and reading its result, a draft on the CPU has time to
 start the next round. Its drafts are used if the verification confirms the tokens that they follow.
@@ -32,7 +32,7 @@ def can_draft_ahead(draft: torch.device, target: torch.device, rows: int) -> boo
 
 @dataclass(frozen=True)
 class AheadDraft:
-    """Drafts that follow tokens which the target has not confirmed yet.
+    """Drafts that follow tokens not yet confirmed by the target.
 
     Args:
         start: the length of the confirmed text.
@@ -80,10 +80,10 @@ class OtherDeviceDrafter(ModelDrafter):
         self._ahead: AheadDraft | None = None
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """What was drafted ahead if the text has gone on as expected; otherwise a new draft."""
+        """Return the drafts made ahead if the text continued as assumed; otherwise draft."""
         made, self._ahead, self._last = self._ahead, None, None
         limit = self._limit(lengths, room)
-        # If the rule now allows more tokens than could be drafted ahead, draft anew.
+        # If the rule now allows more tokens than could be drafted ahead, draft again.
         if made is None or not 0 < limit <= made.limit or not made.matches(ids, lengths):
             return super().propose(ids, lengths, room)
         return self._on_target_device(made.first(limit), ids, lengths, room)

@@ -1,9 +1,9 @@
 """Drafting with a model that has another tokenizer: it reads each row's text in its own vocabulary.
 
-A round's text is encoded anew where it has changed, and the draft's cache is rolled back to what stays the same. Drafts
-are decoded, and encoded by the target's tokenizer. They are point masses, so that no probabilities have to be known in
-the target's vocabulary. Drawing from the tokens that both vocabularies have (Timor et al. 2025, arXiv 2502.05202,
-algorithm 4) was tried: of trained pairs, fewer tokens were accepted, in sampling, too.
+In each round the changed end of the text is encoded again, and the draft's cache is rolled back to the unchanged part.
+Drafts are decoded, and encoded by the target's tokenizer. They are point masses, so no probabilities in the target's
+vocabulary are needed. Drawing from the tokens that both vocabularies share (Timor et al. 2025, arXiv 2502.05202,
+algorithm 4) was tried: fewer tokens of trained pairs were accepted, in sampling too.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.models.runner_choice import Runner
 from hf_specdec.models.traits import context_length, on_device, vocabulary_size
 
-# The most tokens of the draft per new token of the target for which there is room; longer texts get no drafts.
+# Most draft tokens per new token of the target for which room is reserved; longer texts get no drafts.
 MOST_TOKENS_PER_TOKEN = 4
-GROWTH = 256  # columns that are added at a time
+GROWTH = 256  # columns to add at a time
 
 
 class DraftTexts:
     """The rows' texts in the draft's vocabulary, left-aligned after some padding.
 
     Args:
-        vocabularies: those of target and draft.
+        vocabularies: the vocabularies of target and draft.
         prompts: `[B, P]`, in the target's vocabulary.
-        mask: `[B, P]`, where the prompts are not padding; None if nowhere.
-        opening: what the draft's texts begin with.
-        new_tokens: the most tokens that a row of the target's can have after its prompt, drafts included.
+        mask: `[B, P]`, where the prompts are not padding; None without padding.
+        opening: the tokens that begin the draft's texts.
+        new_tokens: the most tokens of the target's row after its prompt, including drafts.
         positions: the draft's context length; None if it is unlimited.
-        size: the number of tokens that the draft knows.
+        size: the size of the draft's vocabulary.
         rewrites: see `RowText`.
 
     Attributes:
         rows: a text per row.
-        lengths: their numbers of tokens, padding included.
-        prompts, mask: `[B, P']`, the texts at the beginning and where they are not padding, on the prompts' device.
-        capacity: the most tokens of a text that are written to `ids`: no more than the draft has positions for.
+        lengths: their numbers of tokens, including padding.
+        prompts, mask: `[B, P']`, the initial texts and where they are not padding, on the prompts' device.
+        capacity: the most tokens of a text in `ids`, limited by the draft's positions.
         ids: `[B, N]`, the texts; replaced by a longer tensor as they grow.
     """
 
@@ -71,7 +71,7 @@ class DraftTexts:
             row.extend([token for token, shown in zip(tokens, visible, strict=True) if shown])
             row.open(opening)
         self._size = size
-        self._known = [prompts.shape[1]] * len(self.rows)  # the target's tokens that each row has
+        self._known = [prompts.shape[1]] * len(self.rows)  # number of the target's tokens in each row's text
         width = max(1, *(len(row.tokens) for row in self.rows))
         self._padding = [width - len(row.tokens) for row in self.rows]
         self.lengths = [width] * len(self.rows)
@@ -80,24 +80,24 @@ class DraftTexts:
         self.ids = prompts[:, :0]
         self._write(0)
         self.prompts = self.ids[:, :width]
-        # A row without a text shows its last column, since no attention may be without a key.
+        # The last column of a row without a text is visible, since attention needs at least one key.
         shown = [min(padding, width - 1) for padding in self._padding]
         columns, device = torch.arange(width, device=prompts.device), prompts.device
         self.mask = (columns >= on_device(shown, device).unsqueeze(1)).long()
-        self._stale = width  # the first column of `ids` that may not be up to date
+        self._stale = width  # the first column of `ids` that may be outdated
 
     def follow(
         self, ids: Tensor, lengths: Sequence[int], rows: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Read on in the target's texts.
+        """Update the texts from the target's.
 
         Args:
             ids, lengths: see `Drafter.propose`.
-            rows: the rows that go on.
-            drafts: what the draft has read after each row's last text.
+            rows: the rows that have not ended.
+            drafts: the tokens that the draft has read after each row's previous text.
 
         Returns:
-            How many of each row's first tokens are what the draft has read.
+            The number of each row's leading tokens that the draft has read.
         """
         same = list(self.lengths)
         first = min(self._known[row] for row in rows)
@@ -130,11 +130,11 @@ class DraftTexts:
 
 @dataclass(frozen=True)
 class TranslatedInputs:
-    """What the draft is given in place of the target's inputs.
+    """The draft's translation of the target's inputs.
 
     Args:
-        texts: the prompts, and the texts that they grow into.
-        model_kwargs, inputs_tensor: as of `draft_inputs`.
+        texts: the prompts, which grow into the texts.
+        model_kwargs, inputs_tensor: as for `draft_inputs`.
     """
 
     texts: DraftTexts
@@ -150,15 +150,15 @@ def translated_inputs(
     model_kwargs: dict[str, Any],
     inputs_tensor: Tensor | None,
 ) -> TranslatedInputs:
-    """The target's inputs for a draft with another tokenizer.
+    """Translate the target's inputs for a draft with another tokenizer.
 
     Args:
-        vocabularies: those of target and draft.
+        vocabularies: the vocabularies of target and draft.
         draft: the draft model.
-        prompts: `[B, P]`, the target's.
-        new_tokens: the most tokens that a row can have after its prompt, drafts included.
-        model_kwargs: what `generate` prepared for the target. Only masks and encodings are used: the rest, such as
-            token types, is about the target's tokens.
+        prompts: `[B, P]`, in the target's vocabulary.
+        new_tokens: the most tokens of a row after its prompt, including drafts.
+        model_kwargs: as prepared by `generate` for the target. Only masks and encodings are used: others, such as
+            token types, refer to the target's tokens.
         inputs_tensor: `[B / num_return_sequences, ...]`, the encoder's inputs.
     """
     encoded = "encoder_outputs" in model_kwargs
@@ -192,9 +192,9 @@ def _translated_source(
     """An encoder's inputs `[B', S]` in the draft's vocabulary, padded on the right, and their mask.
 
     Args:
-        vocabularies: those of target and draft.
-        source: `[B', S']`, the target's.
-        mask: `[B' * copies, S']`, their mask; None if nothing is padding.
+        vocabularies: the vocabularies of target and draft.
+        source: `[B', S']`, in the target's vocabulary.
+        mask: `[B' * copies, S']`, their mask; None without padding.
         copies: rows per input.
     """
     rows = []
@@ -210,7 +210,7 @@ def _translated_source(
 
 
 def of_any_vocabulary(processors: HostProcessors) -> HostProcessors:
-    """Those of the processors that depend on scores and a few numbers only."""
+    """The processors that depend only on scores and a few numbers."""
     fitting = (
         p for p in processors.processors if type(p) in SCORES_ONLY and type(p) is not host.SuppressTokensLogitsProcessor
     )
@@ -221,9 +221,9 @@ class OtherTokenizerDrafter(ModelDrafter):
     """Draft in the draft's vocabulary and translate the drafts as text. They are point masses.
 
     Args:
-        runner, processors, rule, settings: see `ModelDrafter`; all that concerns tokens is in the draft's vocabulary.
+        runner, processors, rule, settings: see `ModelDrafter`; tokens are in the draft's vocabulary.
         texts: the rows' texts in the draft's vocabulary.
-        new_runner: makes a runner that has read nothing, in place of one that can't be rolled back as far as need be.
+        new_runner: makes a fresh runner, to replace one that cannot be rolled back far enough.
         target_size: the size of the target's vocabulary.
         target_ends: the target's tokens that end a text.
         caller_processors: the caller's processors, which may read the drafts.
@@ -244,12 +244,12 @@ class OtherTokenizerDrafter(ModelDrafter):
         self._new_runner = new_runner
         self._target_size, self._target_ends = target_size, target_ends
         self._caller_processors = caller_processors
-        self._drafts: list[list[int]] = [[] for _ in texts.rows]  # the last round's, in the draft's vocabulary
+        self._drafts: list[list[int]] = [[] for _ in texts.rows]  # the last drafts, in the draft's vocabulary
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
         """Draft in the draft's own vocabulary, and translate the drafts into the target's."""
         if min(self.rule.limit, max(room)) <= 0:
-            return no_drafts(ids)  # the texts are read when they are needed
+            return no_drafts(ids)  # the texts are updated when they are needed
         same = self._texts.follow(ids, lengths, self._rows, self._drafts)
         self._read = [min(pair) for pair in zip(self._read, same, strict=True)]
         self._renew_runner_if_out_of_reach()
@@ -263,10 +263,10 @@ class OtherTokenizerDrafter(ModelDrafter):
         return replace(point_masses(ids, lengths, found, self._caller_processors), steps=proposal.steps)
 
     def _renew_runner_if_out_of_reach(self) -> None:
-        """Read the texts from their beginning where a recurrent draft can't go back to what stays the same."""
+        """Read the texts from the beginning if a recurrent draft cannot be rolled back to the unchanged part."""
         if not isinstance(self.runner, RecurrentRunner):
             return
-        # The last token of each text is read to draft.
+        # The last token of each text is read by the first draft step.
         if not self.runner.reaches([min(n, end - 1) for n, end in zip(self._read, self._texts.lengths, strict=True)]):
             self.runner = self._new_runner()
             self.runner.retain(self._rows)

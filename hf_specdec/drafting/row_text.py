@@ -7,7 +7,7 @@ from itertools import groupby, takewhile
 
 from hf_specdec.drafting.two_vocabularies import UNFINISHED, TwoVocabularies
 
-# A text's last tokens that are looked at where it goes on: what follows may change how they are written.
+# The number of last tokens to encode again when a text continues, since what follows may change them.
 LOOKBEHIND = 8
 _LONGEST_CHARACTER = 4  # bytes, each of which can be a token
 
@@ -15,12 +15,12 @@ _LONGEST_CHARACTER = 4  # bytes, each of which can be a token
 class RowText:
     """A row's text, which follows the target's tokens.
 
-    Special tokens are replaced by the draft's counterparts, or left out if it has none. The text after one is encoded
-    with it but without what precedes it: some tokenizers begin with a space except after a special token.
+    Special tokens are replaced by the draft's counterparts, or left out if there are none. The text after one is
+    encoded with it but without what precedes it, since some tokenizers add a space except after a special token.
 
     Args:
-        vocabularies: those of target and draft.
-        rewrites: encode the last words anew where the text goes on, as the draft's tokenizer would. Without it,
+        vocabularies: the vocabularies of target and draft.
+        rewrites: encode the last words again when the text continues, as the draft's tokenizer would. Without it,
             `tokens` only grow.
 
     Attributes:
@@ -31,12 +31,12 @@ class RowText:
         self._vocabularies = vocabularies
         self._rewrites = rewrites
         self.tokens: list[int] = []
-        self._begin = 0  # of `tokens` from the last special one on
+        self._begin = 0  # index in `tokens` of the last special one
         self._run: list[int] = []  # the target's tokens from its last special one on
-        self._told = 0  # how many of them are in `tokens`: not the first bytes of a character
+        self._told = 0  # how many of them are in `tokens`, which excludes an incomplete character
 
     def open(self, opening: Sequence[int]) -> None:
-        """Put the draft's special tokens in front of the text, unless it begins with them."""
+        """Prepend the draft's opening special tokens, unless the text begins with them."""
         if self.tokens[: len(opening)] != list(opening):
             self.tokens[:0] = opening
             self._begin += len(opening)
@@ -46,10 +46,10 @@ class RowText:
 
         Args:
             added: in the target's vocabulary.
-            drafts: what the draft has read after `tokens`.
+            drafts: the tokens that the draft has read after `tokens`.
 
         Returns:
-            How many of the first tokens are what the draft has read.
+            The number of leading tokens that the draft has read.
         """
         first = len(self.tokens) - len(self._tail())
         read = [*self.tokens[first:], *drafts]
@@ -64,7 +64,7 @@ class RowText:
         return first + sum(1 for _ in agree)
 
     def translated(self, drafts: Sequence[int]) -> list[int]:
-        """Drafts that follow `tokens`, in the target's vocabulary; up to the first special one."""
+        """Translate drafts that follow `tokens` into the target's vocabulary, up to the first special one."""
         draft, target = self._vocabularies.draft, self._vocabularies.target
         closing = self._vocabularies.to_target
         words = list(takewhile(lambda token: token not in draft.special and token not in closing, drafts))
@@ -77,7 +77,7 @@ class RowText:
         return found + [closing[token] for token in drafts[len(words) : len(words) + 1] if token in closing]
 
     def _mark(self, special: int) -> None:
-        """Append a special token of the target's."""
+        """Append a special token of the target."""
         both = self._vocabularies
         counterpart = both.to_draft.get(special)
         self._begin = len(self.tokens)
@@ -88,7 +88,7 @@ class RowText:
         self._told = len(self._run)
 
     def _tell(self) -> None:
-        """Append to `tokens` what the target's last tokens say, as far as its characters are complete."""
+        """Append the text of the target's last tokens to `tokens`, up to the last complete character."""
         text_of = self._vocabularies.target.text
         before, new = self._run[max(self._told - LOOKBEHIND, 0) : self._told], self._run[self._told :]
         for unfinished in range(min(_LONGEST_CHARACTER, len(new) + 1)):
@@ -107,5 +107,5 @@ class RowText:
             self.tokens[begin:] = draft.continued(tail, said, keep, is_beginning=begin == self._begin)
 
     def _tail(self) -> list[int]:
-        """The last tokens, which may be encoded anew where the text goes on."""
+        """The last tokens, which may be encoded again when the text continues."""
         return self.tokens[max(self._begin, len(self.tokens) - LOOKBEHIND) :]

@@ -1,6 +1,6 @@
-"""Drafts without a model: find the longest end of the text that occurred before, and copy what mostly followed it.
+"""Drafts without a model: find the longest suffix of the text that occurred before, and copy its usual continuation.
 
-Looking copies up needs no forward pass. They are verified as point masses, which every verification rule accepts.
+Look-ups need no forward pass. Copies are verified as point masses, which every verification rule supports.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from hf_specdec.lengths.copy_chances import CopyChances
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 
-# A copy goes no further than to this chance that all of it is right.
+# A copy ends where the probability that all of it is right falls below this.
 LEAST_REACH = 0.02
 
 
 class Copy(NamedTuple):
-    """What may follow a row's text.
+    """A possible continuation of a row's text.
 
     Args:
         tokens: the copied tokens.
-        reach: for each, the chance that it and those before it are right.
+        reach: for each token, the probability that it and all before it are right.
     """
 
     tokens: list[int]
@@ -52,20 +52,20 @@ NO_COPY = Copy([], [])
 
 @dataclass
 class _Row:
-    read: int = 0  # tokens of its text that the automaton has
+    read: int = 0  # number of its tokens in the automaton
     state: int = 0
     places: list[tuple[int, int]] = field(default_factory=list)  # in the remembered answers, see `advance`
     foreseen: list[Step] = field(default_factory=list)
 
 
 class SuffixDrafter(BaseDrafter):
-    """Draft what mostly followed the longest end of a row's text where that occurred before.
+    """Draft the most frequent continuation of the longest suffix of a row's text that occurred before.
 
-    A draft is as long as its expected value pays for a wider pass of the target. The chances are learned from every
+    A draft is as long as its expected gain pays for a wider pass of the target. The probabilities are learned in every
     round, whether the copy was drafted or not.
 
     Args:
-        rule: limits the number of drafts. It can't stop them by probabilities, since copies have none.
+        rule: limits the number of drafts. It cannot stop them by probabilities, since copies have none.
         vocabulary: V, the size of the target's vocabulary. A copy ends before a token outside it, such as an image
             placeholder.
         processors: the caller's logits processors. A copy ends before a token that a `prefix_allowed_tokens_fn` among
@@ -73,8 +73,8 @@ class SuffixDrafter(BaseDrafter):
         sources: `[B, S]`, the encoder's input ids; None for decoder-only models.
         eos_tokens: a copy ends after one of these.
         remembered: earlier answers, which are looked up too.
-        known: the chances of copies and the times of passes in earlier calls, which this one adds to; None assumes
-            some, so that drafts depend on the text alone.
+        known: the acceptance of copies and the times of passes in earlier calls, to which this call adds; with None
+            defaults are used, so that drafts depend on the text alone.
         max_length, rollback: see `BaseDrafter`.
 
     Attributes:
@@ -114,7 +114,7 @@ class SuffixDrafter(BaseDrafter):
         self._looked = True  # whether this round's copies were looked up
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """Copy as much as is worth verifying; all rows' drafts pay for the width together."""
+        """Copy as many tokens as are worth verifying; all rows' drafts together pay for the width."""
         if self.rests():
             return no_drafts(ids)
         copies = self.find(ids, lengths, room)
@@ -122,7 +122,7 @@ class SuffixDrafter(BaseDrafter):
         return self.proposal(ids, lengths, [copy.tokens[:count] for copy in copies])
 
     def choice(self, copies: Sequence[Copy], room: Sequence[int], drafted: float = 0.0, steps: int = 0) -> Choice:
-        """The best choice for the rows that have room; other arguments as of `best_choice`."""
+        """The best choice for the rows that have room; other arguments as in `best_choice`."""
         reaches = {row: copies[row].reach[: self._widths[-1]] for row, space in enumerate(room) if space > 0}
         with self.known.lock:
             best = best_choice(reaches, drafted, steps, self._seconds)
@@ -134,11 +134,11 @@ class SuffixDrafter(BaseDrafter):
         return self.known.seconds(width, steps) * (1.0 if self._is_ready(width) else UNPREPARED_PENALTY)
 
     def fitting(self, copied: int) -> int:
-        """The lookahead of a round that copies so many tokens."""
+        """The lookahead of a round that copies `copied` tokens."""
         return self._widths[bisect_left(self._widths, copied)] if self.prepares else copied
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
-        """Choose for a round that is compiled: of few widths, and by times of none much wider than those ready.
+        """Choose for compiled rounds: among few widths, none much wider than those that are ready.
 
         Without times, drafts depend on the text alone, not on what earlier calls have prepared.
         """
@@ -175,15 +175,15 @@ class SuffixDrafter(BaseDrafter):
         return point_masses(ids, lengths, copies, self.processors)
 
     def rests(self) -> bool:
-        """Whether nothing is looked up in this round: copies have saved less time than finding them took.
+        """Whether look-ups pause in this round, since copies have saved less time than finding them took.
 
-        A two-hundredth of all time goes to look-ups nevertheless. To be asked once in a round.
+        A two-hundredth of all time is still spent on look-ups. To be called once per round.
         """
         self._looked = not self._timed or not self.measures or self.known.credit > 0.0
         return not self._looked
 
     def find(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> list[Copy]:
-        """What may follow each row's text; nothing where the row has no room. Arguments as in `propose`."""
+        """Find a copy for each row; empty if the row has no room. Arguments as in `propose`."""
         self._rows = self._rows or [_Row(places=[(0, 0)] * len(self._remembered)) for _ in room]
         copies = [NO_COPY] * len(room)
         live = [row for row, space in enumerate(room) if space > 0]
@@ -198,7 +198,7 @@ class SuffixDrafter(BaseDrafter):
         return copies
 
     def observe(self, finished: Round) -> None:
-        """Learn what a pass takes. The text itself tells what was accepted."""
+        """Learn the time of a pass. What was accepted follows from the text."""
         if self.measures and self._timed and self._looked:
             with self.known.lock:
                 self.known.times.add(finished, 0.0)
@@ -206,7 +206,7 @@ class SuffixDrafter(BaseDrafter):
         self.observe_look_up(finished)
 
     def observe_look_up(self, finished: Round) -> None:
-        """Learn what looking up takes, from rounds in which no model drafts, and let time pass while look-ups rest."""
+        """Learn the time of look-ups from rounds in which no model drafts, and count time while look-ups pause."""
         if self.measures and self._timed:
             with self.known.lock:
                 self.known.credit += 0.0 if self._looked else LOOK_UP_SHARE
@@ -215,7 +215,7 @@ class SuffixDrafter(BaseDrafter):
         self._timed = True
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
-        """Append new tokens of a row, and learn whether they were foreseen."""
+        """Append new tokens of a row, and learn whether they were predicted."""
         for step, token in zip(row.foreseen, tokens, strict=False):
             self._chances.learn(step, step.token == token)
             if step.token != token:
@@ -227,7 +227,7 @@ class SuffixDrafter(BaseDrafter):
                 row.places[at] = answers.advance(*row.places[at], token)
 
     def _foreseen(self, row: _Row) -> Copy:
-        """The continuation of which most tokens are expected to be right, of the texts and of remembered answers."""
+        """The continuation with the most tokens expected to be right, from the texts and the remembered answers."""
         found: list[Iterator[Step]] = [self._texts.follow(row.state)]
         found += [answers.follow(*place) for answers, place in zip(self._remembered, row.places, strict=True)]
         best: tuple[list[Step], list[float]] = [], []

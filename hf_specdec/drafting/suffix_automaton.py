@@ -1,4 +1,4 @@
-"""A suffix automaton: all substrings of growing texts, with how often each was followed by what."""
+"""A suffix automaton: all substrings of growing texts, with the counts of what followed each."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Iterator, Sequence
 
 from hf_specdec.lengths.copy_chances import Step
 
-# A token is counted after this many contexts, the longest first. Fewer end at any place of a text, unless it repeats
-# itself many times over: there the short contexts, which it would fill with one continuation, stay as they were.
+# A token is counted after at most this many contexts, the longest first. There are usually fewer, unless a text repeats
+# itself many times: then the short contexts are left alone, which it would otherwise fill with one continuation.
 MOST_CONTEXTS = 32
 
 
 class SuffixAutomaton:
-    """The automaton of Blumer et al. (1985), for several texts that grow in turn.
+    """The automaton of Blumer et al. (1985), for several texts that grow alternately.
 
-    A state stands for strings that end at the same places; its link leads to the longest suffix of theirs that ends
-    at more. State 0 is the empty string. Appending takes amortized constant time.
+    A state represents strings that end at the same places; its link leads to their longest suffix that ends at more
+    places. State 0 is the empty string. Appending takes amortized constant time.
     """
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
-        self._length = [0]  # of the longest string of a state
-        self._count = [0]  # places at which a state's strings end
-        self._total = [0]  # those of them that a token follows
+        self._length = [0]  # length of a state's longest string
+        self._count = [0]  # number of places at which a state's strings end
+        self._total = [0]  # number of these places that a token follows
         self._best = [-1]  # the most frequent of these tokens
 
     def append(self, state: int, token: int) -> int:
-        """Append a token to the text whose state this is; 0 is that of a new text.
+        """Append a token to the text with this state; 0 begins a new text.
 
         Returns:
             The state of the longer text.
@@ -48,16 +48,16 @@ class SuffixAutomaton:
         return ended
 
     def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Where a text that is not part of the automaton goes on.
+        """Follow a text that is not part of the automaton by one token.
 
         Args:
-            state, length: its longest suffix that is in the automaton, and the number of its tokens.
+            state, length: the text's longest suffix in the automaton, and its number of tokens.
 
         Returns:
             The same for the text with the token appended.
         """
         following, link = self._next, self._link
-        while state and length <= self._length[link[state]]:  # the state was divided since
+        while state and length <= self._length[link[state]]:  # the state was split since
             state = link[state]
         while state and token not in following[state]:
             state = link[state]
@@ -66,11 +66,11 @@ class SuffixAutomaton:
         return (0, 0) if after is None else (after, length + 1)
 
     def follow(self, state: int, length: int | None = None) -> Iterator[Step]:
-        """Copy what most often followed the longest suffix of a text that something followed; endless if not empty.
+        """Yield the most frequent continuation of the longest suffix that has one; endless if not empty.
 
         Args:
-            state: that of the text.
-            length: the number of its tokens that the state stands for; None for the state's longest string.
+            state: the text's state.
+            length: the number of last tokens that the state represents; None for the state's longest string.
         """
         following, link, best = self._next, self._link, self._best
         matched = self._length[state] if length is None else length
@@ -101,7 +101,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _exact(self, context: int, token: int, after: int) -> int:
-        """The state of the longest string of `context` with a token: `after`, or a part divided from it."""
+        """The state of the longest string of `context` plus a token: `after`, or a state split from it."""
         length = self._length[context] + 1
         if self._length[after] == length:
             return after
@@ -115,7 +115,7 @@ class SuffixAutomaton:
         return part
 
     def _note(self, state: int, token: int) -> None:
-        """Count a token after all contexts that it was appended to."""
+        """Count a token in all contexts to which it was appended."""
         following, count, best, counted = self._next, self._count, self._best, -1
         for _ in range(MOST_CONTEXTS):
             after = following[state][token]

@@ -1,4 +1,4 @@
-"""`SuffixMemory`: earlier answers that drafts are copied from, where the caller asks for that."""
+"""`SuffixMemory`: earlier answers to copy drafts from, on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_specdec.drafting.suffix_automaton import SuffixAutomaton
 from hf_specdec.models.traits import vocabulary_size
 
-# Tokens of the prompt that are kept before an answer, so that its beginning is found too.
+# Prompt tokens to keep before an answer, so that its beginning is found too.
 TOKENS_BEFORE = 8
 _FORMAT = "hf_specdec.SuffixMemory 1"
 
@@ -22,16 +22,16 @@ _FORMAT = "hf_specdec.SuffixMemory 1"
 class SuffixMemory:
     """Answers of earlier calls, for `suffix_memory=` of `enable`, `generate` and `SpeculativeDecoding`.
 
-    Calls with `drafter="suffix"` or `"hybrid"` copy from it; every call that it is passed to adds its answers at its
-    end, each with the last few tokens of its prompt. The output stays the target's, but its speed tells whether
-    something like it was answered before: share a memory only among users who may know each other's answers.
+    Calls with `drafter="suffix"` or `"hybrid"` copy from it; every call that is given it adds its answers when it ends,
+    each with the last few tokens of its prompt. The output stays the target's, but the speed reveals whether a similar
+    answer was given before: share a memory only among users who may know each other's answers.
 
-    A memory serves one model, told by name, vocabulary size and special tokens, since other tokenizers have other
-    tokens. It may be used from several threads.
+    A memory serves one model, identified by name, vocabulary size and special tokens, since tokens differ between
+    tokenizers. It may be used from several threads.
 
     Args:
-        max_tokens: how many tokens it holds at most, at about half a kilobyte each. Where more come, the older half
-            goes.
+        max_tokens: the most tokens that it holds, at about half a kilobyte each. When it is full, the older half is
+            dropped.
 
     Raises:
         ValueError: `max_tokens` is not at least 2.
@@ -39,7 +39,7 @@ class SuffixMemory:
 
     def __init__(self, max_tokens: int = 65_536) -> None:
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 2:
-            raise ValueError(f"max_tokens={max_tokens!r} is no number of tokens: pass an integer of at least 2.")
+            raise ValueError(f"max_tokens={max_tokens!r} must be an integer of at least 2.")
         self.max_tokens = max_tokens
         self._lock = threading.Lock()
         self._forget()
@@ -50,12 +50,12 @@ class SuffixMemory:
             return sum(map(len, self._texts()))
 
     def clear(self) -> None:
-        """Forget all answers, and which model they are of. Calls that are running copy from them until they end."""
+        """Forget all answers and their model. Running calls copy from them until they end."""
         with self._lock:
             self._forget()
 
     def automata(self, model: PreTrainedModel) -> tuple[SuffixAutomaton, ...]:
-        """What a call of a model looks copies up in. It may be read while other calls add to it.
+        """The automata in which a model's call looks up copies. They may be read while other calls add to the memory.
 
         Raises:
             ValueError: it holds answers of another model.
@@ -65,7 +65,7 @@ class SuffixMemory:
             return tuple(automaton for automaton, texts in (self._young, self._old) if texts)
 
     def add(self, model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> None:
-        """Add a model's answers; of one that is longer than half of `max_tokens`, the end.
+        """Add a model's answers; of an answer longer than half of `max_tokens`, only the end.
 
         Raises:
             ValueError: it holds answers of another model.
@@ -97,12 +97,12 @@ class SuffixMemory:
                 memory._add(text)
             memory._model = saved["model"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not what SuffixMemory.save writes, or was changed.") from error
+            raise ValueError(f"{path} was not written by SuffixMemory.save, or was changed.") from error
         return memory
 
     def _forget(self) -> None:
         self._model: list[Any] | None = None
-        # The newer answers, and the older ones, which go first.
+        # The newer answers, and the older ones, which are dropped first.
         self._young: tuple[SuffixAutomaton, list[list[int]]] = (SuffixAutomaton(), [])
         self._old: tuple[SuffixAutomaton, list[list[int]]] = (SuffixAutomaton(), [])
 

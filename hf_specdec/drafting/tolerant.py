@@ -25,11 +25,11 @@ class TolerantDrafter:
 
     @property
     def states(self) -> HiddenStates | None:
-        """The drafter's."""
+        """The hidden states that the drafter reads."""
         return None if self._drafter is None else self._drafter.states
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """The drafter's proposal; none once it has failed."""
+        """The drafter's proposal; an empty one after it has failed."""
         try:
             if self._drafter is not None:
                 return self._drafter.propose(ids, lengths, room)
@@ -46,7 +46,7 @@ class TolerantDrafter:
             self._drop(error)
 
     def ahead(self) -> int:
-        """Let the drafter draft ahead, and return its number of passes; 0 once it has failed."""
+        """Let the drafter draft ahead, and return its number of passes; 0 after it has failed."""
         try:
             if self._drafter is not None:
                 return self._drafter.ahead()
@@ -60,10 +60,10 @@ class TolerantDrafter:
             self._drafter.observe(finished)
 
     def for_prepared_rounds(self) -> None:
-        """None: an error in a prepared round need not be the draft's."""
+        """None, since an error in a prepared round may not be the draft's."""
 
     def runners(self) -> list[Any]:
-        """Those of the drafter."""
+        """The drafter's runners."""
         return [] if self._drafter is None else self._drafter.runners()
 
     def _drop(self, error: Exception) -> None:

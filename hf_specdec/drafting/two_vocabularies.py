@@ -1,4 +1,4 @@
-"""The tokens and texts of target and draft, and the special tokens that stand for each other."""
+"""The vocabularies of target and draft, and the special tokens that correspond to each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.models.traits import MAX_VOCABULARY_PADDING, vocabulary_size
 
-# What a tokenizer decodes the first bytes of a character to.
+# The decoded text of a character's first bytes.
 UNFINISHED = "\ufffd"
 
 
@@ -20,7 +20,7 @@ class Vocabulary:
     """One tokenizer's tokens and texts.
 
     Attributes:
-        special: the tokens that are no text, by what they are called.
+        special: the tokens that are not text, by name.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -33,12 +33,12 @@ class Vocabulary:
 
     @cached_property
     def opening(self) -> list[int]:
-        """The special tokens that the tokenizer begins every text with."""
+        """The special tokens with which the tokenizer begins every text."""
         marked = self.tokenizer("a")["input_ids"]
         return list(takewhile(self.special.__contains__, marked[: len(marked) - len(self.tokens("a"))]))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`; ends in `UNFINISHED` within a character."""
+        """The text of `tokens`; ends in `UNFINISHED` if the last character is incomplete."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
@@ -48,15 +48,15 @@ class Vocabulary:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
 
     def continued(self, tail: list[int], text: str, keep: int, *, is_beginning: bool) -> list[int]:
-        """The tokens of a text that begins with those of `tail` and goes on with `text`.
+        """The tokens of a text that begins with those of `tail` and continues with `text`.
 
-        Tokenizers write a text differently once it goes on: `under` becomes `understand`. So the tail is encoded anew.
-        Where that changes what has to stay, a shorter one is: the tail may have begun within a word.
+        A continuation can change earlier tokens: `under` becomes `understand`. So the tail is encoded again. If that
+        changes tokens that must stay, a shorter tail is used, since it may have begun within a word.
 
         Args:
             tail: a text's last tokens.
-            text: follows them.
-            keep: the number of first tokens of `tail` that have to stay.
+            text: the text that follows them.
+            keep: the number of leading tokens of `tail` that must stay.
             is_beginning: whether the text begins with `tail`.
         """
         whole = self.text(tail).rstrip(UNFINISHED) + text
@@ -71,7 +71,7 @@ class Vocabulary:
         return tail + (self._within(text) if tail else self.tokens(text))
 
     def _within(self, text: str) -> list[int]:
-        """The tokens of `text` within another; many tokenizers put a space in front of one that begins."""
+        """The tokens of `text` in the middle of another; many tokenizers add a space at the beginning of a text."""
         found, line_end = self.tokens(f"\n{text}"), self._line_end
         return found[len(line_end) :] if found[: len(line_end)] == line_end else self.tokens(text)
 

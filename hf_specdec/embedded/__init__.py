@@ -1,4 +1,4 @@
-"""Small trained models and the corpus they were trained on, for measuring speculation offline; decodes nothing.
+"""Small trained models and their corpus, for measuring speculation offline; decodes nothing.
 
 Importing this needs neither torch nor transformers.
 """

@@ -111,9 +111,9 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def facts(prediction: str, reference: str) -> float:
-    """Share of a reference's statements that stand word for word in the answer (as `bench.figures.quality.facts`).
+    """Share of a reference's statements found word for word in the answer (as `bench.figures.quality.facts`).
 
-    Statements are what stands between punctuation marks and "and".
+    Punctuation marks and "and" separate statements.
     """
     said = " ".join(prediction.split())
     wanted = [" ".join(part.split()) for part in re.split(r"[.,;:!?](?:\s+|$)|\s+and\s+", reference) if part.strip()]
@@ -122,11 +122,11 @@ def facts(prediction: str, reference: str) -> float:
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """1 for an answer that equals its reference, blanks around it left out."""
+    """1 for an answer that equals its reference, ignoring blanks around it."""
     return float(prediction.strip() == reference)
 
 
-# By a subtask's metric. Answers that can be worded in several ways are judged by their statements as well.
+# Measures by a subtask's metric. Answers that can be worded in several ways are also judged by their statements.
 _MEASURES: dict[str, dict[str, Callable[[str, str], float]]] = {
     "rougeL": {"rougeL": rouge_l, "facts": facts},
     "exact_match": {"exact_match": exact_match},
@@ -134,7 +134,7 @@ _MEASURES: dict[str, dict[str, Callable[[str, str], float]]] = {
 
 
 def scores(example: Example, answers: Sequence[Answer]) -> dict[str, float]:
-    """Means over the turns, between 0 and 1: the subtask's metric first, then `facts` where answers are free."""
+    """Means over the turns, between 0 and 1: the subtask's metric, then `facts` for free answers."""
     pairs = [(answer.text, reference) for answer, reference in zip(answers, example.references, strict=True)]
     return {
         name: sum(measure(*pair) for pair in pairs) / len(pairs)

@@ -23,7 +23,7 @@ def _texts(seed: int, n: int) -> Iterator[str]:
 
 
 def train_tokenizer(seed: int, n_examples: int = 4000) -> PreTrainedTokenizerFast:
-    """Train BPE on training examples; every digit is a token of its own, so that the models can learn sums.
+    """Train BPE on training examples; every digit is a separate token, so that the models can learn sums.
 
     If the corpus yields too few merges, the vocabulary is smaller than `VOCAB_SIZE`. The models' embeddings have
     `VOCAB_SIZE` rows in any case.

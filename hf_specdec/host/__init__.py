@@ -1,1 +1,1 @@
-"""What the caller of `generate` passes and sees: logits processors, streamers, criteria, scores, outputs. No models."""
+"""The caller's side of `generate`: logits processors, streamers, criteria, scores, outputs. No models."""

@@ -6,7 +6,7 @@ import sys
 import warnings
 from types import FrameType
 
-# What stands between a caller's line and ours.
+# Code between the caller's line and ours in the stack.
 _LIBRARIES = ("hf_specdec", "transformers", "torch", "peft", "contextlib")
 
 

@@ -1,4 +1,4 @@
-"""`Forks`: copies of processors that keep state, which follow one draft and are then dropped."""
+"""`Forks`: copies of stateful processors, which follow one draft and are then dropped."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hf_specdec.host.processors import HostProcessors
 
 
 class Forks:
-    """Forks of the processors as they are after a text, for rows of equal length.
+    """Copies of the processors in their state after a text, for rows of equal length.
 
-    They see what they would if every draft were kept: the whole batch, one column after another, with padding in rows
-    that have ended.
+    They see what they would if every draft were kept: the whole batch, one column after another, with padding in ended
+    rows.
 
     Args:
-        processors: those that drafts may pass through.
+        processors: the processors for drafts.
         texts: `[B, n]`, the kept texts.
-        rows: those that have not ended.
-        eos_tokens: a row ends with one of these.
+        rows: the rows that have not ended.
+        eos_tokens: tokens that end a row.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Forks:
         self._eos = torch.tensor(sorted(eos_tokens), device=texts.device, dtype=texts.dtype)
 
     def process(self, scores: Tensor, rows: Sequence[int]) -> Tensor:
-        """Process the scores `[B, V]` of the next column; `rows` are those whose result matters."""
+        """Process the scores `[B, V]` of the next column; only the results of `rows` are needed."""
         return self._processors.next_scores(self._texts, scores, rows)
 
     def append(self, tokens: Tensor) -> None:

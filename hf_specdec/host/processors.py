@@ -27,7 +27,7 @@ SCORES_ONLY = (
     host.SuppressTokensLogitsProcessor,
 )
 
-# These answer from the text and the scores alone: asked again about the same ones, they answer the same.
+# The result of these depends on the text and the scores alone.
 ARGUMENTS_ONLY = (
     *SCORES_ONLY,
     host.AlternatingCodebooksLogitsProcessor,
@@ -54,9 +54,9 @@ ARGUMENTS_ONLY = (
 # These combine the scores of a text with those of a second row without it.
 TWO_ROWS_EACH = (host.ClassifierFreeGuidanceLogitsProcessor, host.DiaClassifierFreeGuidanceLogitsProcessor)
 
-CHUNK = 1 << 21  # the most scores that are processed at once
+CHUNK = 1 << 21  # most scores to process at once
 SCALARS = (int, float, str)
-FEW = 16  # items; a longer list of numbers is a vocabulary rather than a state
+FEW = 16  # items; a longer list of numbers is more likely a vocabulary than state
 
 
 class HostProcessors:
@@ -73,9 +73,9 @@ class HostProcessors:
 
     Attributes:
         scores_only: whether all of them are transformers' own, stateless, and only read the scores.
-        in_order: whether some may keep state. They must see each kept text once and in order, see `next_scores`, and
-            nothing else; drafts pass through `for_drafts` only.
-        can_exclude_all: whether they can leave no token of a draft whose head is trimmed.
+        in_order: whether some may be stateful. They must see each kept text once and in order, see `next_scores`, and
+            nothing else; only `for_drafts` may process drafts.
+        can_exclude_all: whether they can exclude all tokens of a draft with a trimmed head.
     """
 
     def __init__(self, processors: LogitsProcessorList, pad_token: int = 0) -> None:
@@ -93,7 +93,7 @@ class HostProcessors:
 
     @property
     def serve_prepared_rounds(self) -> bool:
-        """Whether they are made of operations on the scores and a few numbers, so that they can be compiled."""
+        """Whether they can be compiled: they consist of operations on the scores and a few numbers."""
         # `SuppressTokens` holds a list of tokens.
         return self.scores_only and not any(
             isinstance(processor, host.SuppressTokensLogitsProcessor) for processor in self.processors
@@ -107,11 +107,11 @@ class HostProcessors:
         )
 
     def for_drafts(self) -> HostProcessors:
-        """Those that drafts may pass through: the stateless ones, and of the others those that can be forked."""
+        """The processors for drafts: the stateless ones and those that can be forked."""
         return self._with(p for p in self.processors if is_stateless(p) or hasattr(p, "fork"))
 
     def forked(self) -> HostProcessors:
-        """The same, with a fork of each that keeps state: what the forks see changes nothing here."""
+        """A copy with forks of the stateful processors, which leave the originals unchanged."""
         return self._with(p if is_stateless(p) else p.fork() for p in self.processors)
 
     def _with(self, processors: Iterable[Any]) -> HostProcessors:
@@ -125,7 +125,7 @@ class HostProcessors:
         Args:
             ids: `[B, n]`, the kept texts; rows that have ended are padded.
             scores: `[B, V]` float32; may be modified in place.
-            rows: those that have not ended.
+            rows: the rows that have not ended.
         """
         ids = ids.contiguous()
         for processor in self.processors:
@@ -182,17 +182,17 @@ class HostProcessors:
         return len(tokens)
 
     def end_round(self) -> None:
-        """Forgets what constraints answered."""
+        """Forget the constraints' answers of this round."""
         self._answers.clear()
 
     def _answer(self, constraint: host.PrefixConstrainedLogitsProcessor, row: int, prefix: Tensor) -> Any:
-        """The tokens that a constraint allows after a row's `prefix` `[n]`; asked once a round.
+        """The tokens that a constraint allows after a row's `prefix` `[n]`; the constraint is called once per round.
 
-        Drafting and verifying ask about the same texts, and constraints such as grammars are slow.
+        Drafting and verifying need the same answers, and constraints such as grammars are slow.
 
         Raises:
-            ValueError: the constraint changes its own state, not only in its first answer, and so is not a function
-                of its arguments.
+            ValueError: the constraint changed its state after its first answer, so it is not a function of its
+                arguments.
         """
         key = (id(constraint), row, tuple(prefix.tolist()))
         if key not in self._answers:
@@ -206,8 +206,8 @@ class HostProcessors:
             ):
                 name = getattr(function, "__qualname__", type(function).__name__)
                 raise ValueError(
-                    f"prefix_allowed_tokens_fn={name} keeps state, but is asked about drafts too, which may be "
-                    "rejected: set its attribute stateless=False, so that it is asked about each kept text once and in "
+                    f"prefix_allowed_tokens_fn={name} keeps state, but is called for drafts too, which may be "
+                    "rejected: set its attribute stateless=False, so that it is called for each kept text once and in "
                     "order, or stateless=True if its answers depend on its arguments alone."
                 )
             self._asked.add(id(constraint))
@@ -258,10 +258,10 @@ class HostProcessors:
 
 
 def is_stateless(processor: LogitsProcessor) -> bool:
-    """Whether a processor's answer depends on its arguments alone, so that it may be asked about drafts, in any order.
+    """Whether a processor's result depends on its arguments alone, so that it may process drafts, in any order.
 
-    transformers' own are known, and a `prefix_allowed_tokens_fn` is a function of its arguments by its contract. Any
-    other processor is taken to keep state. All of them may say otherwise by an attribute `stateless`.
+    transformers' own are known, and a `prefix_allowed_tokens_fn` is a function of its arguments by contract. Any other
+    processor is assumed to keep state. An attribute `stateless` overrides this.
     """
     asked = processor
     if type(processor) is host.PrefixConstrainedLogitsProcessor:
@@ -271,7 +271,7 @@ def is_stateless(processor: LogitsProcessor) -> bool:
 
 
 def check_processors(processors: LogitsProcessorList) -> None:
-    """Refuse processors that take twice as many rows of scores as there are texts.
+    """Refuse processors that need twice as many rows of scores as there are texts.
 
     Raises:
         ValueError: names the processor, and says what to do instead.
@@ -279,23 +279,23 @@ def check_processors(processors: LogitsProcessorList) -> None:
     for processor in processors:
         if isinstance(processor, TWO_ROWS_EACH):
             raise ValueError(
-                f"logits_processor=[{type(processor).__name__}] takes two rows of scores for each text, from a loop of "
-                "the model's own: leave it out, or decode without speculation."
+                f"logits_processor=[{type(processor).__name__}] needs two rows of scores for each text, from the "
+                "model's own loop: leave it out, or decode without speculation."
             )
 
 
 def _said(asked: Any) -> bool | None:
-    """What a function, a method or its object says of itself by an attribute `stateless`; None if nothing."""
+    """The attribute `stateless` of a function, a method or its object; None if it has none."""
     said = getattr(asked, "stateless", getattr(getattr(asked, "__self__", None), "stateless", None))
     return None if said is None else bool(said)
 
 
 def _bindings(function: Any, answer: Any = None) -> dict[Hashable, tuple[type, Any]]:
-    """What a function's own names stand for, by place: numbers and strings by value, other objects by identity.
+    """A function's state by place: numbers and strings by value, other objects by identity.
 
-    Numbers and strings in small lists and dictionaries of its own, in default values and in its module count, too.
-    What is added to one does not: it may be a memory of answers. Nor do the items of `answer`, a list that
-    it may fill again.
+    It covers closures, default values and the function's module, including numbers and strings in small lists and
+    dictionaries. Items added to these later are ignored, since they may be a cache of answers; so are the items of
+    `answer`, a list that the function may reuse.
     """
     method = getattr(function, "__func__", function)
     held: dict[Hashable, Any] = dict(enumerate(getattr(method, "__defaults__", None) or ()))
@@ -315,10 +315,10 @@ def _bindings(function: Any, answer: Any = None) -> dict[Hashable, tuple[type, A
 
 
 def _parts(held: dict[Hashable, Any], answer: Any) -> Iterator[tuple[Hashable, Any]]:
-    """What is held, and the items of small lists and dictionaries among it."""
+    """The objects in `held`, and the items of small lists and dictionaries among them."""
     for place, item in held.items():
         yield place, item
-        # Not their subclasses: a `Counter` or an `OrderedDict` is more likely statistics or a memory of answers.
+        # Not their subclasses: a `Counter` or an `OrderedDict` is more likely to hold statistics or cached answers.
         if type(item) in (list, dict) and item is not answer and len(item) <= FEW:
             for key, part in item.items() if isinstance(item, dict) else enumerate(item):
                 yield (place, key), part

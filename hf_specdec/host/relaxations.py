@@ -15,7 +15,7 @@ class Relaxation(Protocol):
     """Changes the target's processed scores so that the lossless rules accept more drafts.
 
     Attributes:
-        serves_prepared_rounds: whether `relax` is made of operations on tensors alone, so that it can be compiled.
+        serves_prepared_rounds: whether `relax` can be compiled: it consists of operations on tensors alone.
     """
 
     serves_prepared_rounds: bool
@@ -30,7 +30,7 @@ class Relaxation(Protocol):
             draft_probs: `[B, γ, V]`, the draft's processed distributions; None where drafts are point masses.
 
         Returns:
-            `[B, γ+1, V]`, as `scores` where nothing was drafted.
+            `[B, γ+1, V]`, equal to `scores` where nothing was drafted.
         """
 
 
@@ -52,7 +52,7 @@ class CertainWhereKept(LogitsProcessor):
         self._tokens: list[int] = []
 
     def keeps(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """Which drafted tokens stand.
+        """Which drafted tokens to keep.
 
         Args:
             scores: `[B, γ, V]`, the target's processed scores.
@@ -64,7 +64,7 @@ class CertainWhereKept(LogitsProcessor):
         raise NotImplementedError
 
     def relax(self, scores: Tensor, draft_tokens: Tensor, lengths: Tensor, draft_probs: Tensor | None = None) -> Tensor:
-        """Scores `[B, γ+1, V]` that are certain of each drafted token that is kept; the others stay as they are."""
+        """Scores `[B, γ+1, V]` that give each kept token probability 1; the others are unchanged."""
         lookahead = draft_tokens.shape[1]
         drafted, tokens = scores[:, :lookahead], draft_tokens.unsqueeze(2)
         kept = self.keeps(drafted, tokens) & is_drafted(lengths, lookahead)
@@ -101,7 +101,7 @@ class BildRollback(CertainWhereKept):
 
     def keeps(self, scores: Tensor, tokens: Tensor) -> Tensor:
         """Tokens `[B, γ, 1]` within `threshold` nats of certainty; in greedy decoding also the target's own choice."""
-        # Differences from the largest score are exact where they are small, however large the scores are.
+        # Small differences from the largest score are exact, however large the scores are.
         below = scores - scores.amax(dim=2, keepdim=True)
         kept = below.logsumexp(dim=2, keepdim=True) - below.gather(2, tokens) <= self.threshold
         return kept | (scores.argmax(dim=2, keepdim=True) == tokens) if self.greedy else kept

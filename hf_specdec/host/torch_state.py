@@ -1,6 +1,6 @@
-"""torch's state in a thread, which is after an interrupted call as it was before.
+"""Restores torch's state in a thread after an interrupted call.
 
-Ctrl-C may come while a mode of torch begins or ends, which is then neither on nor off. What it leaves is put right in
+Ctrl-C may arrive while a mode of torch is being entered or left, which leaves it half on. This is repaired in one
 one place, around the whole call.
 """
 
@@ -22,14 +22,14 @@ from hf_specdec.compat.torch_private import (
 )
 
 _Mode = TypeVar("_Mode", bound="FunctionMode")
-# torch switches inference mode in blocks only; at the end of these it would be as an interrupt has left it.
+# torch sets inference mode in blocks only, which would restore the state that the interrupt left.
 _unended: list[torch.inference_mode] = []
 
 
 class FunctionMode(TorchFunctionMode):
     """A `TorchFunctionMode` that ends without an error, whatever an interrupt has done to the stack of modes.
 
-    torch's own takes the innermost mode off the stack, and if there is none raises a `RuntimeError` in place of the
+    torch's own pops the innermost mode, and on an empty stack raises a `RuntimeError` in place of the
     `KeyboardInterrupt`.
     """
 
@@ -43,7 +43,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 class KeptTorchState:
-    """A block after which, if anything was raised in it, torch's state in this thread is as before."""
+    """A context manager that restores torch's state in this thread if an exception is raised in it."""
 
     def __enter__(self) -> None:
         self._function_modes, self._dispatch_modes = FUNCTION_MODES.modes(), DISPATCH_MODES.modes()
@@ -65,9 +65,9 @@ class KeptTorchState:
 
 
 def _end_contexts(error: BaseException | None) -> None:
-    """End the contexts that were interrupted while they began or ended, such as `inference_mode`.
+    """End contexts such as `inference_mode` that were interrupted while being entered or left.
 
-    The traceback keeps them, so that otherwise they would end, and change torch's state, when it is freed.
+    The traceback keeps them alive; otherwise they would end, and change torch's state, when it is freed.
     """
     while error is not None:
         trace = error.__traceback__

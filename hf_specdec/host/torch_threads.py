@@ -1,9 +1,9 @@
-"""Fewer of torch's threads while other work needs the processors.
+"""Uses fewer of torch's threads while other work needs the processors.
 
-The threads of a pass wait for each other hundreds of times, and spin while they wait. If one of them loses its
-processor to another process, or to a container's CPU quota, all wait until it runs again: on two processors with a
-single other process, two threads take two to eight times as long as one. Linux counts how long threads were ready to
-run and had no processor. Where that is known, a call gives up as many threads as lack one, and takes them back later.
+The threads of a pass wait for each other hundreds of times, spinning. If one of them loses its processor to another
+process, or to a container's CPU quota, all wait until it runs again: on two processors with a single other process,
+two threads take two to eight times as long as one. Linux counts how long threads were ready to run without a
+processor. If this is known, a call gives up as many threads as lack a processor, and tries again later.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from time import perf_counter
 
 import torch
 
-WINDOW = 0.1  # seconds that are judged together, at least
-LACKING, ENOUGH = 0.25, 0.05  # processors that a window lacked on average
-PATIENCE, MOST_PATIENCE = 0.5, 16.0  # seconds without lack after which one more thread is tried
+WINDOW = 0.1  # seconds; the shortest window to judge
+LACKING, ENOUGH = 0.25, 0.05  # missing processors on average over a window: above, too few; below, enough
+PATIENCE, MOST_PATIENCE = 0.5, 16.0  # seconds with enough processors before one more thread is tried
 
 _THREADS = "/proc/self/task"
 
 
 class ThreadCount:
-    """How many threads a process should use.
+    """The number of threads that a process should use.
 
     Args:
-        full: as many as the user wants.
+        full: the number that the user wants.
     """
 
     def __init__(self, full: int) -> None:
@@ -39,7 +39,7 @@ class ThreadCount:
 
         Args:
             seconds: its length.
-            waited: how long all threads together were ready and had no processor, in seconds.
+            waited: seconds for which threads were ready without a processor, summed over all threads.
         """
         lacking = waited / seconds
         self._calm = self._calm + seconds if lacking < ENOUGH else 0.0
@@ -54,15 +54,15 @@ class ThreadCount:
 
 _lock = threading.Lock()
 _count = ThreadCount(1)
-_running = 0  # calls that may have changed torch's number
+_running = 0  # number of calls that may have changed torch's number of threads
 
 
 @contextmanager
 def fitting_threads(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Yields what is to be called after each round: it fits torch's number of threads to the processors that are left.
+    """Yield a function to call after each round, which adapts torch's number of threads to the free processors.
 
-    The number is the user's again afterwards. What one call has learned is where the next begins. Nothing happens if
-    the models run on an accelerator or with one thread, or if the system doesn't tell how long threads waited.
+    Afterwards the user's number is restored. A call begins with what the previous one has learned. Nothing happens if
+    the models run on an accelerator or with one thread, or if the system does not report how long threads waited.
     """
     global _count, _running
     before = None if device.type != "cpu" or _users_number() == 1 else seconds_waited()
@@ -83,7 +83,7 @@ def fitting_threads(device: torch.device) -> Iterator[Callable[[], None]]:
         if now - began < WINDOW or (waited := seconds_waited()) is None:
             return
         with _lock:
-            # Threads that have ended meanwhile are missing from the later sum.
+            # The later sum lacks threads that have ended since.
             _count.observe(now - began, max(waited - (before or 0.0), 0.0))
         _use(_count.used)
         before, began = waited, now
@@ -99,7 +99,7 @@ def fitting_threads(device: torch.device) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def all_threads() -> Iterator[None]:
-    """A block with the user's number of threads, for which code is compiled."""
+    """Use the user's number of threads within the block, since code is compiled for that number."""
     present = torch.get_num_threads()
     try:
         _use(_users_number())
@@ -109,13 +109,13 @@ def all_threads() -> Iterator[None]:
 
 
 def _users_number() -> int:
-    """torch's number of threads without what calls have changed; a thread that began during one has that call's."""
+    """torch's number of threads as the user set it; in a thread started during a call, that call's number."""
     present = torch.get_num_threads()
     return _count.full if _running and present == _count.used else present
 
 
 def seconds_waited() -> float | None:
-    """How long the threads of this process, together, were ready to run and had no processor; None if not known."""
+    """Seconds for which this process's threads, in sum, were ready to run without a processor; None if unknown."""
     waited = 0
     try:
         for thread in os.listdir(_THREADS):

@@ -32,7 +32,7 @@ class Transcript:
         keep_scores, keep_logits: whether to record processed scores and raw logits.
 
     Attributes:
-        capacity: the most tokens of a row, drafts included.
+        capacity: the most tokens of a row, including drafts.
 
     Raises:
         ValueError: the criteria set no maximum length.
@@ -60,7 +60,7 @@ class Transcript:
         self._streamer = streamer
         self.capacity = max(self.max_length, self.prompt_length + 1) + spare
         self._spare = spare
-        self._unsent: dict[tuple[int, int], int] = {}  # tokens that the device lacks, by row and column
+        self._unsent: dict[tuple[int, int], int] = {}  # tokens not yet on the device, by row and column
         self._take(input_ids, min(self.capacity, self.prompt_length + FORESEEN_TOKENS + spare))
         self.lengths = [self.prompt_length] * self.batch_size
         self._shown = self.prompt_length
@@ -76,17 +76,17 @@ class Transcript:
         self._columns: dict[str, list[Tensor]] = {kind: [] for kind in self._rows}
 
     def _take(self, ids: Tensor, columns: int) -> None:
-        """Make the working buffer of `columns` columns, which begins with `ids`."""
+        """Make the working buffer with `columns` columns, beginning with `ids`."""
         self._ids = ids.new_full((self.batch_size, columns), self._pad_token)
         self._ids[:, : ids.shape[1]] = ids
-        # The host decides about each token: asking an accelerator for it, or sending it alone, takes some 20 µs.
+        # Decisions on tokens are made on the host: each single transfer from or to an accelerator takes about 20 µs.
         self._host = self._ids.cpu()
-        # A view, since reading and writing a few numbers through it takes a tenth of the time.
+        # A numpy view: reading and writing a few numbers through it takes a tenth of the time.
         self._host_ids = self._host.numpy().data
 
     @property
     def device(self) -> torch.device:
-        """Where `ids` are."""
+        """The device of `ids`."""
         return self._ids.device
 
     @property

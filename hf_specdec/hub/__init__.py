@@ -1,1 +1,1 @@
-"""A folder for the hub: speculation through `generate(custom_generate="<repository>")`; `__main__` writes it."""
+"""Writes a repository for the hub, for speculation through `generate(custom_generate="<repository>")`."""

@@ -11,9 +11,9 @@ import hf_specdec
 
 
 def write(folder: Path) -> list[Path]:
-    """Writes `README.md` and `custom_generate/`, and returns the paths; a README.md that is there already stays.
+    """Write `README.md` and `custom_generate/`, and return the paths; an existing README.md is kept.
 
-    So the folder may also be that of a model, which then speculates when it is loaded with `trust_remote_code=True`.
+    The folder may be that of a model, which then speculates if it is loaded with `trust_remote_code=True`.
     """
     source = files("hf_specdec.hub")
     texts = {
@@ -30,7 +30,7 @@ def write(folder: Path) -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the folder and prints what was written; 1 where it can't be written."""
+    """Write the folder and print the paths; return the exit status, 1 if the folder is not writable."""
     parser = argparse.ArgumentParser(prog="python -m hf_specdec.hub", description=__doc__.split(": ", 1)[1])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made if it does not exist")
     folder = parser.parse_args(arguments).folder

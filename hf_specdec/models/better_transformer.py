@@ -1,6 +1,6 @@
 """Better Transformer: attention through torch's `scaled_dot_product_attention` (SDPA).
 
-transformers has this for most models, and its own switch is used for them. It has none for BLOOM, whose attention
+transformers supports this for most models, and its own switch is used for them. It lacks it for BLOOM, whose attention
 modules get a subclass here, so that weights, names and the output of `save_pretrained` don't change.
 """
 
@@ -57,7 +57,7 @@ class BloomSdpaAttention(BloomAttention):
         if attention_mask is not None:
             bias = bias + attention_mask
         if bias.dtype != query.dtype:
-            # Autocast: in the narrower dtype the mask's lowest number would become -inf, and masked rows NaN.
+            # Under autocast the mask's lowest number would become -inf in the narrower dtype, and masked rows NaN.
             bias = bias.to(query.dtype).clamp(min=torch.finfo(query.dtype).min)
         context = functional.scaled_dot_product_attention(
             query,
@@ -100,39 +100,39 @@ def to_eager_attention(model: PreTrainedModel) -> PreTrainedModel:
         The same model.
 
     Raises:
-        ValueError: the model was loaded with another attention and can't change it.
+        ValueError: the model was loaded with another attention and cannot change it.
     """
     _set_class(model, BloomAttention)
     _set_attention(model, "eager")
     if attention_of(model) != "eager":
         raise ValueError(
-            f"{type(wrapped_model(model)).__name__} can't leave its attention {attention_of(model)!r} once it is "
-            "loaded: load it with attn_implementation='eager'."
+            f"{type(wrapped_model(model)).__name__} can't change its attention {attention_of(model)!r} after loading: "
+            "load it with attn_implementation='eager'."
         )
     return model
 
 
 def better_transformer_refusal(model: PreTrainedModel) -> str | None:
-    """Why `to_better_transformer` can't be applied to a model, with the way out; None if it can."""
+    """A sentence on why `to_better_transformer` cannot be applied to a model, with the way out; None if it can."""
     name, parts = type(wrapped_model(model)).__name__, _parts(model)
     # First: transformers 5.17 loads Gemma 2 with SDPA, which ignores the cap.
     caps = {getattr(part.config, "attn_logit_softcapping", None) for part in parts} - {None}
     if caps:
         return (
-            f"{name} has no Better Transformer: SDPA can't cap attention scores as attn_logit_softcapping={caps.pop()} "
-            "asks for; leave better_transformer out for this model."
+            f"{name} has no Better Transformer: SDPA can't cap attention scores (attn_logit_softcapping={caps.pop()}); "
+            "leave better_transformer out for this model."
         )
     if attention_of(model) == "sdpa" or _bloom_attentions(model):
         return None
     without = sorted({type(part).__name__ for part in parts if not supports_sdpa(part)})
     if without:
         return (
-            f"{name} has no Better Transformer: transformers knows no SDPA attention for {', '.join(without)}, and "
-            "hf_specdec brings its own for BLOOM only; leave better_transformer out for this model."
+            f"{name} has no Better Transformer: transformers has no SDPA attention for {', '.join(without)}, and "
+            "hf_specdec adds it for BLOOM only; leave better_transformer out for this model."
         )
     if not all(can_set_attention(part) for part in parts):
         return (
-            f"{name} can't change its attention {attention_of(model)!r} once it is loaded: load it with "
+            f"{name} can't change its attention {attention_of(model)!r} after loading: load it with "
             "attn_implementation='sdpa'."
         )
     return None
@@ -147,12 +147,12 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """A model and the models that it is made of, such as an encoder and a decoder."""
+    """A model and its submodels, such as an encoder and a decoder."""
     return [module for module in wrapped_model(model).modules() if isinstance(module, PreTrainedModel)]
 
 
 def _set_attention(model: PreTrainedModel, attention: str) -> None:
-    # transformers 5.17 doesn't pass the change on to parts with their own config of the same class, as T5's are.
+    # transformers 5.17 doesn't pass the change on to parts with their own config of the same class, such as T5's.
     for part in _parts(model):
         if attention_name(part.config) != attention:
             part.set_attn_implementation(attention)

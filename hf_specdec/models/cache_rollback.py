@@ -1,9 +1,8 @@
 """Rolling back transformers' caches, row by row.
 
 After a round each row keeps a different number of cached tokens, but all rows of such a cache share one slot axis.
-So rows are shifted until their last kept tokens are in the same slot, and the slots that this frees on the left are
-masked like padding. Distances between slots of a row don't change, which is all that relative positions, ALiBi and
-sliding windows depend on.
+So rows are shifted until their last kept tokens are in the same slot, and the slots freed on the left are masked like
+padding. Distances within a row don't change, and relative positions, ALiBi and sliding windows depend on nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def new_cache(model: PreTrainedModel, argument: str, *, cross_attention: bool) -
         cross_attention: whether its decoder attends to an encoder.
 
     Raises:
-        ValueError: the model's own kind of cache can't be rolled back.
+        ValueError: the model has its own kind of cache, which cannot be rolled back.
     """
     named = f"{argument}={type(model).__name__}"
     by_layer = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -72,7 +71,7 @@ def check_rewindable(cache: object, argument: str) -> None:
         return
     if cache is None:
         raise ValueError(
-            f"{argument}: it keeps a cache of its own kind, which can't be rolled back after a rejected draft: choose "
+            f"{argument}: it uses its own kind of cache, which can't be rolled back after a rejected draft: choose "
             "another model, or decode without speculation."
         )
     odd = sorted({type(layer).__name__ for layer in layers or () if type(layer) not in REWINDABLE_LAYERS})
@@ -84,11 +83,11 @@ def check_rewindable(cache: object, argument: str) -> None:
 
 
 def check_recurrence(model: PreTrainedModel, argument: str) -> None:
-    """Refuse a model with recurrent states that can't be kept for each token.
+    """Refuse a model whose recurrent states cannot be kept for each token.
 
     Args:
         model: any model.
-        argument: the argument of `generate` that it came by.
+        argument: the argument of `generate` that passed it.
 
     Raises:
         ValueError: names the argument, its value and the way out.
@@ -109,21 +108,21 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
 
 
 def cached_length(cache: Cache, argument: str) -> int:
-    """How many tokens a cache holds.
+    """The number of tokens that a cache holds.
 
     Args:
         cache: any cache that `check_rewindable` accepts.
         argument: the argument that passed it, for the message.
 
     Raises:
-        ValueError: it has recurrent layers only, with states in them, which don't say.
+        ValueError: it is filled and has recurrent layers only, so its length is unknown.
     """
     if not is_purely_recurrent(self_attention(cache)):
         return int(cache.get_seq_length())
     if cache.has_previous_state():
         raise ValueError(
-            f"{argument}={type(cache).__name__} with a text in it: recurrent states don't say how long it is, so "
-            f"leave {argument} out and pass the whole text, or decode without speculation."
+            f"{argument}={type(cache).__name__} is filled, and the length of its text can't be told from recurrent "
+            f"states: leave {argument} out and pass the whole text, or decode without speculation."
         )
     return 0
 
@@ -149,7 +148,7 @@ def holds_whole_text(cache: object) -> TypeGuard[DynamicCache]:
 
 
 def start_recording(cache: Cache) -> list[Any]:
-    """Make sliding-window layers keep the tokens of a pass until `crop` decides about them.
+    """Make sliding-window layers keep the tokens of a pass until `crop` drops some of them.
 
     Returns:
         The layers that changed, for `stop_recording`.
@@ -166,9 +165,9 @@ def stop_recording(layers: Sequence[Any]) -> None:
 
 
 def layers_apart(cache: Cache) -> frozenset[int]:
-    """The numbers of the layers that don't run along the text: those of a cross-attention keep a picture's keys.
+    """The indices of layers that don't grow with the text, such as a cross-attention's with a picture's keys.
 
-    transformers takes the length of the first layer for that of the text.
+    transformers uses the length of the first layer as that of the text.
     """
     if recurrent_layers(self_attention(cache)):
         return frozenset()
@@ -185,7 +184,7 @@ def forget_broken_pass(cache: Cache, width: int, apart: Set[int] = frozenset()) 
 
 
 def can_forget(cache: Cache, width: int, count: int, apart: Set[int] = frozenset()) -> bool:
-    """Whether all layers have what they need after dropping the last `count` of `width` slots."""
+    """Whether all layers still hold enough tokens after dropping the last `count` of `width` slots."""
     for layer in _holding(cache, apart):
         needed = width
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -207,7 +206,7 @@ def forget_all(cache: Cache) -> None:
 def forget_last(cache: Cache, count: int, apart: Set[int] = frozenset()) -> None:
     """Drop the last `count` tokens of every row; sliding windows are cut to size even at 0.
 
-    States of recurrent layers are left to `recurrent_states`, and layers `apart` from the text as they are.
+    Recurrent layers are handled by `recurrent_states`; layers `apart` from the text are unchanged.
     """
     if not recurrent_layers(cache) and not apart:
         cache.crop(-count)
@@ -223,8 +222,8 @@ def realign(cache: Cache, width: int, shifts: Sequence[int], new_width: int, apa
         cache: any cache that `check_rewindable` accepts; cross-attention is unchanged.
         width: the current number of slots.
         shifts: `[B]`, by how many slots a row moves right (negative: left).
-        new_width: the new number of slots. What a row moves past it is dropped; slots that a row frees on the left
-            hold arbitrary finite numbers and have to be masked.
+        new_width: the new number of slots. Content moved past it is dropped; slots freed on the left hold arbitrary
+            finite numbers and must be masked.
         apart: see `layers_apart`; they are unchanged.
     """
     for layer in _holding(cache, apart):
@@ -268,7 +267,7 @@ def _holding(cache: Any, apart: Set[int] = frozenset()) -> list[Any]:
 
 
 def _holds(layer: Any) -> bool:
-    """Whether a layer holds tokens: it is initialized, has keys of its own, and is not recurrent only."""
+    """Whether a layer holds tokens: it is initialized, has its own keys, and is not only recurrent."""
     return getattr(layer, "is_initialized", False) and layer.keys is not None
 
 

@@ -1,7 +1,7 @@
 """Passes of one model over a batch whose rows have read different numbers of tokens.
 
-A runner appends tokens, returns logits and rewinds. It hides masks, positions and caches (or the lack of one) from
-the loop and the drafters, which only deal with rows and counts.
+A runner appends tokens, returns logits and rewinds. It hides masks, positions and caches from the loop and the
+drafters, which only deal with rows and counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_specdec.models.traits import (
     pass_mode,
 )
 
-# What later passes of a text model may need besides masks, positions and tokens.
+# Arguments that later passes of a text model may need besides masks, positions and tokens.
 LASTING_KWARGS = frozenset({"use_cache", "encoder_outputs", "attention_mask"})
 PER_TOKEN_KWARGS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -46,14 +46,14 @@ class DynamicRunner:
         model: any decoder-only or encoder-decoder model of transformers.
         model_kwargs: what `generate` prepared for the model: masks, positions, encoder outputs, cache.
         input_ids: `[B, P]`, the prompts.
-        capacity: the most tokens of a row, drafts included.
+        capacity: the most tokens of a row, including drafts.
         hidden: tokens in a given cache that precede `input_ids`.
-        kernels: what passes run in.
-        chunk: the most tokens of the prompt that a pass reads, see `in_chunks`; None for no limit.
-        prompt_alone: read the prompt in a pass of its own, even if the first call appends more.
+        kernels: makes the context manager for passes.
+        chunk: the most tokens of the prompt per pass, see `in_chunks`; None for no limit.
+        prompt_alone: read the prompt in a separate pass, even if the first call appends more.
     """
 
-    rewinds_far = True  # to any length, not only to those since the last time
+    rewinds_far = True  # to any length, not only to those since the last rewind
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class DynamicRunner:
             cached = cache_rollback.cached_length(self.cache, self._cache_key)
             read = max(min(cached - hidden, prompt_length - 1), 0)
         self.read = [read] * batch_size
-        self._apart: frozenset[int] = frozenset()  # layers of the cache that don't run along the text
-        self._pictures = 0  # slots of the cache before the text that pictures take
+        self._apart: frozenset[int] = frozenset()  # layers of the cache that don't grow with the text
+        self._pictures = 0  # slots of the cache before the text that hold pictures
         self._prompt_length = prompt_length
         self._chunk = None if embedded(self.kwargs) or self.cache is None else chunk
         self._width = read + hidden
@@ -110,7 +110,7 @@ class DynamicRunner:
             self._causal = CausalMasks(self._total, None, model.dtype, model.device)
 
     def _make_tables(self, input_ids: Tensor, parameters: Mapping[str, Any], total: int) -> None:
-        """Masks, positions and token types of `total` slots, where the model takes them."""
+        """Make the masks, positions and token types of `total` slots that the model accepts."""
         prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
         self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
         self._ids_key = f"{prefix}input_ids"
@@ -148,7 +148,7 @@ class DynamicRunner:
         return self._split_pass(last, count, self._padding, max(unread - tokens.shape[1] + last.shape[1], 0))
 
     def _split_pass(self, tokens: Tensor, count: int, padding: int, prompt: int) -> Tensor:
-        """As `_pass`, split at padding after the first `prompt` tokens: a model that counts them leaves it out."""
+        """Like `_pass`, split at padding after the first `prompt` tokens, for models that count tokens without it."""
         ends = (tokens[:, prompt:-1] == padding).any(dim=0).nonzero().flatten()
         logits, left = [], tokens.shape[1]
         for piece in tokens.tensor_split((ends + prompt + 1).cpu(), dim=1):
@@ -178,7 +178,7 @@ class DynamicRunner:
             self._leave_unused_cache()
         self.passes += 1
         self._width, self.read = last_slot, read
-        # Layers of the same length by chance are told apart in the second pass; no draft is cut before.
+        # Layers whose lengths are equal by chance are distinguished in the second pass, before any draft is cut.
         if self._own_inputs and self.passes <= 2:
             self._note_pictures()
         logits: Tensor = outputs.logits
@@ -195,13 +195,13 @@ class DynamicRunner:
             self._causal = CausalMasks(total, None, self.model.dtype, self.model.device)
 
     def _leave_unused_cache(self) -> None:
-        """After the first pass: go on without a cache that the model has left empty."""
+        """After the first pass: continue without a cache that the model has left empty."""
         if self.cache is not None and not self.cache.get_seq_length():
             cache_rollback.stop_recording(self._recording)
             self.cache = None
 
     def _note_pictures(self) -> None:
-        """After a pass: note where pictures are in the cache, in layers or slots of their own."""
+        """After a pass: note where pictures are in the cache, in separate layers or slots."""
         if self.cache is None or recurrent_layers(self.cache):
             return
         self._apart = cache_rollback.layers_apart(self.cache)
@@ -209,7 +209,7 @@ class DynamicRunner:
         if self._pictures and len(self.read) > 1:
             raise ValueError(
                 f"{self._cache_key}={type(self.cache).__name__} of {type(self.model).__name__} holds "
-                f"{self._pictures} slots beside the text of {len(self.read)} rows: pass one row a call."
+                f"{self._pictures} slots besides the text of {len(self.read)} rows: pass one row per call."
             )
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -234,11 +234,11 @@ class DynamicRunner:
         states.runner = self
 
     def keys_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What a layer's cache holds.
+        """The keys and values of a layer.
 
         Returns:
-            Keys and values `[B, H, n, D]`, and which of their slots hold tokens of a row `[B, n]`; its last token is
-            in the last one.
+            Keys and values `[B, H, n, D]`, and which slots hold tokens `[B, n]`; the last slot holds each row's last
+            token.
         """
         stored = cache_rollback.self_attention(self.cache).layers[layer]
         mask, lags = self._mask, [self._width - self.hidden - n for n in self.read]
@@ -248,25 +248,25 @@ class DynamicRunner:
         return stored.keys, stored.values, shown[:, -stored.keys.shape[2] :]
 
     def set_aside(self, rows: Sequence[int], position: int) -> None:
-        """Run the new tokens of these rows at one position until further notice, since nothing comes of them.
+        """Run the new tokens of these rows, which are discarded, at one position until further notice.
 
-        So they neither raise the pass's highest position nor lower it, which rotary frequencies may depend on.
+        So they don't change the pass's highest position, which rotary frequencies may depend on.
         """
         self._aside, self._aside_position = rows, position
 
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
-        """Drop all rows but these from now on; the logits of dropped rows are arbitrary.
+        """Drop all other rows from now on; the logits of dropped rows are arbitrary.
 
         Returns:
-            The rows that passes still run: here all of them, in runners that can leave rows out only `rows`.
+            The rows that passes still run: all of them here, only `rows` in runners that can leave rows out.
         """
         return range(len(self.read))
 
     def end(self, length: int) -> None:
         """Leave the cache as plain `generate` would after `length` tokens, even after an exception.
 
-        If a pass was interrupted or a sliding window has lost tokens that it would need, the cache is emptied
-        instead: the next call then reads the whole text again, with the same result.
+        If a pass was interrupted or a sliding window has lost needed tokens, the cache is emptied instead: the next
+        call then reads the whole text again, with the same result.
         """
         if self.cache is None:
             return
@@ -297,12 +297,12 @@ class DynamicRunner:
         }
         if self.cache is None or not self._own_inputs:
             return prepare(tokens, **given)
-        # `generate` shows a chunk of a prompt alone, and knows no rows that are set aside, which may be longer.
+        # `generate` passes a chunk of a prompt alone, and has no rows that are set aside, which may be longer.
         length = tokens.shape[1]
         if self._chunk is None or self.read[0] >= self._prompt_length:
             length += max(n for row, n in enumerate(self.read) if row not in self._aside)
         inputs = prepare(text[:, -length:], next_sequence_length=tokens.shape[1], **given)
-        if inputs.get(self._cache_key) is None:  # the model wants the text read anew, as Phi-3 at LongRoPE's switch
+        if inputs.get(self._cache_key) is None:  # the model drops its cache, such as Phi-3 at LongRoPE's switch
             cache_rollback.forget_all(self.cache)
             self._width, self.read = 0, [0] * len(self.read)  # until the pass has ended
             inputs = prepare(text, **given | {self._cache_key: None}) | {self._cache_key: self.cache}
@@ -342,9 +342,9 @@ class DynamicRunner:
 
 
 def in_chunks(tokens: Tensor, count: int, size: int | None) -> Sequence[Tensor]:
-    """`tokens` `[B, k]` for passes of `size` tokens each; the last holds `count` of them and what is left of a chunk.
+    """Split `tokens` `[B, k]` into passes of `size` tokens; the last holds `count` tokens and the rest of a chunk.
 
-    This is transformers' `prefill_chunk_size`: what a pass computes for each token of a long prompt takes less memory.
+    This is transformers' `prefill_chunk_size`, with which a long prompt needs less memory.
     """
     whole = 0 if size is None else (tokens.shape[1] - count) // size * size
     return [*tokens[:, :whole].split(size or 1, dim=1), tokens[:, whole:]] if whole > 0 else [tokens]
@@ -358,7 +358,7 @@ def extend_mask(mask: Tensor | None, total: int) -> Tensor | None:
 
 
 def prompt_positions(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Positions `[B or 1, length]` counted as `GenerationMixin._prepare_position_ids_for_generation` does."""
+    """Positions `[B or 1, length]`, as by `GenerationMixin._prepare_position_ids_for_generation`."""
     if mask is None:
         return torch.arange(length, device=device).unsqueeze(0)
     mask = mask[:, :length]
@@ -374,7 +374,7 @@ def extend_count(positions: Tensor | None, total: int) -> Tensor | None:
 
 
 def _extend_types(key: str, types: Tensor, total: int) -> Tensor:
-    """Types of tokens `[..., P]`, extended to `total` as `_update_model_kwargs_for_generation` does."""
+    """Token types `[..., P]`, extended to `total` as by `_update_model_kwargs_for_generation`."""
     more = max(total - types.shape[-1], 0)
     last = types[..., -1:]
     new = torch.zeros_like(last) if key == "mm_token_type_ids" else last

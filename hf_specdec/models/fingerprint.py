@@ -1,4 +1,4 @@
-"""What recordings and compiled code of a model depend on besides the weights' values; equal states can share them."""
+"""The state that recordings and compiled code of a model depend on, besides the weights' values."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from hf_specdec.compat.torch_private import (
 from hf_specdec.compat.transformers_private import attention_name
 from hf_specdec.models.stored_tensors import PLAIN, stored_tensors
 
-# PEFT's layers say here which adapter is active. Other private attributes are bookkeeping of `generate`.
+# The active adapters of PEFT's layers. Other private attributes are bookkeeping of `generate`.
 _ADAPTERS = frozenset({"_active_adapter", "_disable_adapters"})
-# What every module has; hooks and `training` are part of the state separately.
+# Attributes of every module; hooks and `training` are part of the state separately.
 _MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, type)
 _numbers = count()
@@ -36,11 +36,10 @@ _serials: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
 def state_of(model: PreTrainedModel) -> Hashable:
-    """Everything but weights and texts that decides what a pass computes.
+    """Everything except weights and texts that determines what a pass computes.
 
-    These are the modules with their classes, methods, hooks and attributes, the values of their configurations,
-    attention, adapters and autocast. Other objects among the attributes count by identity. No reference in it keeps
-    a model alive.
+    It covers the modules with their classes, methods, hooks and attributes, the values of their configurations,
+    attention, adapters and autocast. Other objects among the attributes count by identity. It keeps no model alive.
     """
     modules = list(model.modules())
     attention = attention_name(model.config.get_text_config(decoder=True))
@@ -62,19 +61,19 @@ def state_of(model: PreTrainedModel) -> Hashable:
 
 
 def weights_of(model: PreTrainedModel) -> Hashable:
-    """The identity and address of each weight and buffer, or of the tensors that a quantized one consists of."""
+    """The identity and address of each weight and buffer, or of the tensors that make up a quantized one."""
     return tuple((_serial(t), _address(t)) for tensors in (model.parameters(), model.buffers()) for t in tensors)
 
 
 def _address(weight: Tensor) -> Hashable:
-    # Tensor subclasses have no address of their own, and some don't name their parts either.
+    # Tensor subclasses have no address, and some don't name their parts either.
     return tuple((_serial(part), part.data_ptr()) for part in stored_tensors(weight) if _is_strided(part))
 
 
 def forms_of(*models: torch.nn.Module) -> Hashable:
-    """All that a pass depends on of weights and buffers besides their numbers and where these are.
+    """The form of all weights and buffers: everything that a pass depends on except their numbers and addresses.
 
-    These are shapes, strides and types, by module and name, and which weights are one tensor, also across models.
+    It covers shapes, strides and types, by module and name, and which weights are the same tensor, also across models.
     """
     known: dict[int, int] = {}
 
@@ -90,7 +89,7 @@ def forms_of(*models: torch.nn.Module) -> Hashable:
 
 
 def _form(tensor: Tensor) -> Hashable:
-    """Shape, strides and type of a tensor, or of each that a quantized one consists of."""
+    """Shape, strides and type of a tensor, or of each tensor that makes up a quantized one."""
     kind = type(tensor)
     if kind in PLAIN:
         return tuple(tensor.shape), tensor.stride() if _is_strided(tensor) else tensor.layout, tensor.dtype
@@ -106,7 +105,7 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def kind_of(layer: torch.nn.Module) -> Hashable:
-    """What a layer computes, apart from its weights' values and its position in the model."""
+    """A key for what a layer computes, apart from its weights' values and its position in the model."""
     parts = [
         (name, _behaviour_of(part, (pair for pair in _attributes_of(part) if pair[0] != "layer_idx")))
         for name, part in layer.named_modules()
@@ -117,7 +116,7 @@ def kind_of(layer: torch.nn.Module) -> Hashable:
 def has_custom_hooks(model: PreTrainedModel) -> bool:
     """Whether a pass calls hooks other than transformers' own, which only collect outputs on request.
 
-    A recorded, compiled or captured pass would not call them as the model does.
+    A recorded, compiled or captured pass would not call them.
     """
     return any_global_hook() or any(map(_custom_hooks, model.modules()))
 
@@ -125,8 +124,8 @@ def has_custom_hooks(model: PreTrainedModel) -> bool:
 def runs_custom_python(model: PreTrainedModel) -> bool:
     """Whether a pass runs more than the operations of layers of transformers, torch and this package.
 
-    Such are modules of other libraries (adapters among them), hooks, replaced or compiled methods, dropout, autocast,
-    torch function modes, and weights of tensor subclasses that aren't `recordable`: those call operations alone.
+    That is the case with modules of other libraries (such as adapters), hooks, replaced or compiled methods, dropout,
+    autocast, torch function modes, and weights of tensor subclasses that aren't `recordable`.
     """
     return (
         torch.is_autocast_enabled(model.device.type)
@@ -171,7 +170,7 @@ def _behaviour_of(module: torch.nn.Module, attributes: Iterable[tuple[str, Any]]
 
 
 def _config_state(config: PreTrainedConfig) -> Hashable:
-    """A configuration's values, those of its parts included: models read some of them in every pass."""
+    """A configuration's values, including nested ones: models read some of them in every pass."""
     return tuple(
         (name, _config_state(value) if isinstance(value, PreTrainedConfig) else _value(value))
         for name, value in sorted(vars(config).items())
@@ -179,7 +178,7 @@ def _config_state(config: PreTrainedConfig) -> Hashable:
 
 
 def _value(value: Any) -> Hashable:
-    """A plain value itself, the parts of a collection, and of anything else its identity."""
+    """A plain value itself, a collection by its items, and anything else by identity."""
     if isinstance(value, _PLAIN):
         # 0 == -0.0 == False, and nan != nan.
         return (type(value).__name__, repr(value)) if isinstance(value, (bool, int, float)) else value
@@ -199,14 +198,14 @@ def _value(value: Any) -> Hashable:
 def _serial(thing: object) -> int:
     """A number that identifies an object while it lives; negative for objects without weak references.
 
-    Positive numbers are never reused. A negative one may be, once its object is gone.
+    Positive numbers are never reused. A negative one may be reused after its object is deleted.
     """
     key = id(thing)
     known = _serials.get(key)
     if known is not None and known[0]() is thing:
         return known[1]
     try:
-        # Once it is gone, another object may have the same address.
+        # A later object may have the same address.
         watch = weakref.ref(thing, lambda _: _serials.pop(key, None))
     except TypeError:
         return -key

@@ -1,4 +1,4 @@
-"""TorchScript traces: made without warnings, freed with the last reference to them, run without torch's optimizer."""
+"""TorchScript traces: made without warnings, freed with the last reference, run without torch's optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Trace:
     """A traced function of tensors.
 
     Args:
-        function: runs it.
+        function: the compiled function.
         calls: traces that it calls, which torch does not keep alive.
     """
 
@@ -30,7 +30,7 @@ class Trace:
 
 
 def traced(step: Callable[..., Any], inputs: Sequence[Tensor], calls: Sequence[Trace] = ()) -> Trace | None:
-    """The trace of a function of tensors, which may replay the traces in `calls`; None where torch makes none."""
+    """Trace a function of tensors, which may replay the traces in `calls`; None if torch cannot trace it."""
     if not can_trace():
         return None
     warnings.filterwarnings("ignore", category=_WhileTracing)
@@ -43,7 +43,7 @@ def traced(step: Callable[..., Any], inputs: Sequence[Tensor], calls: Sequence[T
 
 
 def replay(made: Trace, inputs: Sequence[Tensor]) -> Any:
-    """The result of a trace."""
+    """Run a trace and return its result."""
     # The optimizer takes as long as tracing and gains nothing.
     with torch.jit.optimized_execution(False):
         return made.function(*inputs)
@@ -55,7 +55,7 @@ class _InTracingThread(type):
 
 
 class _WhileTracing(Warning, metaclass=_InTracingThread):
-    """Every warning of a thread that is tracing: that tracing is deprecated, and that it fixes shapes.
+    """Matches every warning of a tracing thread, such as that tracing is deprecated or fixes shapes.
 
     `warnings.catch_warnings` would change the filters of all threads.
     """

@@ -1,7 +1,7 @@
-"""Passes of a draft that reads the target's keys instead of having any, as Gemma 4's assistants.
+"""Passes of a draft that reads the target's keys instead of its own, such as Gemma 4's assistants.
 
-Each token of a draft is read from the place of the text's last token, with the hidden state before it: the target's,
-and then the draft's own.
+Each drafted token is read at the position of the text's last token, with the previous hidden state: first the
+target's, then the draft's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def shared_layers(model: PreTrainedModel, draft: PreTrainedModel) -> dict[str, i
     """The target's layers whose keys a draft reads, by kind.
 
     Raises:
-        ValueError: the target has none, or is of another width.
+        ValueError: the target has no such layers, or another width.
     """
     named = f"assistant_model={type(draft).__name__}"
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in model.get_decoder().layers]
@@ -35,20 +35,20 @@ def shared_layers(model: PreTrainedModel, draft: PreTrainedModel) -> dict[str, i
     width, own = model.config.get_text_config(decoder=True).hidden_size, draft.config.backbone_hidden_size
     if not stored or width != own:
         raise ValueError(
-            f"{named} reads keys that layers share and hidden states of width {own}, as the Gemma 4 model has that it "
-            f"was made for, but model={type(model).__name__} has {len(stored)} such layers and states of width {width}."
+            f"{named} reads keys that layers share and hidden states of width {own}, but model={type(model).__name__} "
+            f"has {len(stored)} such layers and states of width {width}: use the Gemma 4 model that it was made for."
         )
     return stored
 
 
 class KeyReadingRunner(StatesRunner):
-    """Runs such a draft, a pass a token.
+    """Runs such a draft, one pass per token.
 
     Args:
         draft: the draft.
-        target: the target, of which it has the embeddings.
+        target: the target, whose embeddings the draft uses.
         model_kwargs, input_ids, capacity: see `StatesRunner`.
-        kernels: what passes run in.
+        kernels: makes the context manager for passes.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class KeyReadingRunner(StatesRunner):
         return logits
 
     def _start(self, tokens: Tensor) -> Tensor:
-        """Read the texts' last `tokens` `[B, k]`; returns the last one of each row `[B, 1]`."""
+        """Read the texts' last `tokens` `[B, k]`; return the last one of each row `[B, 1]`."""
         self._go_on(tokens.shape[1])
         self._hidden = self.states.of([max(length - 2, 0) for length in self._texts], 1).to(self._device)
         last = on_device([length - 1 for length in self._texts], self._device).unsqueeze(1)
@@ -109,7 +109,7 @@ class KeyReadingRunner(StatesRunner):
         return tokens[:, -1:]
 
     def _mask_of(self, shown: Tensor, window: int | None) -> Tensor:
-        """The additive mask `[B, 1, 1, n]` of slots `[B, n]` that hold tokens: of each row, the last `window` + 1."""
+        """The additive mask `[B, 1, 1, n]` for slots `[B, n]` that hold tokens: the last `window` + 1 of each row."""
         if window is not None:
             following = shown.flip(1).cumsum(1).flip(1)
             shown = shown & (following <= window + 1)

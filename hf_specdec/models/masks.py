@@ -1,6 +1,6 @@
-"""Additive 4-D attention masks, taken from tables instead of being built in every pass.
+"""Additive 4-D attention masks from precomputed tables.
 
-transformers passes such masks on unchanged. It builds its own boolean masks in each pass, and every layer converts
+transformers passes such masks on unchanged. Otherwise it builds boolean masks in each pass, and every layer converts
 them to numbers: together 3% of a small model's verification pass.
 """
 
@@ -17,17 +17,17 @@ from hf_specdec.compat.transformers_private import attention_name, compiles_whol
 ATTENTION = ("eager", "sdpa")
 # The widest pass that is recorded, or has its masks in a table. Only prompts and drafts that catch up are wider.
 MAX_MASKED_TOKENS = 32
-# Memory-efficient attention on CUDA loads this many numbers of a mask at a time. torch looks at the strides only.
+# Memory-efficient attention on CUDA loads this many numbers of a mask at a time. torch checks only the strides.
 ALIGNMENT = 8
-Masks = Tensor | dict[str, Tensor] | None  # as models take them: one, or one per kind of layer
+Masks = Tensor | dict[str, Tensor] | None  # one mask, or one per kind of layer, as the model expects
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def takes_4d_masks(model: PreTrainedModel) -> bool:
-    """Whether a model takes 4-D masks and decides by them alone which keys a query sees.
+    """Whether a model accepts 4-D masks and they alone determine which keys a query sees.
 
     Encoder-decoder models don't, nor models with ALiBi (BLOOM), which compute positions from a 2-D mask. For the
-    others, transformers' flag for static caches tells.
+    others, transformers' flag for static caches decides.
     """
     config = model.config.get_text_config(decoder=True)
     return (
@@ -41,29 +41,29 @@ def takes_4d_masks(model: PreTrainedModel) -> bool:
 
 
 def check_attention(config: PreTrainedConfig, named: str, *, otherwise: str = "") -> None:
-    """Refuse an attention that takes no additive masks.
+    """Refuse an attention that does not support additive masks.
 
     Args:
-        named: what has it.
+        named: the argument and the model, for the message.
         otherwise: a further way out.
 
     Raises:
-        ValueError: names the implementation, and those that do.
+        ValueError: names the implementation, and those that support them.
     """
     if (attention := attention_name(config)) not in ATTENTION:
         raise ValueError(
-            f"{named}: attn_implementation={attention!r} takes no masks of rows with different lengths: choose one of "
+            f"{named}: attn_implementation={attention!r} doesn't support rows of different lengths: choose one of "
             f"{', '.join(map(repr, ATTENTION))}{otherwise}."
         )
 
 
 def takes_one_causal_mask(model: PreTrainedModel) -> bool:
-    """Whether a model takes 4-D masks and has no sliding windows, so that one causal mask serves all layers."""
+    """Whether a model accepts 4-D masks and has no sliding windows, so that one causal mask serves all layers."""
     return takes_4d_masks(model) and not any(attention_windows(model.config).values())
 
 
 def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
-    """The window of each kind of layer: how many last tokens a query sees, itself included; None: all."""
+    """The window of each kind of layer: the number of last tokens that a query sees, including itself; None for all."""
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
@@ -93,7 +93,7 @@ class CausalMasks:
 
     Args:
         capacity: the most slots of a row.
-        window: as of `attention_mask`.
+        window: as in `attention_mask`.
         dtype, device: of the model's hidden states.
     """
 
@@ -121,11 +121,11 @@ class CausalMasks:
 class SlotMasks:
     """Masks of rows with different lengths: each query's mask is a section of one precomputed line.
 
-    They equal `attention_mask` at a third of its operations, except that queries in padding may see nothing.
+    They equal `attention_mask` with a third of its operations, except that queries in padding may see nothing.
 
     Args:
         capacity: slots of a row.
-        window: as of `attention_mask`.
+        window: as in `attention_mask`.
         dtype, device: of the model's hidden states.
     """
 
@@ -136,7 +136,7 @@ class SlotMasks:
         self._line[max(capacity - (window or capacity), 0) : capacity] = 0
 
     def of(self, slots: Tensor, span: int, visible: Tensor | None) -> Tensor:
-        """`[B, 1, k, span]`, for queries in `slots` `[B, k]`; `visible` `[B, span]`, None if all slots are."""
+        """`[B, 1, k, span]`, for queries in `slots` `[B, k]`; `visible` is `[B, span]`, or None for all slots."""
         mask = self._line.unfold(0, span, 1)[self._last - slots]
         if visible is not None:
             mask = mask.masked_fill(~visible.unsqueeze(1), self._hidden)
@@ -144,10 +144,10 @@ class SlotMasks:
 
 
 def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:
-    """4-D masks as the model takes them: one, or one per kind of layer; see `attention_mask`."""
+    """4-D masks in the form that the model expects: one, or one per kind of layer; see `attention_mask`."""
     return by_kind({kind: attention_mask(slots, visible, window, dtype) for kind, window in windows.items()})
 
 
 def by_kind(masks: dict[str, Tensor]) -> Masks:
-    """Masks by kind of layer, as the model takes them."""
+    """Convert masks by kind of layer to the form that the model expects."""
     return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,8 +1,8 @@
-"""Linear layers through oneDNN where it is faster than the library that torch hands float32 products to.
+"""Linear layers by oneDNN where it is faster than torch's own library for float32 products.
 
-On x86 that library is MKL, which is made for Intel's processors. On AMD's it uses no AVX-512 and takes up to twice as
-long as oneDNN. On both it takes twice as long for five tokens as for one, and oneDNN hardly longer. Other dtypes go to
-oneDNN anyway, or are not known to it.
+On x86 that library is MKL, which is optimized for Intel's processors. On AMD's it uses no AVX-512 and takes up to twice
+as long as oneDNN. On both it takes twice as long for five tokens as for one, while oneDNN takes hardly longer. For
+other dtypes torch uses oneDNN anyway, or oneDNN does not support them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hf_specdec.compat.torch_private import linear_pointwise
 from hf_specdec.host.torch_state import FunctionMode
 from hf_specdec.models.processor import reported
 
-# Gives, for a model, the context manager that its passes run in.
+# Maps a model to the context manager for its passes.
 Kernels = Callable[[PreTrainedModel], Callable[[], AbstractContextManager[Any]]]
 
 
 @dataclass(frozen=True)
 class Range:
-    """Where oneDNN is faster than the other library.
+    """The sizes for which oneDNN is faster than the other library.
 
     Args:
-        least_rows: with fewer, the other library is faster.
-        most_rows: with more, too.
-        least_weights: smaller layers stay in the processor's caches, where calling oneDNN costs more than it saves,
-            except where a product takes at least `least_products` multiplications.
+        least_rows: with fewer rows, the other library is faster.
+        most_rows: with more rows, it is faster too.
+        least_weights: smaller layers fit into the processor's caches, where calling oneDNN costs more than it saves,
+            unless a product has at least `least_products` multiplications.
     """
 
     least_rows: int
@@ -57,7 +57,7 @@ def faster_range() -> Range:
 
 
 class OneDnnLinears(FunctionMode):
-    """While active in a thread, `torch.nn.functional.linear` runs in oneDNN where that is faster."""
+    """While active in a thread, `torch.nn.functional.linear` uses oneDNN where that is faster."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and not kwargs and _is_served(*args):
@@ -66,7 +66,7 @@ class OneDnnLinears(FunctionMode):
 
 
 def onednn_linears(model: PreTrainedModel) -> Callable[[], AbstractContextManager[Any]]:
-    """The context manager for a model's passes without gradients: `OneDnnLinears` where it serves some weight."""
+    """The context manager for a model's passes without gradients: `OneDnnLinears` if it applies to some weight."""
     served = linear_pointwise() is not None and any(
         _is_known(weight) and weight.numel() >= faster_range().least_weights for weight in model.parameters()
     )
@@ -76,7 +76,7 @@ def onednn_linears(model: PreTrainedModel) -> Callable[[], AbstractContextManage
 def _linear(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     operation = linear_pointwise()
     if torch.jit.is_tracing():
-        # A trace can't hold the other variant's arguments. The sum with zeros takes up to a tenth more time.
+        # A trace cannot hold the other variant's arguments. Adding zeros takes up to a tenth more time.
         zeros = tokens.new_zeros(*tokens.shape[:-1], weight.shape[0])
         result: Tensor = operation.binary(tokens, zeros, weight, bias, "add")
     else:
@@ -85,7 +85,7 @@ def _linear(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _is_served(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    if bias is not None and not bias.is_contiguous():  # oneDNN reads it as if it were
+    if bias is not None and not bias.is_contiguous():  # oneDNN assumes that it is
         return False
     where, width = faster_range(), tokens.shape[-1]
     in_range = where.least_rows * width <= tokens.numel() <= where.most_rows * width

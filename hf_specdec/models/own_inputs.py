@@ -1,4 +1,4 @@
-"""What models that prepare their inputs themselves make of them: a pass must read just the tokens that it appends."""
+"""Checks models that prepare their own inputs: a pass must read exactly the tokens that it appends."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hf_specdec.models.traits import has_default_inputs
 def own_inputs(
     model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, argument: str
 ) -> Mapping[str, Any] | None:
-    """What a model prepares for a pass over the last token of its prompts.
+    """The inputs that a model prepares for a pass over the last token of its prompts.
 
     Args:
         model: the target or the draft.
-        model_kwargs: what `generate` prepared for it.
+        model_kwargs: the arguments that `generate` prepared for it.
         input_ids: `[B, P]`, the prompts.
         argument: the argument that passed the model, for the message.
 
     Returns:
-        The arguments of its `forward`; None if it leaves them to transformers' default implementation.
+        The arguments of its `forward`; None if it uses transformers' default implementation.
 
     Raises:
-        ValueError: they hold other tokens than those to be read: a mask token that the model appends (XLM, XLNet), or
+        ValueError: they hold other tokens than those to read: a mask token that the model appends (XLM, XLNet), or
             the whole text in spite of a cache (CPM-Ant).
     """
     if has_default_inputs(model):
@@ -53,7 +53,7 @@ def own_inputs(
     if tokens is None or not any(torch.equal(tokens, wanted) for wanted in expected):
         made = "none" if tokens is None else f"tokens of the shape {list(tokens.shape)}"
         raise ValueError(
-            f"{argument}={type(model).__name__} makes inputs of its own: to read tokens of the shape "
+            f"{argument}={type(model).__name__} makes its own inputs: to read tokens of the shape "
             f"{list(expected[0].shape)}, it prepares {made}, so that its passes can't verify drafts: decode without "
             "speculation."
         )

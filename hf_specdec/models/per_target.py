@@ -1,4 +1,4 @@
-"""State that calls of the same target share: what they have recorded or measured."""
+"""State that calls of the same target share, such as recordings and measurements."""
 
 from __future__ import annotations
 

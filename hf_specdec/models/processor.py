@@ -1,4 +1,4 @@
-"""What the system says of the processor."""
+"""The processor's properties, as reported by the system."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def reported(name: str) -> str:
-    """An entry of /proc/cpuinfo, that of the first core; where there is none, the processor as Python names it."""
+    """The first core's entry in /proc/cpuinfo; if there is none, Python's name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

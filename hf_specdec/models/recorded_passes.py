@@ -1,12 +1,12 @@
 """Passes on a CPU without Python overhead: traced as the model runs, replayed by TorchScript's interpreter.
 
 For a small model, calling its modules takes longer than the computation. A recording replays the model's own
-operations bit by bit; making one needs no compiler and takes as long as about ten passes. Weights and caches are
-inputs of a recording, so it holds no copy of them and serves texts of any length. Layers that are alike share a trace:
+operations, bit-identically; making one needs no compiler and takes about ten passes' time. Weights and caches are
+inputs of a recording, so it holds no copy of them and serves texts of any length. Equal layers share a trace, since
 torch's graph takes about 3 MB for each. Models whose passes do more in Python than call operations are not recorded.
 
-In float32 on two cores of an AMD Zen 4, a plain step of a model of 135M takes 37 ms from recordings and 48 without, a
-round of four drafts 74 and 97. Of the embedded pair these are 3.0 and 6.4 ms, and 6.1 and 12.6.
+In float32 on two cores of an AMD Zen 4, a plain step of a 135M model takes 37 ms with recordings and 48 without, a
+round of four drafts 74 and 97. For the embedded pair it is 3.0 and 6.4 ms, and 6.1 and 12.6.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from hf_specdec.models.rope_stages import has_fixed_rope
 from hf_specdec.models.shared_layers import trace_with_shared_layers
 
 EAGER_PASSES = 8  # passes of a shape before it is recorded
-PYTHON_SHARE = 0.07  # of a pass, at least: recording takes as long as ten passes and saves what Python takes
-CALLS_PER_LAYER = 200  # Python takes as long for a layer as for calling an operation on a few numbers so often
-AGREEING_TRIALS = 2  # passes of a shape in which recording and model have to agree in every bit
+PYTHON_SHARE = 0.07  # Python's smallest share of a pass: recording takes ten passes' time and saves only that share
+CALLS_PER_LAYER = 200  # calls of an operation on a few numbers that take as long as Python does for a layer
+AGREEING_TRIALS = 2  # passes of a shape in which recording and model must agree in every bit
 MAX_RECORDINGS = 4  # recordings of a model in one state; shapes that none of them serves run eagerly
 
 Step = Callable[..., Tensor]
@@ -43,7 +43,7 @@ Step = Callable[..., Tensor]
 
 @dataclass
 class _Shape:
-    """A shape's passes, the seconds of the eager ones, the recording that it tries or uses, the trials that agreed."""
+    """A shape's passes, the times of eager ones, the recording that it tries or uses, and the agreeing trials."""
 
     passes: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class _Shape:
 
 
 class RecordedStep:
-    """A step that runs eagerly at first and later from recordings, each of which was compared with the eager step.
+    """A step that runs eagerly at first and later from recordings, each verified against the eager step.
 
     Most shapes share one recording. Calls from several threads don't wait for each other: while one tries a
     recording, the others run eagerly.
@@ -70,7 +70,7 @@ class RecordedStep:
 
     @property
     def made(self) -> int:
-        """How many recordings there are."""
+        """The number of recordings."""
         return len(self._recordings)
 
     def run(self, step: Step, inputs: Sequence[Tensor], span: int, model: PreTrainedModel | None = None) -> Tensor:
@@ -79,8 +79,8 @@ class RecordedStep:
         Args:
             step: the same function in every call, apart from closures that hold nothing that changes except inputs.
             inputs: all tensors that may differ between calls; the shape of the first one tells shapes apart.
-            span: slots that attention looks at; once it has doubled, a shape is compared anew.
-            model: if given, what the step runs; it also takes another one, as `step(*inputs, model=…)`.
+            span: slots that attention reads; when it has doubled, a shape is compared again.
+            model: the model that the step runs, if it also accepts another one as `step(*inputs, model=…)`.
         """
         shape = self._shapes.setdefault((*inputs[0].shape, span.bit_length()), _Shape())
         if shape.agreed >= AGREEING_TRIALS:
@@ -104,7 +104,7 @@ class RecordedStep:
             self._trying.release()
 
     def _try(self, step: Step, inputs: Sequence[Tensor], shape: _Shape) -> Tensor:
-        """Run a recording and the step and compare; if they differ, the shape goes on to the next recording."""
+        """Run a recording and the step and compare; if they differ, try the next recording in the next pass."""
         try:
             replayed = replay(self._recordings[shape.recording], inputs)
         except RuntimeError:  # made for other shapes
@@ -117,14 +117,14 @@ class RecordedStep:
         return result
 
     def _record(self, step: Step, inputs: Sequence[Tensor], model: PreTrainedModel | None) -> Tensor:
-        """Record the step if possible; returns its result."""
+        """Record the step if possible; return its result."""
         recording = None
         try:
             with _ReadsValues() as reads, _ReadsOnHost() as host:
                 result = step(*inputs)
             if not reads.seen and not host.seen:
                 recording = _shared(step, inputs, model, result) or traced(step, inputs)
-        except Exception:  # a model's code may do anything; one that can't be traced runs eagerly
+        except Exception:  # a model's code may do anything; one that cannot be traced runs eagerly
             pass
         if recording is None:
             self._refused = True
@@ -134,12 +134,12 @@ class RecordedStep:
 
 
 def _shared(step: Step, inputs: Sequence[Tensor], model: PreTrainedModel | None, result: Tensor) -> Trace | None:
-    """The trace with shared layers; None where it gives another result, since layers know their place in the model."""
+    """The trace with shared layers; None if its result differs, since layers may depend on their place."""
     if model is None:
         return None
     try:
         made = trace_with_shared_layers(step, model, inputs)
-    except Exception:  # it asks more of a model than a trace of the whole pass, which may succeed
+    except Exception:  # the trace of the whole pass requires less of a model and may still succeed
         return None
     return made if made is not None and torch.equal(replay(made, inputs), result) else None
 
@@ -151,7 +151,7 @@ class _ReadsValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_inference_mode_enabled():
-            # Composite operations are dispatched whole there and hide their parts.
+            # Composite operations would hide their parts there.
             with self:
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -161,9 +161,9 @@ class _ReadsValues(TorchDispatchMode):
 
 
 def depends_on_values(func: Any, args: Any) -> bool:
-    """Whether an operation returns a number to Python, or a tensor whose shape depends on the values of another."""
+    """Whether an operation returns a number to Python, or a tensor whose shape depends on another's values."""
     if func is torch.ops.aten.index.Tensor:
-        # It has the tag for the sake of masks; integers, such as positions, give a shape that is known.
+        # It has the tag because of masks; with integer indices, such as positions, the shape is known.
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return any(tag in func.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
@@ -183,7 +183,7 @@ class RecordedPasses:
     """A model's recorded passes over one row, and over several, which write to the cache differently.
 
     Args:
-        layers: of the model.
+        layers: the model's number of layers.
     """
 
     def __init__(self, layers: int) -> None:
@@ -191,19 +191,19 @@ class RecordedPasses:
         self._one_row, self._rows = RecordedStep(slowest), RecordedStep(slowest)
 
     def of(self, rows: int) -> RecordedStep:
-        """The passes over `rows` rows."""
+        """The recorded step for passes over `rows` rows."""
         return self._one_row if rows == 1 else self._rows
 
     @property
     def made(self) -> int:
-        """How many recordings there are."""
+        """The number of recordings."""
         return self._one_row.made + self._rows.made
 
 
 def slowest_recorded(layers: int) -> float:
-    """Seconds of the slowest pass of which Python takes `PYTHON_SHARE` on this machine.
+    """Seconds of the slowest pass in which Python's share is `PYTHON_SHARE` on this machine.
 
-    What surrounds the layers takes about as long as two of them.
+    The code around the layers takes about as long as two of them.
     """
     return (layers + 2) * CALLS_PER_LAYER * _seconds_per_call() / PYTHON_SHARE
 
@@ -223,7 +223,7 @@ _known: PerTarget[RecordedPasses] = PerTarget()
 
 
 def recordable(model: PreTrainedModel) -> bool:
-    """Whether passes of a model can be recorded: on the CPU, by models that run layers only."""
+    """Whether passes of a model can be recorded: it is on the CPU and runs layers only."""
     return model.device.type == "cpu" and can_trace() and has_fixed_rope(model) and not runs_custom_python(model)
 
 
@@ -233,8 +233,8 @@ def recorded_passes(
     """The recordings that calls share while the model's state is the same; None if it is not `recordable`.
 
     Args:
-        kernels, layers_read: what passes run in, and the layers whose hidden states they return. Others have
-            recordings of their own.
+        kernels, layers_read: the context manager of passes, and the layers whose hidden states they return; each
+            combination has its own recordings.
     """
     if not recordable(model):
         return None
@@ -244,5 +244,5 @@ def recorded_passes(
 
 
 def recordings_of(model: PreTrainedModel) -> int:
-    """How many recordings of a model's passes are kept, over all the states that it has been in."""
+    """The number of kept recordings of a model's passes, over all its states."""
     return sum(passes.made for passes in _known.all_of(model).values())

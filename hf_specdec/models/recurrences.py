@@ -1,10 +1,10 @@
 """Recurrences of transformers' models, token by token: the state after each of a pass's last tokens is kept.
 
-A recurrent layer remembers its text in one state of fixed size, which can't be cut back to an earlier token. But it
-can be kept for every token that may be rejected. The modules of transformers call a recurrence as a function of their
-namespace: one for a single token, one for many. Here the second is replaced, during our passes only, by itself over
-the tokens that stay and by the first over each of the others. Projections and attention still see all tokens at once,
-and the recurrence computes exactly what plain `generate` computes: the prompt in one call, then token by token.
+A recurrent layer remembers its text in one state of fixed size, which cannot be cut back to an earlier token. But a
+copy can be kept for every token that may be rejected. transformers' modules call a recurrence by a function of their
+namespace: one for a single token, one for many. During our passes, the second is replaced: it runs over the tokens that
+are certain to stay, and the first over each of the others. Projections and attention still see all tokens at once, and
+the recurrence computes exactly what plain `generate` computes: the prompt in one call, then token by token.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Recurrence:
 
     Args:
         many, single: the names of its functions over many tokens and over one.
-        axes: the arguments of `many` that have an axis of tokens, and which.
-        output: the axis of tokens of what `many` returns beside the state.
-        state: the argument of `many` that takes a state; None: it always starts anew.
-        step: one token by `single`, with the arguments of `many` cut to it; leaves the given state as it is.
+        axes: the token axis of each argument of `many` that has one.
+        output: the token axis of the output of `many`.
+        state: the argument of `many` for the initial state; None if it always starts from zero.
+        step: runs one token by `single`, with the arguments of `many` cut to it, without changing the given state.
     """
 
     many: str
@@ -55,7 +55,7 @@ def _delta_step(single: Callable[..., Any], given: Arguments, state: Tensor) -> 
 
 
 def _scan2_step(single: Callable[..., Any], given: Arguments, state: Tensor) -> tuple[Tensor, Tensor]:
-    """As `Mamba2Mixer.forward` calls it: heads' own numbers are spread over the widths of head and state."""
+    """Call `single` as `Mamba2Mixer.forward` does: per-head numbers are expanded to the widths of head and state."""
     after, width = state.clone(), state.shape[-2:]
     x, b, c = (given[key][:, 0] for key in ("hidden_states", "B", "C"))
     output = single(
@@ -112,14 +112,14 @@ RECURRENCES = (
 
 
 class Recorder:
-    """The states that a pass's recurrences leave.
+    """Records the states of a pass's recurrences.
 
     Args:
         before: the state of each recurrent layer before the pass, in the layers' order; empty before the first pass.
-        last: how many of the pass's last tokens get a state each, beside the one before them.
+        last: the number of last tokens after each of which a state is kept, in addition to the one before them.
 
     Attributes:
-        states: for each layer that ran, the states after the first of its tokens that has one, …, after the last.
+        states: for each layer that ran, the kept states in order.
     """
 
     def __init__(self, before: Sequence[Tensor], last: int) -> None:
@@ -127,7 +127,7 @@ class Recorder:
         self.states: list[list[Tensor]] = []
 
     def run(self, kind: Recurrence, many: Callable[..., Any], single: Callable[..., Any], given: Arguments) -> Any:
-        """What `many` would return for the arguments `given`."""
+        """Return what `many` would return for the arguments `given`."""
         state = self.before[len(self.states)] if self.before else None
         first, axis = next(iter(kind.axes.items()))
         width = given[first].shape[axis]
@@ -160,12 +160,12 @@ _recorder: ContextVar[Recorder | None] = ContextVar("hf_specdec_recorder", defau
 Places = Sequence[tuple[ModuleType, Recurrence]]
 
 _lock = Lock()
-# What stands in a module's namespace while some pass records: the function that it replaced, itself, and its users.
+# The replacements in modules while some pass records: the original function, the replacement, and its users.
 _replaced: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any], int]] = {}
 
 
 def places(model: Module) -> Places:
-    """The recurrences of a model that are known here, with the modules that call them."""
+    """A model's known recurrences, with the modules that call them."""
     names = {type(part).__module__ for part in model.modules()}
     return [
         (module, kind)
@@ -177,10 +177,10 @@ def places(model: Module) -> Places:
 
 @contextmanager
 def recording(recorder: Recorder, where: Places) -> Iterator[None]:
-    """Have the recurrences of passes in this context run through a recorder.
+    """Run the recurrences of passes in this context through a recorder.
 
-    The functions are replaced until the last pass that records has ended, and do what they always do for passes of
-    other threads.
+    The functions are replaced until the last recording pass has ended; for passes of other threads they do what they
+    always do.
     """
     before, replaced = _recorder.get(), []
     try:

@@ -1,4 +1,4 @@
-"""Feeds models with recurrent layers: as `DynamicRunner`, and rolls their states back as well."""
+"""Runs models with recurrent layers like `DynamicRunner`, and also rolls back their states."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hf_specdec.models.recurrent_states import RecurrentStates
 
 
 class RecurrentRunner(DynamicRunner):
-    """Feeds one model with recurrent layers, all rows in one pass; arguments as `DynamicRunner`.
+    """Runs one model with recurrent layers, all rows in one pass; arguments as for `DynamicRunner`.
 
-    A row can go back to any length that it had since the last `rewind`, as far as the last `count` tokens of a pass
-    are concerned, and no further. The states of rows no longer in use are arbitrary.
+    A row can only go back to lengths since the last `rewind`, within the last `count` tokens of a pass. The states of
+    rows no longer in use are arbitrary.
     """
 
     rewinds_far = False
@@ -47,13 +47,13 @@ class RecurrentRunner(DynamicRunner):
         return super().retain(rows)
 
     def end(self, length: int) -> None:
-        """As `DynamicRunner.end`; it is emptied also where rows ended further apart than a pass."""
+        """As `DynamicRunner.end`; also empties the cache if rows ended further apart than a pass."""
         cut = max(max(self.read) - length, 0)
         if self._states.intact and cut <= self._states.reach:
             self._counting = range(len(self.read))
             self.rewind([length] * len(self.read))
         else:
-            with self._mode():  # what was written there may be changed there only
+            with self._mode():  # tensors written in inference mode can only be changed in it
                 cache_rollback.forget_all(self.cache)
                 self._states.forget_all()
         cache_rollback.stop_recording(self._recording)

@@ -28,9 +28,9 @@ class Stages:
 
     Args:
         ends: the longest text of each stage but the last, in tokens of a row with its padding, ascending.
-        grows: whether every length has frequencies of its own in the last stage.
-        longest_row: the row that has the highest positions, and decides for all in plain `generate`.
-        offset: the position of that row's last token, less the text's length.
+        grows: whether frequencies differ for every length in the last stage.
+        longest_row: the row with the highest positions, which decides for all in plain `generate`.
+        offset: the position of that row's last token minus the text's length.
     """
 
     ends: tuple[int, ...]
@@ -39,9 +39,9 @@ class Stages:
     offset: int
 
     def going(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], float]:
-        """Of these `rows`, those that take part in the next round, and the most drafts that it can hold.
+        """Those of `rows` that take part in the next round, and the most drafts that it can hold.
 
-        The others have come to the end of their stage and wait for the rest.
+        Rows at the end of their stage wait for the others.
 
         Args:
             lengths: `[B]`, the number of tokens in each row.
@@ -67,11 +67,11 @@ class Stages:
 def stages_of(
     model: PreTrainedModel, positions: Tensor | None, prompt_length: int, hidden: int, capacity: int
 ) -> Stages | None:
-    """The stages that a call goes through; None if frequencies are the same at every length that it can reach.
+    """The stages of a call; None if frequencies are the same at every length that it can reach.
 
     Args:
-        positions: `[..., B or 1, N]`, those of the tokens in a given cache, of the prompts and beyond; None if the
-            model counts tokens.
+        positions: `[..., B or 1, N]`, of the tokens in a given cache, of the prompts and beyond; None if the model
+            counts tokens.
         prompt_length: P.
         hidden: tokens in a given cache that precede the prompts; the lengths of stages don't count them.
         capacity: the most tokens of a row.
@@ -92,14 +92,15 @@ def stages_of(
 def check_dropped_cache(model: PreTrainedModel, cache: Any, prompt_length: int, hidden: int, max_length: int) -> None:
     """Refuse a call in which the model drops its cache and then doesn't read the whole text.
 
-    LongRoPE's models drop it where a text outgrows `original_max_position_embeddings`. Some go on from the last token.
+    LongRoPE's models drop it when a text outgrows `original_max_position_embeddings`; some then read only the last
+    token.
 
     Args:
         model: the target.
-        cache: the call's, before the first pass; None if it has none.
+        cache: the call's cache before the first pass, or None.
         prompt_length: P.
         hidden: tokens in the cache that precede the prompts.
-        max_length: of a row, in tokens.
+        max_length: the most tokens of a row.
 
     Raises:
         ValueError: names the model, where it drops the cache, and the way out.
@@ -117,15 +118,15 @@ def check_dropped_cache(model: PreTrainedModel, cache: Any, prompt_length: int, 
     )
     if inputs.get(CACHE_NAME) is None and (hidden or inputs["input_ids"].shape[1] < ids.shape[1]):
         raise ValueError(
-            f"model={type(model).__name__} drops its cache where a text passes {limit} tokens "
-            "(original_max_position_embeddings), and then plain generate() reads a part of the text only; this one has "
-            f"{prompt_length} tokens and may get {max_length}: end it there (max_length={limit + 1}), pass the whole "
-            "of a longer one without a cache, or pass use_cache=False."
+            f"model={type(model).__name__} drops its cache when a text exceeds {limit} tokens "
+            "(original_max_position_embeddings), after which plain generate() reads only a part of the text; this one "
+            f"has {prompt_length} tokens and may reach {max_length}: end it before (max_length={limit + 1}), pass the "
+            "whole of a longer text without a cache, or pass use_cache=False."
         )
 
 
 class _FilledCache(DynamicCache):
-    """Says that it holds some tokens."""
+    """An empty cache that reports a given length."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -144,7 +145,7 @@ def has_fixed_rope(model: PreTrainedModel) -> bool:
 
 
 def _limits(model: PreTrainedModel) -> tuple[list[int], bool]:
-    """The longest texts of each stage but the last, from position 0, and whether frequencies go on changing in that."""
+    """The longest text of each stage but the last, from position 0, and whether the last stage's frequencies change."""
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
     limits, grows = [], False
@@ -153,7 +154,7 @@ def _limits(model: PreTrainedModel) -> tuple[list[int], bool]:
         if name == "longrope":
             limits.append(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
         elif "dynamic" in name:
-            # One less: a pass over all of them leaves the frequencies as an earlier, longer text has set them.
+            # One less: a pass over all of them keeps the frequencies that an earlier, longer text has set.
             limits.append(config.max_position_embeddings - 1)
             grows = True
     return limits, grows

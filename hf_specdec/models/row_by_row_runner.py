@@ -1,4 +1,4 @@
-"""Passes of one model over the rows of a batch one by one, each by a runner of its own."""
+"""Passes of one model over the rows of a batch one by one, with a runner for each row."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class RowByRowRunner:
         given, argument = cache_of(model_kwargs), cache_argument(model)
         if given is not None and given.get_seq_length() > 0:
             raise ValueError(
-                f"{argument}={type(given).__name__} with text in it, for {len(input_ids)} rows of "
-                f"{type(model).__name__}: its rows run one by one, so pass one row a call or leave the cache out."
+                f"{argument}={type(given).__name__} is filled, and the {len(input_ids)} rows of "
+                f"{type(model).__name__} run one by one: pass one row per call, or leave the cache out."
             )
         media = media_of(model_kwargs).values()
         if any(not isinstance(value, Tensor) or len(value) != len(input_ids) for value in media):
             raise ValueError(
                 f"pictures or sound for {len(input_ids)} rows of {type(model).__name__}: its rows run one by one, and "
-                "it is not known which parts are whose, so pass one row a call."
+                "the parts can't be assigned to rows, so pass one row per call."
             )
         cross_attention = "encoder_outputs" in model_kwargs
         self.cache = None
@@ -79,12 +79,12 @@ class RowByRowRunner:
         return self._joined(logits)
 
     def _joined(self, by_row: Mapping[int, Tensor]) -> Tensor:
-        """One tensor of those of some rows, zeros for the others."""
+        """Join some rows' tensors; the other rows are zero."""
         nothing = torch.zeros_like(next(iter(by_row.values())))
         return torch.cat([by_row.get(row, nothing) for row in range(len(self.rows))])
 
     def _handed_out(self, places: Sequence[int], width: int) -> dict[int, Tensor]:
-        """The hidden states `[1, width, H]` that the rows have just handed out, which they forget."""
+        """Take the hidden states `[1, width, H]` that the rows have just handed out."""
         handed = {}
         for row in self._fed:
             states = self.rows[row].states

@@ -40,14 +40,14 @@ def runner_for(
         argument: the argument that passed the model, for messages.
 
     Raises:
-        ValueError: the model can't read drafts: it makes inputs of its own, or its tokens see later ones, or a
-        window that only its cache makes.
+        ValueError: the model cannot read drafts: it makes its own inputs, its tokens see later ones, or only its cache
+            enforces its window.
     """
     cache = cache_of(model_kwargs)
     window = unmasked_window(model, cache)
     if window is not None and capacity + hidden > window:
         raise ValueError(
-            f"{argument}={type(model).__name__} sees its last {window} tokens only because its cache drops the others, "
+            f"{argument}={type(model).__name__} limits attention to {window} tokens by dropping others from its cache, "
             "which a pass over several tokens would see: keep the text shorter, or decode without speculation."
         )
     prepared = own_inputs(model, model_kwargs, input_ids, argument)
@@ -67,7 +67,7 @@ def _rows_share_passes(model: PreTrainedModel, prepared: Mapping[str, Any] | Non
 
     Args:
         model: the model.
-        prepared: the arguments that a model which prepares them itself makes of those of `generate`; else None.
+        prepared: the inputs of a model that prepares them itself; else None.
     """
     if not takes_row_positions(model) or keeps_pictures_apart(model):
         return False

@@ -1,9 +1,9 @@
-"""Traces of a pass in which layers that compute alike are one function, which is traced once and called for each.
+"""Traces of a pass in which equal layers are one function, traced once and called for each layer.
 
-A trace takes about 3 MB for every layer, and tracing takes long. A pass therefore runs on a twin of the
-model, whose layers are stand-ins: the first of each kind is traced, with everything that it reads as an input, and the
-others call that trace. For a model of 135M (30 layers) the first call takes 3.3 instead of 4.4 s on two cores of an AMD
-Zen 4, and the process 1,210 instead of 1,340 MB.
+A trace takes about 3 MB for every layer, and tracing is slow. A pass therefore runs on a twin of the model, whose
+layers are stand-ins: the first of each kind is traced, with everything that it reads as an input, and the others call
+that trace. For a 135M model (30 layers) the first call takes 3.3 instead of 4.4 s on two cores of an AMD Zen 4, and the
+process 1,210 instead of 1,340 MB.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class UnshareableError(Exception):
 def trace_with_shared_layers(
     step: Callable[..., Tensor], model: PreTrainedModel, inputs: Sequence[Tensor]
 ) -> Trace | None:
-    """The trace of `step(*inputs, model=model)` with a function for each kind of layer; None where none is shared.
+    """Trace `step(*inputs, model=model)` with a function for each kind of layer; None if no layers can share one.
 
     Args:
-        step: runs the model that it is given over a `RowsCache`; reads no other tensors than `inputs`.
-        inputs: all that the pass reads, weights and cache included.
+        step: runs the given model over a `RowsCache`; reads no other tensors than `inputs`.
+        inputs: all tensors that the pass reads, including weights and cache.
 
     Raises:
-        UnshareableError: see there. Whatever else tracing a model raises.
+        UnshareableError: a layer is not a function of its inputs. Tracing a model may raise further errors.
     """
     name, layers = _layers_of(model)
     kinds = [kind_of(layer) for layer in layers]
@@ -56,7 +56,7 @@ def trace_with_shared_layers(
 
 
 def _layers_of(model: PreTrainedModel) -> tuple[str, Sequence[torch.nn.Module]]:
-    """The name of the decoder's list of layers, and the layers; none where no list is as long as the model is deep."""
+    """The name of the decoder's list of layers, and the layers; empty if no list has the model's depth."""
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
@@ -65,7 +65,7 @@ def _layers_of(model: PreTrainedModel) -> tuple[str, Sequence[torch.nn.Module]]:
 
 
 def _with_module(model: torch.nn.Module, path: Sequence[str], new: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model with another module in one place; it shares everything else."""
+    """A copy of a model with one module replaced; it shares everything else."""
     first, *rest = path
     twin = copy.copy(model)
     inner = _with_module(children_of(model)[first], rest, new) if rest else new  # type: ignore[arg-type]
@@ -75,11 +75,11 @@ def _with_module(model: torch.nn.Module, path: Sequence[str], new: torch.nn.Modu
 
 @dataclass(frozen=True)
 class _Function:
-    """What layers of a kind compute.
+    """The function that layers of a kind compute.
 
     Args:
-        form: of their calls: everything but the tensors.
-        trace: a function of tensors, which returns those of the result.
+        form: the form of their calls: everything except tensors.
+        trace: a function of tensors, which returns the result's tensors.
         result: the result's structure.
     """
 
@@ -89,27 +89,27 @@ class _Function:
 
 
 class _StandIn(torch.nn.Module):
-    """Takes a layer's place: calls the function of its kind, which the first one traces.
+    """Replaces a layer: calls the function of its kind, which the first one traces.
 
     Args:
-        layer: what it stands for.
+        layer: the replaced layer.
         place: the layer's index, in the model and in the cache.
-        functions: those traced so far, by kind.
-        kind: the layer's.
+        functions: the functions traced so far, by kind.
+        kind: the layer's kind.
     """
 
     def __init__(
         self, layer: torch.nn.Module, place: int, functions: dict[Hashable, _Function], kind: Hashable
     ) -> None:
         super().__init__()
-        self.__dict__["layer"] = layer  # not as a part, which would give it a parent
+        self.__dict__["layer"] = layer  # not registered as a submodule, which would give it a parent
         self.place, self.functions, self.kind = place, functions, kind
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer returns."""
+        """Return the layer's result."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         cache = next((leaf for leaf in leaves if isinstance(leaf, RowsCache)), None)
@@ -153,12 +153,12 @@ class _StandIn(torch.nn.Module):
 
 
 def _twice(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each tensor, where it comes first: the same object may be given as several inputs."""
+    """For each tensor, its first index: the same object may be given as several inputs."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors))
 
 
 def _holds_tensors(trace: Trace) -> bool:
-    """Whether a trace has tensors of its own, which would be those of the first layer."""
-    graph: Any = trace.function.graph  # whose annotations leave out its methods
+    """Whether a trace holds tensors, which would be those of the first layer."""
+    graph: Any = trace.function.graph  # Any, since its annotations lack its methods
     return any(isinstance(node.output().toIValue(), Tensor) for node in graph.findAllNodes("prim::Constant"))

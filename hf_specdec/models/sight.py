@@ -1,6 +1,6 @@
-"""Whether a pass's tokens see those after them: there, a drafted token would change the scores of those before it.
+"""Finds out whether a pass's tokens see later ones: then a drafted token would change the scores before it.
 
-The attention of most models' decoders is marked as causal. Other models are tried once, with a few tokens.
+The attention of most models' decoders is marked as causal. Other models are tested once, with a few tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hf_specdec.models.expert_capacity import most_tokens
 from hf_specdec.models.row_by_row_runner import row_of
 from hf_specdec.models.traits import PLACEHOLDERS, embedded, keeps_pictures_apart, padding_without_position
 
-TRIED_TOKENS = 8  # of a prompt of text alone
-NOISE = 1e-4  # of the largest score: what rounding may change
-# What a prompt of text alone needs, which can be cut.
+TRIED_TOKENS = 8  # tokens of a text-only prompt to test with
+NOISE = 1e-4  # share of the largest score that rounding may change
+# The arguments of a text-only prompt, which can be cut.
 TEXT_KWARGS = frozenset({*CACHE_NAMES, "use_cache", "attention_mask", "position_ids", "logits_to_keep"})
 
 
@@ -36,14 +36,14 @@ class Sight:
 
     Args:
         prompt: in the pass that reads the prompt.
-        later: in passes after it.
+        later: in later passes.
     """
 
     prompt: bool
     later: bool
 
 
-# Of models that were tried, by their kind of attention and whether they have no cache.
+# The results for tested models, by kind of attention and whether they have no cache.
 _sights: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Sight]] = WeakKeyDictionary()
 
 
@@ -52,27 +52,26 @@ def prompt_is_read_alone(
 ) -> bool:
     """Whether the prompt must be read in a pass without drafts.
 
-    It must be if it has pictures or sound, for which a drafted placeholder would be taken, if it has embeddings instead
-    of tokens, if its tokens have types (PaliGemma's prefix sees both ways by them), if the model's prompts see both
-    ways anyhow, if it has padding and the model counts positions by a pass's tokens, and if the model keeps pictures
-    apart: GIT masks padding in the prompt only. It must also be if the model's experts take only so many tokens of a
-    pass.
+    This is the case if the prompt has pictures or sound (a drafted placeholder would be taken for one), embeddings
+    instead of tokens, token types (which let PaliGemma's prefix attend both ways), or padding while the model counts
+    positions by a pass's tokens; and if the model's prompts attend both ways, if it keeps pictures apart (GIT masks
+    padding in the prompt only), or if its experts have a limited capacity.
 
     Args:
         model: the target or the draft.
-        model_kwargs: what its passes are given.
+        model_kwargs: the arguments of its passes.
         input_ids: `[B, P]`, the prompts.
         argument: the argument that passed the model, for the message.
 
     Raises:
-        ValueError: tokens see later ones in every pass, or the model reads only one token a pass.
+        ValueError: tokens see later ones in every pass, or the model reads only one token per pass.
     """
     typed = _has_types(model_kwargs)
     sight = _sight(model, model_kwargs, input_ids, argument, rereads_types=typed and cache_of(model_kwargs) is None)
     if sight.later:
         raise ValueError(
-            f"{argument}={type(model).__name__}: in its passes, tokens see those after them, so that drafts would "
-            "change what the model says before them: load it as a decoder (is_decoder=True in its configuration), try "
+            f"{argument}={type(model).__name__}: in its passes tokens see later ones, so drafts would change the "
+            "scores before them: load it as a decoder (is_decoder=True in its configuration), try "
             f"use_cache={cache_of(model_kwargs) is None}, or decode without speculation."
         )
     padding = padding_without_position(model)
@@ -87,7 +86,7 @@ def prompt_is_read_alone(
 
 
 def marked_causal(model: PreTrainedModel) -> bool:
-    """Whether some attention of a model's decoder says that it is causal, and the configuration does not deny it."""
+    """Whether some attention of a model's decoder is marked as causal, and the configuration does not contradict it."""
     if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
         return False
     decoder = model.get_decoder() or model
@@ -95,7 +94,7 @@ def marked_causal(model: PreTrainedModel) -> bool:
 
 
 def _has_types(model_kwargs: Mapping[str, Any]) -> bool:
-    """Whether the prompts' tokens have types; 0 of `mm_token_type_ids` is text."""
+    """Whether the prompts' tokens have types; 0 in `mm_token_type_ids` is text."""
     types = {key: model_kwargs.get(key) for key in PER_TOKEN_KWARGS}
     return any(given is not None and (key == "token_type_ids" or bool(given.any())) for key, given in types.items())
 
@@ -103,7 +102,7 @@ def _has_types(model_kwargs: Mapping[str, Any]) -> bool:
 def _sight(
     model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, argument: str, *, rereads_types: bool
 ) -> Sight:
-    """What the tokens of a model's passes see; `rereads_types`: every pass reads the whole text and its types."""
+    """What a model's tokens see; `rereads_types`: every pass reads the whole text and its types."""
     if rereads_types:
         return _try(model, model_kwargs, input_ids, argument)
     if marked_causal(model) or has_recurrent_layers(model):
@@ -117,7 +116,7 @@ def _sight(
 
 
 def _try(model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor, argument: str) -> Sight:
-    """Read pairs of tokens of which the second differs, and see whether the first one's scores do."""
+    """Read pairs of tokens with different second tokens, and check whether the first one's scores differ."""
     kwargs, ids = _tried_inputs(model, model_kwargs, input_ids)
     placeholders = {getattr(model.config, name, None) for name in PLACEHOLDERS}
     one, other = (ids.new_tensor([[n]]) for n in islice((n for n in count() if n not in placeholders), 2))
@@ -142,7 +141,7 @@ def _two_tokens(runner: DynamicRunner, tokens: Tensor, named: str) -> Tensor:
     """The scores `[1, 2, V]` of a pass over two tokens after a prompt.
 
     Raises:
-        ValueError: the model reads one token a pass, with or without an error of its own.
+        ValueError: the model reads one token per pass, with or without its own error.
     """
     reason = "it returns the scores of one"
     try:
@@ -153,22 +152,22 @@ def _two_tokens(runner: DynamicRunner, tokens: Tensor, named: str) -> Tensor:
         if scores.shape[1] == 2:
             return scores
     raise ValueError(
-        f"{named} can't read two tokens in a pass after its prompt ({reason}), as verifying drafts needs: decode "
-        "without speculation."
+        f"{named} can't read two tokens in a pass after its prompt ({reason}), which verifying drafts requires: "
+        "decode without speculation."
     )
 
 
 def _tried_inputs(
     model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: Tensor
 ) -> tuple[dict[str, Any], Tensor]:
-    """The first row's arguments without its cache, and its prompt; of a prompt of text alone, the last tokens."""
+    """The first row's arguments without its cache, and its prompt; of a text-only prompt only the last tokens."""
     given = {key: value for key, value in model_kwargs.items() if value is not None}
     if not model.config.is_encoder_decoder and TEXT_KWARGS.issuperset(given):
         return {"use_cache": given.get("use_cache")}, input_ids[:1, -TRIED_TOKENS:]
     kwargs = {key: row_of(value, 0, len(input_ids)) for key, value in given.items() if key not in CACHE_NAMES}
     mask = kwargs.get("attention_mask")
     if not model.config.is_encoder_decoder and mask is not None and mask.shape[1] > input_ids.shape[1]:
-        # A cache was given with text in it, which is left out here.
+        # The given cache was filled, and is left out here.
         kwargs["attention_mask"] = mask[:, -input_ids.shape[1] :]
         kwargs.pop("position_ids", None)
     return kwargs, input_ids[:1]

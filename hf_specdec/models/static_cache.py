@@ -1,8 +1,8 @@
 """A static cache whose rows have different lengths; rolling back moves no data and changes no shape.
 
-Token i of a row, padding included, is in slot i. A pass writes each row's tokens to the slots that it is given. The
-caller keeps the rows' lengths: slots past a row's length are masked until they are overwritten. A pass over fewer
-rows than the cache has uses its first rows.
+Token i of a row, padding included, is in slot i. A pass writes each row's tokens to given slots. The caller keeps the
+rows' lengths: slots past a row's length are masked until they are overwritten. A pass over fewer rows than the cache
+has uses its first rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 GROWTH = 256  # slots that a growing cache adds at a time
-LEAST_MAPPED = 2**20  # bytes; smaller tensors share pages with others
+LEAST_MAPPED = 2**20  # bytes; smaller tensors share pages with others and are not mapped separately
 _POSIX = hasattr(mmap, "MAP_ANONYMOUS")
 
 
@@ -33,7 +33,7 @@ class CacheSize:
 
 
 def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Zeros of the type and on the device of another tensor. On a CPU, slots take memory once they are written.
+    """Zeros with another tensor's type and device. On a CPU, slots take memory only when they are written.
 
     Later calls, in inference mode or not, can write to them.
     """
@@ -47,7 +47,7 @@ def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)} if _POSIX else {}
     memory = mmap.mmap(-1, count * like.itemsize, **flags)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # the first slots of all heads would take the memory of all slots
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # with huge pages, the first slots of all heads would take all the memory
         with suppress(OSError):
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)
@@ -76,7 +76,7 @@ class RowsLayer(CacheLayerMixin):
 
     Args:
         capacity: slots of each row.
-        slots: those of the next pass.
+        slots: the slots of the next pass.
         grows: allocate `GROWTH` slots at a time as they are needed, up to the capacity.
     """
 
@@ -100,13 +100,13 @@ class RowsLayer(CacheLayerMixin):
             self.keys, self.values = (torch.nn.functional.pad(old, (0, 0, 0, more)) for old in (self.keys, self.values))
 
     def drop(self) -> None:
-        """Give the memory back until `allocate`."""
+        """Free the memory until `allocate`."""
         if self.is_initialized and self.keys.numel():
             self._dropped = self.keys.shape, self.values.shape
             self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
 
     def allocate(self) -> None:
-        """Undo `drop`; all numbers are zero then."""
+        """Undo `drop`; all numbers are then zero."""
         if self.is_initialized and not self.keys.numel():
             keys, values = self._dropped
             self.keys, self.values = zeros(keys, self.keys), zeros(values, self.values)
@@ -115,7 +115,7 @@ class RowsLayer(CacheLayerMixin):
         return min(self.capacity, -(-span // GROWTH) * GROWTH) if self.grows else self.capacity
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[m, H, k, D]` to the slots of the pass; returns all slots up to the span, `[m, H, span, D]`."""
+        """Write `[m, H, k, D]` to the slots of the pass; return all slots up to the span, `[m, H, span, D]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         written, span = self.slots.written, self.slots.span
@@ -128,7 +128,7 @@ class RowsLayer(CacheLayerMixin):
         return self.keys[:rows, :, :span], self.values[:rows, :, :span]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The length and offset of what `update` returns."""
+        """The length and offset of the keys that `update` returns."""
         return self.slots.span, 0
 
     def get_seq_length(self) -> int:
@@ -145,8 +145,8 @@ class RowsCache(Cache):
 
     Args:
         config: the model's, for the number of layers.
-        capacity: the most tokens of a row, drafts included.
-        grows: allocate memory as texts grow instead of all at once; such a cache can't be compiled over.
+        capacity: the most tokens of a row, including drafts.
+        grows: allocate memory as texts grow instead of all at once; compiled steps need a cache that does not grow.
     """
 
     def __init__(self, config: PreTrainedConfig, capacity: int, *, grows: bool = False) -> None:
@@ -167,7 +167,7 @@ class RowsCache(Cache):
             stored[:, :, :slots].zero_()
 
     def drop(self) -> None:
-        """Give the memory back until `allocate`, which makes everything zero."""
+        """Free the memory until `allocate`, which makes everything zero."""
         for layer in self.layers:
             layer.drop()
 

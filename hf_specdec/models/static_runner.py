@@ -1,7 +1,7 @@
 """Passes of one model over rows of different lengths, in a static cache that rolls back without moving data.
 
 The interface is that of `dynamic_runner.DynamicRunner`. Masks are built from slots, padding and windows, and positions
-are looked up by slot, so a ragged batch costs as much as an even one. Finished rows are left out of passes.
+are looked up by slot, so a ragged batch costs no more than an even one. Finished rows are left out of passes.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Passes(Protocol):
     """Another way to run passes over few tokens, with the same results."""
 
     def run(self, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Logits `[B, k, V]` and hidden states after reading `tokens` into `slots`, `[B, k]`; None if it can't."""
+        """Read `tokens` into `slots`, `[B, k]`; return logits `[B, k, V]` and hidden states, or None if unable to."""
 
 
-LONG_TEXT = 4096  # tokens; longer texts of models with sliding windows use caches that drop what left the window
+LONG_TEXT = 4096  # tokens; for longer texts, models with sliding windows use caches that drop tokens
 KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", CACHE_NAME, "logits_to_keep"})
 
 
 def supports_rows_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a `RowsCache` can be used: the model takes 4-D masks and per-row positions and is on one device."""
+    """Whether a `RowsCache` can be used: the model accepts 4-D masks and per-row positions and is on one device."""
     positions = model_kwargs.get("position_ids")
     return (
         takes_4d_masks(model)
@@ -61,7 +61,7 @@ def supports_rows_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
 
 
 def supports_recorded_row(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a single row should use a `RowsCache` too, which its passes need to be recorded."""
+    """Whether a single row should use a `RowsCache` too, so that its passes can be recorded."""
     return supports_rows_cache(model, model_kwargs) and recordable(model)
 
 
@@ -75,7 +75,7 @@ def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: Cac
     """An empty cache for a call with static caches: a `RowsCache`, or a dynamic one for models that can't use it.
 
     Raises:
-        ValueError: the model's own kind of cache can't be rolled back.
+        ValueError: the model has its own kind of cache, which cannot be rolled back.
     """
     if supports_rows_cache(model, model_kwargs):
         return RowsCache(model.config, size.capacity, grows=size.grows)
@@ -83,7 +83,7 @@ def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: Cac
 
 
 def cache_taken_over(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> DynamicCache | None:
-    """The caller's cache, if a `RowsCache` can take its tokens over for a call and give them back; else None."""
+    """The caller's cache, if a `RowsCache` can take over its tokens for a call and return them; else None."""
     cache = cache_of(model_kwargs)
     serves = takes_one_causal_mask(model) and supports_rows_cache(model, model_kwargs)
     return cache if serves and holds_whole_text(cache) else None
@@ -96,19 +96,18 @@ class StaticRunner:
         model: one for which `supports_rows_cache` holds.
         model_kwargs: what `generate` prepared for the model, with an unused `RowsCache` as its cache.
         shape: B and P, of the prompts `[B, P]`.
-        kernels: what passes run in.
-        chunk: as in `DynamicRunner`.
-        prompt_alone: as of `DynamicRunner`; here only told to the loop, which then makes no drafts in its first round.
+        kernels, chunk: as in `DynamicRunner`.
+        prompt_alone: as in `DynamicRunner`; only read by the loop, which then makes no drafts in its first round.
 
-    The rows in use occupy the first places of the cache, so a pass reads them without copying. A row that is left
-    out changes places with one from further back and keeps its content, since the cache may be returned.
+    The rows in use occupy the first places of the cache, so a pass reads them without copying. A row that is left out
+    swaps places with a later one and keeps its content, since the cache may be returned.
 
     Attributes:
         visible: `[m, capacity]` bool, the slots without padding of the m rows in use, by place.
-        positions: `[m, capacity]`, the position of each slot's token, likewise.
+        positions: `[m, capacity]`, the position of each slot's token, by place.
         windows: see `attention_windows`.
-        outputs: what passes return.
-        compiled: runs passes over few tokens if it can; rows that have ended are not left out then.
+        outputs: which outputs passes return.
+        compiled: runs passes over few tokens if possible; ended rows are then not left out.
     """
 
     rewinds_far = True
@@ -180,7 +179,7 @@ class StaticRunner:
         return self._by_row(logits if logits.shape[1] == count else logits[:, -count:])
 
     def _uncompiled(self, tokens: Tensor, slots: Tensor, span: int, count: int) -> tuple[Tensor, Tensor | None]:
-        """The pass's logits, and the hidden states `[m, k, H]` if they are asked for."""
+        """The pass's logits, and the hidden states `[m, k, H]` if requested."""
         with self._mode(), self._kernels():
             self.cache.reserve(span)
             if self._recorded is not None and self.passes and any(self.read) and tokens.shape[1] <= MAX_MASKED_TOKENS:
@@ -195,7 +194,7 @@ class StaticRunner:
         return outputs.logits, states
 
     def _lengthen(self, slots: int) -> None:
-        """Extend the tables of masks and positions to twice the slots that are needed."""
+        """Extend the tables of masks and positions to twice the needed slots."""
         positions = extend_count(self.positions, 2 * slots)
         assert positions is not None
         more = 2 * slots - self.visible.shape[1]
@@ -204,7 +203,7 @@ class StaticRunner:
         self._tables.clear()
 
     def _positions_of_pass(self) -> Tensor:
-        """As `positions`, but for rows that are set aside."""
+        """`positions`, adjusted for rows that are set aside."""
         if not self._aside:
             return self.positions
         positions = self.positions.clone()
@@ -222,7 +221,7 @@ class StaticRunner:
     ) -> tuple[Tensor, Tensor | None]:
         """A pass over few tokens, recorded after a while; it returns all logits, so one recording serves all counts.
 
-        A recording returns one tensor: the logits, after the hidden states if they are asked for.
+        A recording returns one tensor: the hidden states if requested, then the logits.
         """
         masks, asked, handed = self._ready_masks(slots, span), self.outputs.last(None), self.states
 
@@ -284,7 +283,7 @@ class StaticRunner:
         self._recorded, states.runner = recorded_passes(self.model, self._made_for, states.layers), self
 
     def keys_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As `DynamicRunner.keys_of`, but token i of a row is in slot i, and the text may end before the last slot."""
+        """As `DynamicRunner.keys_of`, but token i of a row is in slot i, and slots after the text may follow."""
         stored, span = self.cache.layers[layer], max(self.read)
         keys, values = stored.keys[:, :, :span], stored.values[:, :, :span]
         if self._left_out:
@@ -315,13 +314,13 @@ class StaticRunner:
         self._fed, self._left_out = moved[:count], moved[count:] + self._left_out
         self._fed_rows = torch.tensor(
             self._fed, device=self.positions.device
-        )  # here, since a copy to the device would wait for a pass
+        )  # copied now, since a copy to the device would wait for a pass
         kept = places[:count]
         self.positions, self.visible = self.positions[kept], self.visible[kept]
         return rows
 
     def take(self, cache: DynamicCache, most: int) -> None:
-        """Go on from the tokens that another cache holds, at most `most` of each row. Before the first pass."""
+        """Take over the tokens of another cache, at most `most` per row. Called before the first pass."""
         known = min(cache.get_seq_length(), most)
         for layer, given in zip(self.cache.layers, cache.layers, strict=False):
             if known and given.is_initialized:
@@ -332,7 +331,7 @@ class StaticRunner:
         self.read = [known] * len(self.read)
 
     def give(self, cache: DynamicCache, length: int) -> None:
-        """Leave the first `length` tokens of every row, as far as they were read, in a cache of transformers."""
+        """Return the first `length` tokens of every row, as far as they were read, to a cache of transformers."""
         made = self.as_dynamic(min(length, *self.read))
         cache.layers = made.layers
 
@@ -345,7 +344,7 @@ class StaticRunner:
         return self.cache.as_dynamic(self.model.config, length, self._places())
 
     def _places(self) -> list[int]:
-        """Where each row lies in the cache."""
+        """Each row's place in the cache."""
         rows = self._fed + self._left_out
         return sorted(range(len(rows)), key=rows.__getitem__)
 
@@ -368,8 +367,8 @@ def static_pass(
         tokens, slots: `[B, k]`.
         positions, visible: `[B, capacity]`, by slot.
         windows: see `attention_windows`.
-        span: slots that attention looks at.
-        asked: what to return, see `Outputs.last`.
+        span: slots that attention reads.
+        asked: which outputs to return, see `Outputs.last`.
 
     Returns:
         The model's outputs, of which the logits are `[B, count, V]`, or of all tokens `[B, k, V]`.

@@ -11,9 +11,9 @@ PLAIN = (torch.nn.Parameter, torch.nn.Buffer, Tensor)
 
 
 def stored_tensors(weight: Tensor) -> Iterator[Tensor]:
-    """A weight itself, or the tensors that a quantized one consists of: a tensor subclass has no memory of its own.
+    """Yield a weight itself, or the tensors that make up a quantized one.
 
-    Nothing of a subclass that does not name its parts (`__tensor_flatten__`).
+    Yields nothing for a subclass that does not name its parts (`__tensor_flatten__`).
     """
     if type(weight) in PLAIN:
         yield weight

@@ -1,7 +1,7 @@
-"""Passes of a text-only draft for a target that reads pictures: its prompt leaves the pictures' placeholders out.
+"""Passes of a text-only draft for a target that reads pictures: the placeholders are removed from its prompt.
 
-To the draft, hundreds of placeholders are one token that it was never trained on. Without them, its prompt pass and its
-context hold the text alone. Gagrani et al. (2024, arXiv 2404.08856) draft without pictures, too.
+To the draft, the hundreds of placeholders are an unknown token, repeated. Without them, its prompt pass and its context
+hold the text alone. Gagrani et al. (2024, arXiv 2404.08856) also draft without pictures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_specdec.models.traits import PLACEHOLDERS
 
 
 def text_places(target: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Where the text of each prompt is.
+    """The columns of each prompt that hold text.
 
     Args:
         target: its configuration names the placeholders.
@@ -32,7 +32,7 @@ def text_places(target: PreTrainedModel, input_ids: Tensor, mask: Tensor | None)
     """
     tokens = [value for name in PLACEHOLDERS if isinstance(value := getattr(target.config, name, None), int)]
     placeholder = torch.isin(input_ids, input_ids.new_tensor(tokens))
-    placeholder[:, -1] = False  # so that each row has something to read
+    placeholder[:, -1] = False  # so that each row has a token to read
     if not bool(placeholder.any()):
         return None
     kept = (~placeholder).long() if mask is None else mask.long().masked_fill(placeholder, 0)
@@ -41,19 +41,19 @@ def text_places(target: PreTrainedModel, input_ids: Tensor, mask: Tensor | None)
 
 
 def text_kwargs(kwargs: dict[str, Any], mask: Tensor) -> dict[str, Any]:
-    """A draft's arguments for prompts of text alone with the attention mask `[B, P']`; positions follow from it."""
+    """A draft's arguments for text-only prompts with the attention mask `[B, P']`; positions follow from it."""
     rest = {key: value for key, value in kwargs.items() if key not in ("position_ids", *PER_TOKEN_KWARGS)}
     return {**rest, "attention_mask": mask}
 
 
 class TextOnlyRunner:
-    """Runs a draft on the text alone; to its caller, the placeholders count as read with it.
+    """Runs a draft on the text alone; to its caller, the placeholders count as read.
 
     The methods are those of `DynamicRunner`. The first pass must begin with the whole prompt.
 
     Args:
-        runner: runs the draft, made for prompts `[B, P']` of text alone.
-        columns: `[B, P']`, where they are in the prompts, see `text_places`.
+        runner: runs the draft, made for text-only prompts `[B, P']`.
+        columns: `[B, P']`, their columns in the prompts, see `text_places`.
         prompt_length: P.
     """
 

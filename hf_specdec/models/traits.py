@@ -24,8 +24,8 @@ MAX_VOCABULARY_PADDING = 1024
 def pass_mode(*models: PreTrainedModel) -> type[torch.inference_mode] | type[torch.no_grad]:
     """The context manager for passes without gradients: `inference_mode`, about 10% faster, or `no_grad`.
 
-    `no_grad` is for models with weights of a tensor subclass (quanto's int4, for instance), of which
-    `inference_mode` can't make views. A cache written in `inference_mode` is copied before the caller gets it, see
+    `no_grad` is for models with weights of a tensor subclass (such as quanto's int4), which cannot have views in
+    `inference_mode`. A cache written in `inference_mode` is copied before the caller gets it, see
     `cache_rollback.copy_out_of_inference_mode`.
     """
     plain = all(type(weight) is torch.nn.Parameter for model in models for weight in model.parameters())
@@ -39,9 +39,9 @@ def wrapped_model(model: Any) -> Any:
 
 
 def _inside(wrapper: Any) -> Any:
-    """What is in the wrappers of a model, down to PEFT's; a model as it is.
+    """Unwrap a model down to PEFT's wrapper, if there is one.
 
-    A compiled module hands out the `generate` of what it has compiled; DDP and others hold a `module`.
+    A compiled module exposes the `generate` of the module that it compiled; DDP and others hold a `module`.
     """
     if not isinstance(wrapper, Module) or isinstance(wrapper, PreTrainedModel):
         return wrapper
@@ -50,10 +50,10 @@ def _inside(wrapper: Any) -> Any:
 
 
 def generating_parts(model: Any) -> list[Any]:
-    """Those of a model and its parts whose `generate` is transformers' and runs when the model's own is called.
+    """The model or its parts whose `generate` is transformers' own and runs when the model's `generate` is called.
 
-    That is the model itself, unless its class overrides `generate` without going on to transformers', as BLIP-2 does,
-    which runs its language model's. Code is read for this: the names used beside `generate` in the class's methods.
+    That is the model itself, unless its class overrides `generate` without calling transformers', such as BLIP-2, which
+    calls its language model's. This is decided by the names that occur with `generate` in the code of its methods.
     """
     model = wrapped_model(model)
     if not isinstance(model, Module):
@@ -89,13 +89,13 @@ MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values
 
 
 def media_of(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a model's arguments, those that hold pictures, video or sound; `generate` makes an empty one for texts."""
+    """A model's arguments that hold pictures, video or sound, without the empty one that `generate` makes for texts."""
     found = {key: value for key, value in model_kwargs.items() if key.startswith(MEDIA) and value is not None}
     return {key: value for key, value in found.items() if not (isinstance(value, Mapping) and not value)}
 
 
 def drafts_blocks(model: Any) -> bool:
-    """Whether a model, in wrappers or not, is a DFlash draft, which reads hidden states of a target."""
+    """Whether a model, possibly wrapped, is a DFlash draft, which reads hidden states of a target."""
     return describes_block_draft(getattr(wrapped_model(model), "config", None))
 
 
@@ -105,12 +105,12 @@ def describes_block_draft(config: Any) -> bool:
 
 
 def reads_keys(model: PreTrainedModel) -> bool:
-    """Whether a model is a draft that reads the target's keys, as Gemma 4's assistants."""
+    """Whether a model is a draft that reads the target's keys, such as Gemma 4's assistants."""
     return hasattr(model.config, "backbone_hidden_size")
 
 
 def embedded(model_kwargs: Mapping[str, Any]) -> bool:
-    """Whether a part of the prompt reaches the model as something else than tokens."""
+    """Whether a part of the prompt reaches the model in another form than tokens."""
     return bool(media_of(model_kwargs)) or model_kwargs.get("inputs_embeds") is not None
 
 
@@ -120,22 +120,22 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """The most positions that the model supports (`max_position_embeddings`); None where it has no limit."""
+    """The number of positions that the model supports (`max_position_embeddings`); None if it has no limit."""
     length: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return length
 
 
-# Outputs that a configuration can ask for and decoding never reads. Some are computed from the mask, as if it were 2-D.
+# Outputs that a configuration can request and decoding never reads. Some are computed assuming a 2-D mask.
 UNREAD = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model's passes return: logits, and nothing that its configuration asks for beside.
+    """The outputs of a model's passes: logits, without further outputs that its configuration requests.
 
     Args:
         keeps_logits: whether `forward` can return the last logits only (`logits_to_keep`).
-        unread: the arguments that leave other outputs out, or ask for some.
+        unread: arguments that disable or request other outputs.
     """
 
     keeps_logits: bool
@@ -143,7 +143,7 @@ class Outputs:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Outputs:
-        """Those of a model in its present configuration."""
+        """The outputs of a model in its present configuration."""
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         configs = (model.config, model.config.get_text_config(decoder=True))
@@ -152,7 +152,7 @@ class Outputs:
         return cls("logits_to_keep" in parameters, unread)
 
     def with_hidden_states(self, layers: Sequence[int]) -> Outputs:
-        """With the hidden states of some layers, by their indices among all, beside the logits."""
+        """These outputs plus the hidden states of some layers, by index."""
         asked = list(layers) if transformers_private.hands_out_chosen_layers() else True
         return replace(self, unread={**self.unread, "output_hidden_states": asked})
 
@@ -162,15 +162,15 @@ class Outputs:
 
 
 def has_default_inputs(model: PreTrainedModel) -> bool:
-    """Whether a model leaves the preparation of a pass's arguments to transformers' default implementation."""
+    """Whether a model uses transformers' default implementation to prepare a pass's arguments."""
     return type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 
 
 def takes_row_positions(model: PreTrainedModel) -> bool:
     """Whether the rows of one pass may be at different positions.
 
-    They may if `forward` takes positions, if attention uses relative distances only (T5's buckets, ALiBi), or if there
-    is none (Mamba).
+    They may if `forward` accepts positions, if attention uses only relative distances (T5's buckets, ALiBi), or if
+    there is no attention (Mamba).
     """
     config = model.config.get_text_config(decoder=True)
     if is_stateful(model) and is_purely_recurrent(DynamicCache(config=config)):
@@ -182,9 +182,9 @@ def takes_row_positions(model: PreTrainedModel) -> bool:
 
 
 def unmasked_window(model: PreTrainedModel, cache: Any) -> int | None:
-    """The window of a cache whose model masks none: what left it is not seen because it is gone (Moshi); else None.
+    """The window that only the cache enforces, by dropping tokens that the model does not mask (Moshi); else None.
 
-    A pass over several tokens keeps it until all have been read. The model's code is searched for makers of such masks.
+    A pass over several tokens keeps them until all have been read. The model's code is searched for such masks.
     """
     windows = [layer.sliding_window for layer in getattr(cache, "layers", ()) if getattr(layer, "sliding_window", None)]
     spaces = {sys.modules.get(type(part).__module__) for part in model.modules()} if windows else set()
@@ -195,7 +195,7 @@ def unmasked_window(model: PreTrainedModel, cache: Any) -> int | None:
 
 
 def padding_without_position(model: PreTrainedModel) -> int | None:
-    """The token that a model gives no position, where it counts positions by the tokens of a pass; else None."""
+    """The padding token, for models that count positions by a pass's tokens and skip it; else None."""
     decoder = model.get_decoder() or model
     counting = (part for part in decoder.modules() if hasattr(part, "create_position_ids_from_input_ids"))
     padding: int | None = getattr(next(counting, None), "padding_idx", None)
@@ -207,7 +207,7 @@ PLACEHOLDERS = tuple(f"{kind}_token_{name}" for kind in ("image", "video", "audi
 
 
 def keeps_pictures_apart(model: PreTrainedModel) -> bool:
-    """Whether a model's pictures have no places in its text: it keeps and masks them by itself, by places of its own.
+    """Whether a model handles pictures outside its text, with its own positions and masks.
 
     GIT reads them before the text, Idefics by cross-attention.
     """
@@ -217,7 +217,7 @@ def keeps_pictures_apart(model: PreTrainedModel) -> bool:
 
 
 def tensor_parallel_group(*models: PreTrainedModel) -> Any:
-    """The processes that hold the first of the models that is sharded together (`tp_plan`); None where none is."""
+    """The process group of the first model that is sharded by tensor parallelism (`tp_plan`); None if none is."""
     groups = map(transformers_private.tensor_parallel_group, models)
     return next((group for group in groups if group is not None), None)
 
@@ -228,17 +228,17 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def drafting_model(model: Any) -> Any:
-    """What drafts where `model` was passed as the draft: the part whose `generate` its own runs, or what it wraps."""
+    """The model that drafts if `model` was passed as the draft: its generating part, or the wrapped model."""
     inner = without_adapter_wrapper(model)
     parts = generating_parts(inner) if isinstance(inner, PreTrainedModel) else []
     return parts[0] if len(parts) == 1 else inner
 
 
 def without_adapter_wrapper(model: Any) -> Any:
-    """The model inside its wrappers, see `wrapped_model`. A PEFT wrapper has put its adapters into it.
+    """The model inside its wrappers, see `wrapped_model`, with the adapters that PEFT has inserted.
 
-    The wrapper's `forward` names neither positions nor caches. Only prompt learning needs the wrapper, which adds
-    the virtual tokens.
+    The signature of PEFT's `forward` shows neither positions nor caches. Only prompt learning needs the wrapper, which
+    adds the virtual tokens.
     """
     model = _inside(model)
     adapter = getattr(model, "active_peft_config", None)

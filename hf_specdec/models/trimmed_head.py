@@ -1,7 +1,7 @@
 """Output heads that compute the logits of some tokens only, since most of a small draft is its vocabulary projection.
 
-Such drafts are as lossless as any: the acceptance rules see the distribution that a draft was drawn from, and tokens
-outside the list have probability 0 in it. They can't be proposed; the target's own choices are not restricted.
+Drafts with such a head stay lossless: the acceptance rules see the distribution that a draft was drawn from, in which
+tokens outside the list have probability 0. They are never proposed, but the target may still choose them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class TrimmedHead(torch.nn.Linear):
     """An output head that computes the logits of K of V tokens.
 
     Args:
-        head: the whole head; the rows in use are copied, bias included.
+        head: the full head; the selected rows and biases are copied.
         token_ids: `[K]`, distinct, on the head's device.
-        tied: whether the whole head is the input embedding. Its rows are then left out of a state dictionary, so that
-            a saved model is whole; otherwise they could not be loaded again, and `state_dict` raises ValueError.
+        tied: whether the full head is the input embedding. A state dictionary then leaves out the copied rows, so that
+            a saved model is complete. Otherwise `state_dict` raises ValueError, since they could not be loaded again.
     """
 
     token_ids: Tensor
@@ -62,7 +62,7 @@ class TrimmedDraft:
 
     Args:
         draft: the model.
-        head, trimmed: its whole head, and the one in its place.
+        head, trimmed: its full head, and the one that replaces it.
     """
 
     def __init__(self, draft: PreTrainedModel, head: torch.nn.Linear, trimmed: TrimmedHead) -> None:
@@ -72,7 +72,7 @@ class TrimmedDraft:
         draft.config.draft_tokens = trimmed.token_ids.tolist()
 
     def restore(self) -> None:
-        """Give the draft its whole head back, in the dtype and on the device that the draft has now."""
+        """Restore the draft's full head, in the dtype and on the device that the draft has now."""
         _replace(self.draft, self.trimmed, self.head.to(self.trimmed.weight))
         self.draft.config.draft_tokens = self._listed
 
@@ -86,14 +86,13 @@ class TrimmedDraft:
 
 
 def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor | None = None) -> TrimmedDraft:
-    """Let a draft propose tokens of a list only, so that its steps compute only their logits.
+    """Restrict a draft to a list of tokens, so that its steps compute only their logits.
 
-    The output stays the target's. Static lists of frequent tokens are those of FR-Spec (Zhao et al. 2025, arXiv
-    2502.14856) and VocabTrim (arXiv 2506.22694); `frequent_tokens` makes one. The input embedding
-    stays whole. The rows in use are copied, which takes K · H numbers in the head's dtype; they don't follow later
-    changes of the weights, so load and train the draft before. A draft whose head is its input embedding can be saved
-    as it is: the folder holds it whole, and its configuration lists the tokens as `draft_tokens`. Save others after
-    `restore`.
+    The output stays the target's. Lists of frequent tokens come from FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and
+    VocabTrim (arXiv 2506.22694); `frequent_tokens` makes one. The input embedding is unchanged. The selected rows are
+    copied, which takes K · H numbers in the head's dtype; they don't follow later changes of the weights, so load and
+    train the draft before. A draft whose head is its input embedding can be saved unchanged: the folder holds the full
+    head, and its configuration lists the tokens as `draft_tokens`. Save others after `restore`.
 
     Args:
         draft: the draft model, modified in place.
@@ -101,11 +100,11 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor | 
             `draft_tokens`, as the drafts of `--task draft` do.
 
     Returns:
-        A handle, usable as a context manager; its `restore` undoes the change. If it is not kept, a whole head that
-        is not tied to the input embedding is freed.
+        A handle, usable as a context manager; its `restore` undoes the change. If it is not kept, a full head that is
+        not tied to the input embedding is freed.
 
     Raises:
-        TypeError: `token_ids` holds something else than whole numbers.
+        TypeError: `token_ids` holds something else than integers.
         ValueError: an empty list, a token outside the vocabulary, or a model without an ordinary linear output head.
     """
     model = wrapped_model(draft)
@@ -115,9 +114,7 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor | 
         raise ValueError(f"{name} is trimmed already: call restore() of its handle first.")
     if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter or head.weight.is_meta:
         found = "no output head" if head is None else f"the output head {type(head).__name__}"
-        raise ValueError(
-            f"{name} has {found}, of which no rows can be copied; pass a model with a torch.nn.Linear head."
-        )
+        raise ValueError(f"{name} has {found}, which can't be trimmed; pass a model with a torch.nn.Linear head.")
     tokens = _token_ids(getattr(model.config, "draft_tokens", None) or () if token_ids is None else token_ids)
     if not tokens:
         raise ValueError("token_ids is empty: pass the tokens that the draft may propose, see frequent_tokens.")
@@ -131,13 +128,13 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor | 
 
 
 def frequent_tokens(texts: Iterable[str | Sequence[int]], tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
-    """The most frequent tokens of texts such as the target will write, the most frequent first.
+    """The most frequent tokens of texts that resemble the target's output, the most frequent first.
 
-    The tokens that end a text and those of the chat template are always among them.
+    The tokens that end a text and those of the chat template are always included.
 
     Args:
-        texts: answers of the target and prompts, as text or as tokens (rows of `generate`'s output, for example).
-        tokenizer: the draft's.
+        texts: answers of the target and prompts, as text or as tokens (such as rows of `generate`'s output).
+        tokenizer: the draft's tokenizer.
         count: the most tokens to return.
 
     Raises:
@@ -167,7 +164,7 @@ def among_all(logits: Tensor, token_ids: Tensor, vocabulary: int) -> Tensor:
 
 
 def head_tokens(model: PreTrainedModel) -> int | None:
-    """How many tokens a model's output head computes logits of; None if that is unknown."""
+    """The number of tokens for which a model's output head computes logits; None if unknown."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return getattr(head, "out_features", None)
 
@@ -176,7 +173,7 @@ def _token_ids(given: Any) -> list[int]:
     """Token ids in ascending order, each once.
 
     Raises:
-        TypeError: something else than whole numbers; booleans, which look like a mask, and a mapping included.
+        TypeError: something else than integers, including booleans, which look like a mask, and mappings.
     """
     try:
         listed = list(given.tolist() if isinstance(given, Tensor) else given)
@@ -184,7 +181,7 @@ def _token_ids(given: Any) -> list[int]:
             raise TypeError
         return sorted({operator.index(token) for token in listed})
     except TypeError as error:
-        raise TypeError(f"token_ids={reprlib.repr(given)}: pass a list of token ids, whole numbers.") from error
+        raise TypeError(f"token_ids={reprlib.repr(given)}: pass a list of integers, the token ids.") from error
 
 
 def _always_included(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -1,1 +1,1 @@
-"""Rounds over static buffers whose steps are compiled or captured as CUDA graphs; no other way of decoding."""
+"""Rounds over static buffers whose steps are compiled, or captured as CUDA graphs."""

@@ -1,4 +1,4 @@
-"""`Buffers`: what prepared steps read and write besides weights, whatever the settings of a call."""
+"""`Buffers`: the memory that prepared steps read and write besides weights, independent of a call's settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Buffers:
     """The caches and other buffers of a target and its draft; serves one call at a time.
 
     Args:
-        target, draft: the models' runners before their first pass, whose caches are kept. None decodes plainly.
+        target, draft: the models' runners before their first pass, whose caches are kept. Without a draft, None.
 
     Attributes:
         target, draft: the models, weakly held, with their caches.
@@ -39,7 +39,7 @@ class Buffers:
         self.target = _side(target)
         self.draft = None if draft is None else _side(draft)
         self.state = torch.zeros(len(target.read), 4, dtype=torch.long, device=device)
-        # Their own: another call's engine may run between the drafts and their verification.
+        # Not shared: another call's engine may run between the drafts and their verification.
         self.pool = cuda_graphs.new_pool(device)
         self.lent = Lent(
             *(partial(_weights, side) for side in self._sides), *(side.cache.tensors for side in self._sides)
@@ -53,10 +53,10 @@ class Buffers:
 
     @contextmanager
     def used_by(self, target: StaticRunner, draft: StaticRunner | None, tokens: int) -> Iterator[None]:
-        """Hand the buffers to a call's runners, so that they read the prompt into them.
+        """Let a call's runners use the buffers, so that they read the prompt into them.
 
-        The call writes to the first `tokens` slots of each row, drafts included. The caches start from zeros: a NaN of
-        an earlier call would pass through masks, as 0 · NaN is NaN.
+        The call writes to the first `tokens` slots of each row, including drafts. The caches start from zeros: a NaN
+        of an earlier call would pass through masks, as 0 · NaN is NaN.
         """
         with self.in_use():
             with ordinary_tensors():
@@ -73,7 +73,7 @@ class Buffers:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Steps may run meanwhile; afterwards nothing of the models is held."""
+        """Allow steps to run in the block; afterwards nothing of the models is held."""
         with ordinary_tensors():
             for side in self._sides:
                 side.cache.allocate()
@@ -83,14 +83,14 @@ class Buffers:
             self.lent.take_back()
 
     def drop_caches(self) -> None:
-        """Give the memory of the caches back until the next use. Steps that were captured would read it still."""
+        """Free the memory of the caches until the next use. Captured steps must not run after this."""
         for side in self._sides:
             side.cache.drop()
         self.reached = 0
 
     @property
     def nbytes(self) -> int:
-        """The memory of the state and of what calls have used of the caches, in bytes."""
+        """The memory of the state and of the used part of the caches, in bytes."""
         caches = sum(stored.nbytes for side in self._sides for stored in side.cache.tensors())
         used = self.reached / self.target.cache.capacity if self.state.device.type == "cpu" else 1
         return self.state.nbytes + int(caches * min(used, 1))
@@ -107,7 +107,7 @@ class Buffers:
         return [model for side in self._sides if (model := side.held()) is not None]
 
     def gather_pages(self) -> None:
-        """Go on moving weights into huge pages; those of caches would take memory for slots that no text reaches."""
+        """Continue moving weights into huge pages; caches would then take memory for slots that no text reaches."""
         read = [tensor for side in self._sides for tensor in _weights(side)]
         if self._pages is None or not self._pages.are_for(read):
             self._pages = HugePages(read)
@@ -115,7 +115,7 @@ class Buffers:
 
 
 def ordinary_tensors() -> AbstractContextManager[None]:
-    """Record no gradients, but make tensors that later calls can write to outside the caller's `inference_mode`."""
+    """Disable gradients, but make tensors that later calls can write to outside the caller's `inference_mode`."""
     return _outside_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 

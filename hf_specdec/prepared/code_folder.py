@@ -1,4 +1,4 @@
-"""Which folder compiled code is loaded from and put into: one of this user, to which nobody else can write."""
+"""Finds the folder for compiled code: one of this user, to which nobody else can write."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOM = 2**28  # bytes that must be free where code is compiled; a precompiled header takes 150 MB
+ROOM = 2**28  # bytes that must be free in the folder; a precompiled header takes 150 MB
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NoFolderError(OSError):
-    """Why there is no folder for compiled code, in a sentence, and the way out."""
+    """No folder for compiled code; the message says why, and the way out."""
 
 
 @dataclass(frozen=True)
 class Folders:
-    """Where compiled code is.
+    """Folders for compiled code.
 
     Args:
-        readable: the folders from which it may be loaded, in order.
-        writable: the last of them, where more can be put; None where none takes any.
+        readable: the folders from which code may be loaded, in order.
+        writable: the last of them, to which code can be added; None if there is none.
         refused: what is wrong with others.
     """
 
@@ -37,9 +37,9 @@ class Folders:
 
 @cache
 def folders_named(name: str) -> Folders:
-    """The folders of a name, made where they are missing, up to the first that takes more code.
+    """The folders of a name, created if missing, up to the first that is writable.
 
-    Looked up once a process, since compiling changes the environment.
+    Looked up once per process, since compiling changes the environment.
     """
     readable: list[Path] = []
     refused: list[str] = []
@@ -67,7 +67,7 @@ def is_ours_alone(about: os.stat_result) -> bool:
 
 
 def _parents() -> Iterator[Path]:
-    """In torch's folder for compiled code, in the user's cache, and among temporary files."""
+    """torch's folder for compiled code, the user's cache, and the folder for temporary files."""
     user = os.getuid() if sys.platform != "win32" else "user"
     torchs, cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     places = (torchs or "", cache or os.path.expanduser("~/.cache"))
@@ -81,8 +81,8 @@ def _make(folder: Path) -> None:
 
 
 def _who_else_writes_to(folder: Path) -> str | None:
-    """Whoever writes to a folder can exchange what lies in it, and so can whoever renames a folder on the way to it."""
-    if sys.platform == "win32":  # folders of users are theirs alone
+    """Describe who else could replace files: anyone who can write to the folder, or rename a parent folder."""
+    if sys.platform == "win32":  # users' folders are private there
         return None
     if folder.exists() and not is_ours_alone(folder.stat()):
         return "belongs to another user or can be written to by one"
@@ -90,7 +90,7 @@ def _who_else_writes_to(folder: Path) -> str | None:
     for part in (part for part in folder.parents if part.exists()):
         about = part.stat()
         if about.st_uid not in trusted or (about.st_mode & _OTHERS_WRITE and not about.st_mode & stat.S_ISVTX):
-            return f"lies in {part}, which another user can write to"
+            return f"is in {part}, which another user can write to"
     return None
 
 
@@ -107,5 +107,5 @@ def _why_not_to_write_to(folder: Path) -> str | None:
     if sys.platform != "win32":
         disk = os.statvfs(folder)
         if disk.f_blocks and disk.f_bavail * disk.f_frsize < ROOM:
-            return f"has less than {ROOM >> 20} MB of room"
+            return f"has less than {ROOM >> 20} MB of free space"
     return None

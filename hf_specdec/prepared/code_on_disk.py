@@ -1,9 +1,9 @@
-"""Compiled code that processes leave on disk for each other, and how it is loaded.
+"""Compiled code that processes share on disk, and how to load it.
 
-A library can do all that the process that loads it can. So it is loaded only from a folder of this user's own, and only
-as it was compiled: a record, named by what was compiled, holds the library's digest, which is also the library's name.
-What was cut short, damaged or exchanged is compiled anew. Loading takes no inductor, whose import takes seconds and
-memory; where torch lacks the functions that this looks up, code is compiled.
+A loaded library can do anything that its process can. So it is loaded only from a folder of this user alone, and only
+unchanged: a record, named by what was compiled, holds the library's digest, which is also the library's name. A
+truncated, damaged or replaced library is compiled again. Loading needs no inductor, whose import takes seconds and
+memory; if torch lacks the functions needed here, code is compiled.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from hf_specdec.compat.torch_private import conversions, tensor_pointer_function
 from hf_specdec.models.processor import reported
 from hf_specdec.prepared.code_folder import Folders, NoFolderError, folders_named, is_ours_alone
 
-Code = Callable[[list[Any]], Sequence[Any]]  # as inductor's; empties the list that it is given
+Code = Callable[[list[Any]], Sequence[Any]]  # like inductor's; empties the given list
 
-WAIT = 300  # seconds for another process that compiles the same
+WAIT = 300  # seconds to wait for another process that compiles the same
 
 _NAME = re.compile(r"(?P<digest>[0-9a-f]{64})\.\w+")  # of a library
-_PROCESSOR = ("model name", "flags", "CPU part", "Features")  # some on each kind
+_PROCESSOR = ("model name", "flags", "CPU part", "Features")  # x86 has the first two, ARM the others
 _WORKPLACE = "at-work-"
-_STALE = 86400  # seconds without use after which a workplace is taken for that of a process that was killed
+_STALE = 86400  # seconds without use after which a workplace is assumed to be of a killed process
 
 _ENTRY = "inductor_entry_cpp"  # inductor's name for the function of a library
-_POINTERS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where a library looks up a function of torch when it is loaded
+_POINTERS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # the variable by which a library finds a function of torch
 
-_workplaces: dict[int, Path] = {}  # by process: after a fork, the parent's is not the child's
+_workplaces: dict[int, Path] = {}  # by process, since a forked child must not use its parent's
 
 
 def library_for(what: Hashable) -> Path | None:
-    """The library that was compiled for this, unchanged since: any value whose `repr` says all that it depends on."""
-    # Without a compiler, what any has made is better than nothing.
+    """The unchanged library compiled for `what`, any value whose `repr` says all that the code depends on."""
+    # Without a compiler, code of any compiler is better than none.
     pattern = _record(what) if _compiler() is not None else f"{_digest(what)}-*"
     for folder in _folders().readable:
         for record in folder.glob(pattern):
@@ -62,7 +62,7 @@ def library_for(what: Hashable) -> Path | None:
 
 
 def keep(what: Hashable, library: Path) -> None:
-    """Let later processes find a library; where it can't be put, they compile."""
+    """Let later processes find a library; if it cannot be stored, they compile."""
     with suppress(OSError):
         library.chmod(0o700)
         name = f"{_digest_of(library)}{library.suffix}"
@@ -72,7 +72,7 @@ def keep(what: Hashable, library: Path) -> None:
 
 
 def take(what: Hashable, place: Path) -> bool:
-    """Put the library that was compiled for this at a place of the process's own; whether there is one."""
+    """Copy the library compiled for `what` to `place`; return whether there is one."""
     library = library_for(what)
     if library is not None:
         place.unlink(missing_ok=True)
@@ -81,12 +81,12 @@ def take(what: Hashable, place: Path) -> bool:
 
 
 def any_kept() -> bool:
-    """Whether any process has kept code that this one could load."""
+    """Whether any process has stored code that this one could load."""
     return any(True for folder in _folders().readable for _ in folder.glob("*.so"))
 
 
 def workplace() -> Path:
-    """A folder of this process alone to compile in, removed when the process ends: nothing of others can lie there.
+    """A private folder of this process to compile in, removed when the process ends.
 
     Raises:
         NoFolderError: there is none.
@@ -105,7 +105,7 @@ def workplace() -> Path:
 
 
 def lasting_place() -> Path:
-    """A folder whose contents inductor looks after, for code of other devices than a CPU.
+    """A folder that inductor manages, for code of other devices than a CPU.
 
     Raises:
         NoFolderError: there is none.
@@ -115,7 +115,7 @@ def lasting_place() -> Path:
 
 @contextmanager
 def one_at_a_time(what: Hashable) -> Iterator[None]:
-    """Wait until no other process compiles this, or for `WAIT`; where a disk has no locks, do not wait."""
+    """Wait until no other process compiles this, at most for `WAIT`; don't wait on a disk without locks."""
     from filelock import FileLock
 
     lock = FileLock(_folder() / f"{_digest(what)}.lock", timeout=WAIT)
@@ -131,16 +131,16 @@ def one_at_a_time(what: Hashable) -> Iterator[None]:
 
 
 def code_for(what: Hashable) -> Code | None:
-    """The code in the library of inductor's C++ that was compiled for this."""
+    """Load the code compiled by inductor for `what`; None if there is none."""
     library = library_for(what)
     try:
         return None if library is None else _code_in(library)
-    except (ImportError, OSError):  # what the library is linked to is gone
+    except (ImportError, OSError):  # a library that it is linked to is gone
         return None
 
 
 def _code_in(library: Path) -> Code | None:
-    """None where torch lacks what it takes to load and call it."""
+    """Load a library's code; None if torch lacks the functions to load and call it."""
     pointers, between = tensor_pointer_function(), conversions()
     if between is None or pointers is None:
         return None
@@ -162,10 +162,10 @@ def _code_in(library: Path) -> Code | None:
 
 
 def _folder() -> Path:
-    """The folder that takes more code.
+    """The writable folder.
 
     Raises:
-        NoFolderError: none does.
+        NoFolderError: there is none.
     """
     folders = _folders()
     if folders.writable is None:
@@ -182,7 +182,7 @@ def _folders() -> Folders:
 
 @cache
 def _made_for() -> str:
-    """The digest of what all code depends on, the instructions in use among it."""
+    """The digest of everything that all code depends on, including the instructions in use."""
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TORCHINDUCTOR_CPP_")}
     processor = [torch.backends.cpu.get_cpu_capability(), *(reported(name) for name in _PROCESSOR)]
     return _digest(
@@ -191,7 +191,7 @@ def _made_for() -> str:
 
 
 def _compiler() -> str | None:
-    """Which C++ compiler is used, told by its file: asking it takes time, and it may hang; None without one."""
+    """The C++ compiler, identified by its file, since asking it takes time and may hang; None without one."""
     file = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
     if file is None:
         return None
@@ -204,7 +204,7 @@ def _digest(what: object) -> str:
 
 
 def _record(what: Hashable) -> str:
-    """The name of the record of what the compiler in use made."""
+    """The name of the record for the compiler in use."""
     return f"{_digest(what)}-{_digest(_compiler())}"
 
 
@@ -217,9 +217,9 @@ def _digest_of(file: Path) -> str | None:
 
 
 def _parts_of(file: Path) -> Iterator[bytes]:
-    """The contents of a file of this user's alone; none of what is a link, a folder, or a pipe, which may never end.
+    """Yield the contents of a file of this user alone; nothing of a link, a folder, or a pipe, which may never end.
 
-    They are read, not mapped: what lies past the end of a file that was cut short would end the process.
+    They are read, not mapped: accessing a mapping past the end of a truncated file would end the process.
     """
     with suppress(OSError):
         about = file.lstat()
@@ -230,7 +230,7 @@ def _parts_of(file: Path) -> Iterator[bytes]:
 
 
 def _put(write: Callable[[Path], Any], place: Path) -> None:
-    """Put a file into the folder for all at once, in place of whatever was there."""
+    """Write a file atomically, replacing whatever was there."""
     with tempfile.TemporaryDirectory(dir=workplace()) as folder:
         new = Path(folder, "new")
         write(new)

@@ -1,4 +1,4 @@
-"""A line on stderr while something is compiled: what, how many of its parts, how long."""
+"""A progress line on stderr during compilation."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def tqdm_disabled(disable: bool) -> Iterator[None]:
 
 
 def progress_bar(what: str, parts: int) -> Any:
-    """A bar of tqdm over the parts of what is compiled; silent without any, and where transformers' bars are off."""
+    """A tqdm bar over the parts to compile; silent if there are none, or if transformers' bars are disabled."""
     return logging.tqdm(total=parts, desc=f"Compiling {what}", unit=" parts", disable=not parts or _disabled.get())

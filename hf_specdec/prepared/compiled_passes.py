@@ -1,7 +1,7 @@
-"""`CompiledPasses`: compiled passes over few tokens, for rounds that can't be compiled as a whole.
+"""`CompiledPasses`: compiled passes over few tokens, for rounds that cannot be compiled as a whole.
 
-Processors that read the text and the recording of scores run in Python; what lies between them is a model's pass. It is
-compiled by its width, after the first pass of that width, and serves texts of all lengths.
+Processors that read the text and the recording of scores run in Python; only the model's pass is compiled: for each
+width, after the first pass of that width, and for texts of all lengths.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class CompiledPasses:
 
     Args:
         side: the model with its cache.
-        buffers: those that the side is of.
+        buffers: the side's buffers.
         name: the model's role, shown while a pass compiles.
 
     Attributes:
-        failed: whether a pass could not be compiled; then none is.
+        failed: whether compiling a pass failed; then none is compiled.
     """
 
     def __init__(self, side: Side, buffers: Buffers, name: str) -> None:
@@ -46,14 +46,14 @@ class CompiledPasses:
 
     @property
     def made(self) -> int:
-        """How many widths are compiled."""
+        """The number of compiled widths."""
         return len(self._steps)
 
     def run(self, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Logits `[B, k, V]` after reading `tokens` into `slots`, both `[B, k]`; None where no pass is compiled for it.
+        """Read `tokens` into `slots`, both `[B, k]`; return logits `[B, k, V]`, or None if no pass is compiled for it.
 
-        With the hidden states `[B, k, H]` of the side's `layers_read`. A narrower pass runs in one of up to twice the
-        width: what it writes beyond is overwritten before it is seen.
+        The hidden states `[B, k, H]` of the side's `layers_read` come second. A narrower pass may run in one of up to
+        twice the width: the excess is overwritten before it is seen.
         """
         wanted = tokens.shape[1]
         width = min((known for known in self._steps if wanted <= known <= 2 * wanted + 1), default=None)
@@ -71,7 +71,7 @@ class CompiledPasses:
         return logits, states[0] if states else None
 
     def prepare(self, read: Sequence[int]) -> None:
-        """Compile the widths that passes have lacked, over the slots that follow those `read` of each row."""
+        """Compile the widths that were missing, over the slots after those `read` of each row."""
         device, capacity = self._side.positions.device, self._side.cache.capacity
         for width in sorted(self._lacking, reverse=True):
             self._lacking.discard(width)
@@ -105,7 +105,7 @@ def _pass(side: Side, tokens: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class RoundsOfPasses:
-    """General rounds, between which passes are compiled.
+    """General rounds with compiled passes; passes are compiled between rounds.
 
     Args:
         general: makes the rounds.
@@ -117,11 +117,11 @@ class RoundsOfPasses:
 
     @property
     def mode(self) -> type[torch.inference_mode] | type[torch.no_grad]:
-        """The general rounds'."""
+        """The general rounds' mode."""
         return self.general.mode
 
     def make_round(self, transcript: Transcript) -> Round:
-        """Make a general round; preparing is not part of its time."""
+        """Make a general round; compiling does not count as its time."""
         for runner, passes in self.passes:
             if any(runner.read):
                 passes.prepare(runner.read)

@@ -1,6 +1,6 @@
-"""Steps of fixed shapes traced once and compiled by inductor, layer by layer: no guards and no module is called again.
+"""Steps of fixed shapes, traced once and compiled by inductor layer by layer; later calls run no guards and no modules.
 
-A trace is of operations on tensors. Whoever keeps a compiled step checks what else the step depends on.
+A trace consists of operations on tensors. The owner of a compiled step checks whatever else the step depends on.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from hf_specdec.prepared.step_trace import trace, value_of
 Step = Callable[..., Any]
 KEPT_CODES = 256
 
-_CPU_TORCH = "2.13"  # the first whose stable C++ interface has all that the kernels use
+_CPU_TORCH = "2.13"  # the first version whose stable C++ interface has all that the kernels use
 
 _codes: OrderedDict[Hashable, Code] = OrderedDict()
-COMPILING = threading.RLock()  # inductor's settings are the process's
+COMPILING = threading.RLock()  # inductor's settings are global to the process
 
 
 def compile_refusal(device: torch.device) -> str | None:
-    """Why nothing is compiled for a device; None where it is tried.
+    """A sentence on why nothing is compiled for a device; None if it can be tried.
 
-    By version: only compiling tells whether the headers have everything. Its error fills pages, and inductor's thread
-    can crash a process in which a CUDA build of an older torch finds no GPU.
+    Decided by version, since only compiling would show whether the headers suffice: its error fills pages, and
+    inductor's thread can crash a process in which a CUDA build of an older torch finds no GPU.
     """
     if device.type != "cpu" or Version(torch.__version__).release >= Version(_CPU_TORCH).release:
         return None
@@ -57,13 +57,13 @@ def compile_refusal(device: torch.device) -> str | None:
 
 
 class CompiledStep:
-    """A step as inductor makes it: ahead by `compile`, or at the first call.
+    """A step compiled by inductor: ahead by `compile`, or at the first call.
 
     Args:
-        step: reads and writes tensors of its closure, which have to stay the same objects, and its arguments.
+        step: reads and writes its arguments and tensors of its closure, which must stay the same objects.
         device: where it runs.
-        name: what it is called while it compiles.
-        lent: lends what the step reads but is not to hold, see `Lent`; other tensors of its closure are held.
+        name: shown while it compiles.
+        lent: lends tensors that the step must not hold, see `Lent`; other tensors of its closure are held.
     """
 
     def __init__(self, step: Step, device: torch.device, name: str, lent: Lent | None = None) -> None:
@@ -82,7 +82,7 @@ class CompiledStep:
             self._form = _form(args)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step; all calls have arguments of one structure, tensors in nested tuples, of the same shapes."""
+        """Run the step; all calls must have arguments of the same structure (nested tuples of tensors) and shapes."""
         if self._step is not None:
             if self._form != _form(args):
                 self.compile(*args)
@@ -93,11 +93,11 @@ class CompiledStep:
 
 @contextmanager
 def _graphs_freed() -> Iterator[None]:
-    """Free the graphs that are made meanwhile: their nodes refer to each other, which takes a garbage collection.
+    """Free the graphs made in the block: their nodes refer to each other, so this needs a garbage collection.
 
-    Objects that were there before are left out of it, since looking at all of a process's would take most of a second.
+    Older objects are excluded from it, since checking all objects of a process would take most of a second.
     """
-    if gc.get_freeze_count():  # the program has its own reasons to leave some out, and `unfreeze` would end that
+    if gc.get_freeze_count():  # the program has frozen objects itself, and `unfreeze` would undo that
         yield
         return
     gc.freeze()
@@ -109,7 +109,7 @@ def _graphs_freed() -> Iterator[None]:
 
 
 def _form(args: tuple[Any, ...]) -> Hashable:
-    """What compiled code is made for: the structure of the arguments, and each one's shape, strides and type."""
+    """The key of compiled code: the structure of the arguments, and each one's shape, strides and type."""
     return _structure(args), tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in _leaves(args))
 
 
@@ -133,7 +133,7 @@ def _compiled(step: Step, args: tuple[Any, ...], device: torch.device, name: str
     graph, structure = _traced(step, args, device)
     segments = segments_of(graph)
     codes = _codes_of(segments, device, name)
-    # Uses of a constant are nodes of their own.
+    # Each use of a constant is a separate node.
     constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
     numbers: dict[Any, int] = {target: at for at, target in enumerate(constants)}
     numbers |= {
@@ -165,7 +165,7 @@ def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gr
     def flat(*leaves: Tensor) -> list[Tensor]:
         result = step(*_filled(given, iter(leaves)))
         returned.append(_structure(result))
-        # A result of its own, no view of an argument or of a weight.
+        # A copy, so that the result is no view of an argument or of a weight.
         return [tensor.clone() for tensor in _leaves(result)]
 
     with kernels_as_compiled(device):
@@ -177,7 +177,7 @@ def _traced(step: Step, args: tuple[Any, ...], device: torch.device) -> tuple[Gr
 
 @contextmanager
 def kernels_as_compiled(device: torch.device, *, compile: bool = True) -> Iterator[None]:
-    """If `compile`, steps run with the kernels of compiled ones; others keep memory for each number of tokens."""
+    """If `compile`, use the kernels of compiled steps in the block; others keep memory for each number of tokens."""
     if compile and device.type == "cpu" and supported():
         _start_inductor()
         with FewTokenProducts():
@@ -193,21 +193,21 @@ def kernels_as_compiled(device: torch.device, *, compile: bool = True) -> Iterat
 
 @cache
 def has_kernels_for(device: torch.device) -> bool:
-    """Whether our kernel for GPUs was made for this one: NVIDIA's, from compute capability 8.0 on."""
+    """Whether our GPU kernel supports this device: NVIDIA, compute capability 8.0 or newer."""
     made_for = torch.version.hip is None and importlib.util.find_spec("triton") is not None
     return made_for and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
 def _start_inductor() -> None:
-    """Where no code of earlier processes is found, inductor is needed; looked up once a process."""
+    """Start inductor if no code of earlier processes is found; checked once per process."""
     if not code_on_disk.any_kept():
         _inductor()
 
 
 def _inductor() -> Future[None]:
-    """Inductor imported and its header compiled, in a thread, while a first step is traced and kernels are compiled."""
-    with COMPILING:  # a cache does not keep two threads from beginning
+    """Import inductor and compile its header in a thread, while a first step is traced and kernels are compiled."""
+    with COMPILING:  # a cache alone would not keep two threads from starting it
         ready = _begun()
         if ready.done() and ready.exception() is not None:  # its compiler may have been interrupted
             _begun.cache_clear()
@@ -226,13 +226,13 @@ def _begun() -> Future[None]:
 
 
 def settle() -> None:
-    """Wait for inductor's thread: while it traces, a module that is called in another thread can fail."""
+    """Wait for inductor's thread: while it traces, a module called in another thread can fail."""
     if _begun.cache_info().currsize:
         wait([_inductor()])
 
 
 def forget_codes() -> None:
-    """Wait for inductor's thread, then look codes up anew: an interrupted compiler's would fail at every call."""
+    """Wait for inductor's thread, then drop cached code: that of an interrupted compiler would fail at every call."""
     settle()
     _codes.clear()
 
@@ -244,7 +244,7 @@ def _compile_any() -> None:
 
 
 def _codes_of(segments: Sequence[Segment], device: torch.device, name: str) -> dict[Hashable, Code]:
-    """Inductor's code by what it was compiled for; equal segments, of other steps and models too, share it."""
+    """Inductor's code by key; equal segments share it, also across steps and models."""
     distinct = {_what(segment, device): segment for segment in segments}
     for what in distinct:
         if what not in _codes and (code := code_on_disk.code_for(what)) is not None:
@@ -267,7 +267,7 @@ def _codes_of(segments: Sequence[Segment], device: torch.device, name: str) -> d
 
 
 def _what(segment: Segment, device: torch.device) -> Hashable:
-    """All that a segment's code depends on: operations, shapes, device, threads, and the C functions that it calls."""
+    """Everything that a segment's code depends on: operations, shapes, device, threads, and C functions it calls."""
     functions = tuple(called_directly[node.target][0] for node in segment.graph.nodes if node.target in called_directly)
     return segment.key, functions, str(device), torch.get_num_threads()
 
@@ -280,7 +280,7 @@ def _compile(segment: Segment, device: torch.device) -> Code:
 def _code(
     graph: Graph, inputs: Sequence[Tensor], device: torch.device, keep: Callable[[Path], None] = lambda library: None
 ) -> Code:
-    """Inductor's code of a graph for inputs like these; its library is kept once it is there."""
+    """Compile a graph for inputs like these; `keep` is called with its library once that exists."""
     codes: list[Any] = []
 
     def finished(library: Path) -> None:
@@ -299,6 +299,6 @@ def _code(
 def _fake(tensors: Sequence[Tensor]) -> list[Tensor]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    # Inductor's cache on disk wants an environment for symbolic shapes, though there are none.
+    # Inductor's cache on disk requires a shape environment, though there are no symbolic shapes.
     with fake_tensors(shape_env=ShapeEnv()):
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]

@@ -1,4 +1,4 @@
-"""Steps of a round captured as CUDA graphs, and how a step is prepared on each kind of device."""
+"""Steps of a round captured as CUDA graphs, and the preparation of steps on each kind of device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def captures(device: torch.device) -> bool:
 
 
 def new_pool(device: torch.device) -> Any:
-    """A memory pool for graphs of which only one is in use at a time, its results included; None where none is needed.
+    """A memory pool for graphs of which only one, with its results, is in use at a time; None if none is needed.
 
-    A graph's results are overwritten by the replays of graphs that were captured before it in the same pool.
+    Replaying a graph overwrites the results of graphs that were captured after it in the same pool.
     """
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -41,8 +41,8 @@ def prepare(
     """The step ready to run: compiled for arguments like `args` if `compile`, then captured if on CUDA.
 
     Args:
-        pool: of `new_pool`.
-        lent: as of `CompiledStep`.
+        pool: from `new_pool`.
+        lent: as in `CompiledStep`.
     """
     if compile:
         compiled = step = CompiledStep(step, device, name, lent)
@@ -57,9 +57,9 @@ class CapturedStep:
     each time; the next replay overwrites them.
 
     Args:
-        step: what is captured.
+        step: the function to capture.
         device: a GPU.
-        pool: of `new_pool`.
+        pool: from `new_pool`.
     """
 
     def __init__(self, step: Step, device: torch.device, pool: Any) -> None:
@@ -72,7 +72,7 @@ class CapturedStep:
         """Replay the graph; the first call captures it.
 
         Raises:
-            Exception: whatever the step or the capture raises; the current stream is what it was.
+            Exception: whatever the step or the capture raises; the current stream is restored.
         """
         with self._place.lock, torch.cuda.device(self._place.device):
             if self._graph is None:
@@ -97,16 +97,16 @@ class CapturedStep:
             with _own_work_space(), torch.cuda.graph(graph, **options):
                 self._result = self._step(*args)
         finally:
-            # A capture that fails leaves its stream current.
+            # A failed capture leaves its stream current.
             torch.cuda.set_stream(before)
         self._graph, self._step = graph, None
 
 
 @contextmanager
 def _own_work_space() -> Iterator[None]:
-    """Lets a graph take the work space of its matrix products from its own pool.
+    """Let a graph take the work space of its matrix products from its own pool.
 
-    Otherwise it would use the process's, which torch frees when it captures graphs of its own (`torch.compile` with
+    Otherwise it would use the process's, which torch frees when it captures its own graphs (`torch.compile` with
     `mode="reduce-overhead"`, as in `generate` with a static cache): the next replay would write to freed memory.
     """
     free_cublas_work_space()
@@ -117,7 +117,7 @@ def _own_work_space() -> Iterator[None]:
 
 
 class _Place:
-    """What all graphs of a device share: one capture stream, and one at a time."""
+    """The capture stream that all graphs of a device share, and the lock that runs one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

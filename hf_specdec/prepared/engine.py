@@ -19,7 +19,7 @@ from hf_specdec.prepared.round_steps import Drafts, Plan, draft_lengths, draft_t
 
 SHARED_CAPACITY, SPARE, LEAST_CAPACITY_STEP = 8192, 128, 128  # slots, see `prepared_capacity`; for drafts beyond a text
 DraftToken = Callable[..., tuple[tuple[Tensor, ...], ...]]
-BURST = 4  # drafts between two checks of the host, see `burst_of`
+BURST = 4  # drafts between two checks on the host, see `burst_of`
 
 
 class Steps:
@@ -27,14 +27,14 @@ class Steps:
 
     Args:
         plan: the settings of the rounds.
-        buffers: what they read and write.
-        tokens: the prepared `draft_token` of a round's first pass and of the later ones; None drafts blanks.
-        uniforms: the engine's.
+        buffers: the buffers that they read and write.
+        tokens: the prepared `draft_token` of a round's first pass and of later ones; None drafts blanks.
+        uniforms: the engine's uniform numbers.
         compile: compile the steps.
 
     Attributes:
         run_draft, run_verify: draft γ tokens; the prepared `verify_step`.
-        blanks: γ drafts that no model has made.
+        blanks: γ placeholder drafts, made without a model.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Steps:
         step: Step = partial(verify_step, target, plan)
         args = state, *blanks.parts(), *draws
         if not target.cache.tensors():
-            # One plain run allocates the cache, which must exist before anything is compiled or captured.
+            # An uncompiled run allocates the cache, which must exist before anything is compiled or captured.
             with kernels_as_compiled(device, compile=compile):
                 step(*args)
         name = f"verification of {count} token{'s' if count > 1 else ''}" if count else "step without drafts"
@@ -65,28 +65,28 @@ class Steps:
             self.run_draft = cuda_graphs.prepare(draft, device, "drafts", compile=False, pool=buffers.pool)
 
     def run_once(self) -> None:
-        """Finish preparing: wait for what still compiles, and capture. The round that follows overwrites the result."""
+        """Finish preparing: wait for compilation, and capture. The round that follows overwrites the result."""
         self.run_verify(self.run_draft())
 
 
 class Engine:
-    """The prepared steps of calls with one plan, over buffers that those of other plans share.
+    """The prepared steps of calls with one plan, over buffers that engines of other plans share.
 
     Args:
         plan: the settings of the rounds, with the longest lookahead.
-        buffers: what the steps read and write.
+        buffers: the buffers that the steps read and write.
         compile: compile the steps.
 
     Attributes:
         plan, buffers: as given.
         compile: whether steps are compiled.
-        target, draft, state: those of the buffers.
+        target, draft, state: from the buffers.
         steps: the prepared steps by lookahead.
-        looks: whether the host checks between bursts of drafts if any row goes on, see `burst_of`.
+        looks: whether the host checks between bursts of drafts if any row continues, see `burst_of`.
         uniforms: `[B, 2γ+1]`, the draws of a round: γ for the drafts, γ+1 for the verification.
         tails: each row's last two tokens.
-        failed: whether preparing steps has failed, so that the general round has to serve.
-        used: when it was used last, a number that grows.
+        failed: whether preparing steps has failed, so that general rounds are used.
+        used: a growing number that orders engines by their last use.
     """
 
     def __init__(self, plan: Plan, buffers: Buffers, compile: bool) -> None:
@@ -95,7 +95,7 @@ class Engine:
         device = self.state.device
         # On an accelerator the check would wait for the device.
         self.looks = plan.stop.reads_probabilities and device.type == "cpu"
-        # A view, since writing a few numbers through it takes a tenth of the time.
+        # A numpy view, since writing a few numbers through it takes a tenth of the time.
         self._host_state = self.state.numpy().data if device.type == "cpu" else None
         self.uniforms = torch.zeros(len(self.state), 2 * plan.lookahead + 1, device=device, dtype=torch.float32)
         self.tails: list[list[int]] = []
@@ -105,7 +105,7 @@ class Engine:
         self._tokens: tuple[DraftToken, DraftToken] | None = None
 
     def fail(self) -> None:
-        """Note that preparing failed, and give back what was prepared. On a GPU, what can't be compiled is captured."""
+        """Note that preparing failed, and free prepared steps. On a GPU, steps are then captured without compiling."""
         if self.compile and cuda_graphs.captures(self.state.device):
             self.compile = False
         else:
@@ -113,7 +113,7 @@ class Engine:
         self.discard_steps()
 
     def discard_steps(self) -> None:
-        """Give back what was prepared; a later round prepares it anew."""
+        """Free prepared steps; a later round prepares them again."""
         self.steps.clear()
         self._tokens = None
 
@@ -122,7 +122,7 @@ class Engine:
         return lookahead in self.steps
 
     def lengths(self, lookahead: int) -> range:
-        """The lookaheads whose steps a round of up to `lookahead` needs: every length at which a burst can end it."""
+        """The lookaheads whose steps a round of up to `lookahead` needs: every length at which a burst can end."""
         burst = burst_of(lookahead) if self.looks else lookahead
         return range(burst, lookahead + 1, max(burst, 1))
 
@@ -137,7 +137,7 @@ class Engine:
                 self._host_state[row, column] = value
 
     def prepare(self, lookahead: int) -> None:
-        """Prepare the steps that rounds of up to `lookahead` lack. The state of a round must be loaded."""
+        """Prepare the missing steps for rounds of up to `lookahead`. The state of a round must be loaded."""
         lengths = self.lengths(lookahead)
         missing = [length for length in lengths if length not in self.steps]
         with ordinary_tensors():
@@ -150,7 +150,7 @@ class Engine:
                     self.uniforms,
                     compile=self.compile,
                 )
-            # All compile before the first one runs and waits for the compiler.
+            # All compilations start before the first step runs and waits for the compiler.
             if self.compile:
                 self.buffers.gather_pages()
             for length in missing:
@@ -168,7 +168,7 @@ class Engine:
             draws = (self.uniforms[:, 0].clone(),) if plan.do_sample else ()
             slots = first_slots(self.state)
             with kernels_as_compiled(self.state.device, compile=self.compile):
-                next_slots = step(*slots, *draws)[0]  # allocates the cache
+                next_slots = step(*slots, *draws)[0]  # also allocates the cache
             tokens: tuple[DraftToken, DraftToken] = step, step
             if self.compile:
                 first = CompiledStep(step, self.state.device, "first draft step of a round", self.buffers.lent)
@@ -176,7 +176,7 @@ class Engine:
                 first.compile(*slots, *draws)
                 later.compile(*next_slots, *draws)
                 tokens = first, later
-            self._tokens = tokens  # only now, since compiling may be interrupted
+            self._tokens = tokens  # set last, since compiling may be interrupted
         return self._tokens
 
     def run_draft(self, lengths: Sequence[int], limits: Sequence[int], lookahead: int) -> tuple[Drafts, int]:
@@ -202,7 +202,7 @@ class Engine:
         return drafts, len(drafts.tokens)
 
     def blank_drafts(self, lengths: Sequence[int], limits: Sequence[int], lookahead: int) -> Drafts:
-        """Drafts of a round in which the model makes none; arguments as in `run_draft`."""
+        """Placeholder drafts for a round in which the model drafts nothing; arguments as in `run_draft`."""
         self.load(self.tails, lengths, limits)
         self._draw()
         return self.steps[lookahead].blanks
@@ -218,7 +218,7 @@ class Engine:
 
 
 def with_copies(drafts: Drafts, copies: Sequence[Sequence[int]]) -> Drafts:
-    """The drafts, with each row's copied tokens in place of its own where there are any."""
+    """Replace each row's drafts by its copied tokens, if there are any."""
     device = drafts.tokens[0].device
     is_copied = torch.tensor([bool(copied) for copied in copies], device=device)
     tokens, probs = [], []
@@ -245,9 +245,9 @@ def burst_of(lookahead: int) -> int:
 def prepared_capacity(tokens: int, *models: PreTrainedModel) -> int:
     """The cache slots of a call that reaches `tokens` tokens, rounded up so that calls of other lengths share steps.
 
-    Where attention reads the slots in use only, these are `SHARED_CAPACITY`, or as many as the models' positions, and
-    eight times as many for a longer text. Elsewhere it reads all slots, so that calls of more than 512 tokens are
-    rounded up by at most a quarter.
+    If attention reads only the slots in use, these are `SHARED_CAPACITY` or the models' positions, and eight times as
+    many for longer texts. Otherwise it reads all slots, so calls of more than 512 tokens are rounded up by at most a
+    quarter.
     """
     if models and all(map(reads_slots_in_use, models)):
         positions = max(context_length(model) or SHARED_CAPACITY for model in models)
@@ -260,7 +260,7 @@ def prepared_capacity(tokens: int, *models: PreTrainedModel) -> int:
 
 
 def _draft(tokens: tuple[DraftToken, DraftToken], plan: Plan, state: Tensor, uniforms: Tensor) -> Drafts:
-    """Draft γ tokens by the prepared `draft_token` of a round's first pass and of the later ones."""
+    """Draft γ tokens by the prepared `draft_token` of a round's first pass and of later ones."""
     read, drafts = first_slots(state), Drafts()
     for step in range(plan.lookahead):
         draws = (uniforms[:, step].clone(),) if plan.do_sample else ()

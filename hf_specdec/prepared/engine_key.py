@@ -1,4 +1,4 @@
-"""Which calls may share an engine: those whose plans have equal keys."""
+"""Keys of plans: calls may share an engine if their keys are equal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hf_specdec.prepared.round_steps import Plan
 
 
 def parts_of(rule: StopRule) -> tuple[StopRule, ...]:
-    """The parts of a combined stop rule; a simple one is its own only part."""
+    """The parts of a combined stop rule; a simple rule is its only part."""
     return rule.rules if type(rule) is FirstOf else (rule,)
 
 
 def plan_key(plan: Plan) -> Hashable:
-    """A key that two plans share exactly if their steps compute the same."""
+    """A key that is equal for two plans exactly if their steps compute the same."""
     numbers = [(type(p), _exact(vars(p))) for p in (*parts_of(plan.stop), *plan.processors)]
     relaxed = None if plan.relaxation is None else (type(plan.relaxation), _exact(vars(plan.relaxation)))
     sizes = (plan.lookahead, plan.vocabulary, plan.draft_vocabulary, plan.eos_tokens)
@@ -24,7 +24,7 @@ def plan_key(plan: Plan) -> Hashable:
 
 
 def _exact(value: object) -> Hashable:
-    """A value as something that can be compared exactly: the `repr` of a tensor shows four digits of each number."""
+    """An exactly comparable form of a value: the `repr` of a tensor shows only four digits of each number."""
     if isinstance(value, Tensor):
         return (value.dtype, str(value.device), tuple(value.shape), _exact(value.tolist()))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The engines that stay between calls: none keeps models or their weights alive, and caches are bounded in bytes."""
+"""The engines kept between calls; they keep no models or weights alive, and the size of their caches is limited."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hf_specdec.prepared.engine import Engine
 from hf_specdec.prepared.engine_key import plan_key
 from hf_specdec.prepared.round_steps import Plan, Side
 
-KEPT_BYTES = 2 << 30  # of idle caches on one device; those used last stay even if they are larger
-KEPT_ENGINES = 32  # without their caches they take little, and a service has as many lengths, batch sizes and settings
+KEPT_BYTES = 2 << 30  # of idle caches on one device; the caches used last are kept even if they are larger
+KEPT_ENGINES = 32  # small without caches; enough for a service's lengths, batch sizes and settings
 
 _turns = count(1)
 
 
 @dataclass
 class EngineGroup:
-    """The engines over the same buffers, by the keys of their plans. One of them runs at a time.
+    """The engines over the same buffers, by the keys of their plans. Only one of them runs at a time.
 
     Args:
-        buffers: what they share.
+        buffers: the shared buffers.
         compile: whether they compile their steps.
         passes: the compiled passes of general rounds, by the models' roles.
-        used: when one of them was used last, a number that grows.
+        used: a growing number that orders groups by their last use.
     """
 
     buffers: Buffers
@@ -56,7 +56,7 @@ class EngineGroup:
         return self.passes.setdefault(name, CompiledPasses(side, self.buffers, name))
 
     def clear(self) -> None:
-        """Let go of all that was prepared."""
+        """Free everything that was prepared."""
         self.engines.clear()
         self.passes.clear()
 
@@ -70,9 +70,9 @@ class EngineStore:
         self._lock = threading.RLock()
 
     def take(self, key: Hashable, plan: Plan | None) -> EngineGroup | None:
-        """An idle group of this key, if possible one with an engine for the plan; nobody else gets it until `put`.
+        """Take an idle group of this key out of the store until `put`, if possible one with an engine for the plan.
 
-        Without a plan, one with compiled passes.
+        Without a plan, prefer one with compiled passes.
         """
         with self._lock:
             kept = self._kept.get(key, [])
@@ -81,7 +81,7 @@ class EngineStore:
             return kept.pop() if kept else None
 
     def put(self, key: Hashable, group: EngineGroup) -> None:
-        """Keep a group for later calls; the engines used longest ago make room."""
+        """Keep a group for later calls; the least recently used engines are dropped."""
         with self._lock:
             self.make_room(group.buffers.nbytes, group.buffers.state)
             self._kept.setdefault(key, []).append(group)
@@ -94,9 +94,9 @@ class EngineStore:
                     finalize(model, self._forget, id(model)).atexit = False
 
     def make_room(self, nbytes: int, like: Tensor) -> None:
-        """Drop the caches used longest ago, until `nbytes` more stay within the bound of `like`'s device.
+        """Drop the least recently used caches, until `nbytes` more fit into the limit of `like`'s device.
 
-        Captured steps are tied to theirs and go with them; others get new ones at the next call.
+        Captured steps are tied to their caches and dropped with them; other steps get new caches at the next call.
         """
         with self._lock:
             same = [group for group in self._groups() if group.buffers.state.device == like.device]
@@ -120,7 +120,7 @@ class EngineStore:
             self._clean()
 
     def drop_unusable(self) -> None:
-        """Drop the engines of models that are gone or were moved to another device."""
+        """Drop the engines of models that were deleted or moved to another device."""
         with self._lock:
             for group in list(self._groups()):
                 if not group.buffers.alive:
@@ -137,7 +137,7 @@ class EngineStore:
         return [engine for engine in self.of_all() if engine.target.held() is target and engine.compile == compile]
 
     def compiled_passes(self, target: PreTrainedModel) -> int:
-        """How many passes of general rounds are compiled for a target and its drafts."""
+        """The number of compiled passes of general rounds for a target and its drafts."""
         with self._lock:
             mine = [group for group in self._groups() if group.buffers.target.held() is target]
             return sum(passes.made for group in mine for passes in group.passes.values())
@@ -152,7 +152,7 @@ class EngineStore:
         self._clean()
 
     def _clean(self) -> None:
-        """Let go of groups in which nothing is prepared."""
+        """Drop groups in which nothing is prepared."""
         left = {key: [group for group in groups if group.engines or group.passes] for key, groups in self._kept.items()}
         self._kept = {key: groups for key, groups in left.items() if groups}
 
@@ -166,16 +166,16 @@ STORE = EngineStore()
 
 
 def kept_engines(model: PreTrainedModel, *, compile: bool) -> list[Engine]:
-    """The idle engines of a target for calls with or without `compile`, whose steps can be timed on their own."""
+    """The idle engines of a target for calls with or without `compile`, whose steps can be timed separately."""
     return STORE.of(model, compile=compile)
 
 
 def release(model: PreTrainedModel | None = None) -> None:
-    """Give back what compiled and captured rounds keep for later calls: caches, buffers, graphs and compiled steps.
+    """Free what compiled and captured rounds keep for later calls: caches, buffers, graphs and compiled steps.
 
-    Later calls prepare them anew.
+    Later calls prepare them again.
 
     Args:
-        model: a target or draft, in wrappers or not; None for all models.
+        model: a target or draft, possibly wrapped; None for all models.
     """
     STORE.release(wrapped_model(drafting_model(model)))

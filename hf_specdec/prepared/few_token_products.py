@@ -1,13 +1,13 @@
-"""Linear layers and attention over few tokens on a CPU, by kernels of our own: each weight is read once for all tokens.
+"""Linear layers and attention over few tokens on a CPU, by own kernels that read each weight once for all tokens.
 
-Libraries of matrix products are tuned for many rows; for the few tokens of a round they take several times what
-reading the weights takes. The kernels are C++ and compiled on first use, for this processor and one type of numbers.
-Weights are read where they are: no copy takes memory or goes stale.
+Matrix libraries are tuned for many rows; for the few tokens of a round they take several times as long as reading the
+weights. The kernels are C++, compiled on first use for this processor and one number type. Weights are read in place:
+no copy takes memory or becomes outdated.
 
-Inductor's own template for matrix products on a CPU (max-autotune with frozen weights) is the alternative. On one core
+The alternative is inductor's own template for matrix products on a CPU (max-autotune with frozen weights). On one core
 of an AMD Zen 4, over layers of 576x1536, 576x49152 and 896x4864, it took between a quarter and all of the time of an
 earlier version of these kernels for 1 to 5 tokens in float32, but 1.2 to 2.1 times as long for 9 and 16, and with int8
-weights mostly over twice as long. It packs a copy of all weights into the code, so that layers could not share theirs.
+weights mostly over twice as long. It packs a copy of all weights into the code, so equal layers could not share code.
 """
 
 from __future__ import annotations
@@ -29,58 +29,58 @@ from hf_specdec.prepared.own_code import joined, library_of
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
 from hf_specdec.prepared.step_trace import PLAIN
 
-# The files of each library. It is compiled for one type of numbers at a time, since compiling takes seconds.
+# The files of each library. A library is compiled for one number type at a time, since compiling takes seconds.
 LIBRARIES = {
     "wide": ("linear.cpp", "attention.cpp"),
     "quantized": ("quantized.cpp",),
     "gguf": ("gguf.cpp",),
 }
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
-MOST_DIMS = 8  # of an input, as tensors.h has it
-MOST_TOKENS = 64  # of a product, all rows together, or of a row's attention; for more there are libraries
+MOST_DIMS = 8  # of an input, as in tensors.h
+MOST_TOKENS = 64  # tokens of a product, over all rows, or of a row's attention; for more, libraries are faster
 
-# Of each kernel that is loaded, its C function as inductor is to declare it.
+# The declaration of each loaded kernel's C function for inductor.
 called_directly: dict[Any, list[str]] = {}
 
 
 def supported() -> bool:
-    """Whether the kernels are written for this processor; elsewhere products are left to torch."""
+    """Whether the kernels support this processor; otherwise products are left to torch."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def reads_slots_in_use(model: PreTrainedModel) -> bool:
-    """Whether attention over few tokens of a row takes as long as the row's text, however many slots its cache has."""
+    """Whether the time of attention over few tokens depends on the row's text only, not on its cache's slots."""
     text = model.config.get_text_config(decoder=True)
     ours = supported() and model.device.type == "cpu" and model.dtype in NUMBERS
     return ours and attention_name(text) == "sdpa" and not getattr(text, "attn_logit_softcapping", None)
 
 
 def operation(name: str, dtype: torch.dtype) -> str:
-    """The name in `torch.ops.hf_specdec` of a kernel for numbers of a type."""
+    """The name in `torch.ops.hf_specdec` of a kernel for a number type."""
     return f"{name}_{suffix(dtype)}"
 
 
 def suffix(dtype: torch.dtype) -> str:
-    """What the names of kernels for numbers of a type end with."""
+    """The suffix of kernel names for a number type."""
     return NUMBERS[dtype].lower()
 
 
 def source(library: str, dtype: torch.dtype) -> str:
-    """The C++ of one of `LIBRARIES` for numbers of a type."""
+    """The C++ of one of `LIBRARIES` for a number type."""
     chosen = f"#define NUMBER {NUMBERS[dtype]}\n#define SUFFIX {suffix(dtype)}\n"
     return chosen + joined(*LIBRARIES[library])
 
 
 @cache
 def load(library: str, dtype: torch.dtype) -> None:
-    """Compile some kernels, or load them from inductor's cache, and register them in `torch.ops`.
+    """Compile the kernels of a library, or load them from inductor's cache, and register them in `torch.ops`.
 
     Raises:
-        Exception: whatever inductor raises where there is no compiler or it fails.
+        Exception: whatever inductor raises if there is no compiler or it fails.
     """
     file = str(library_of(source(library, dtype)))
     torch.ops.load_library(file)
-    ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)  # inductor's code calls what it finds by name
+    ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)  # inductor's code finds the functions by name
     for name, shapes in SHAPES[library].items():
         torch.library.register_fake(f"hf_specdec::{operation(name, dtype)}", shapes)
         kernel: Any = getattr(torch.ops.hf_specdec, operation(name, dtype)).default
@@ -88,7 +88,7 @@ def load(library: str, dtype: torch.dtype) -> None:
 
 
 def _declaration(kernel: Any) -> str:
-    """The C function of a kernel, which inductor's code calls; through torch, a call takes microseconds longer."""
+    """The declaration of a kernel's C function, which inductor's code calls directly to save microseconds."""
     schema = schema_of(kernel)
     kinds = {"Tensor": "AtenTensorHandle", "Optional[Tensor]": "AtenTensorHandle*", "float": "double"}
     given = [kinds[str(argument.type)] for argument in schema.arguments]
@@ -97,12 +97,12 @@ def _declaration(kernel: Any) -> str:
 
 
 def library_with(name: str) -> str:
-    """Which of `LIBRARIES` a kernel is in."""
+    """The one of `LIBRARIES` that holds a kernel."""
     return next(library for library, names in SHAPES.items() if name in names)
 
 
 def kernel(name: str, dtype: torch.dtype) -> Any:
-    """One of the operations of `SHAPES` for numbers of a type, loaded at the first use."""
+    """An operation of `SHAPES` for a number type, loaded on first use."""
     load(library_with(name), dtype)
     return getattr(torch.ops.hf_specdec, operation(name, dtype))
 
@@ -116,7 +116,7 @@ def _quantized_shapes(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[T
 
 
 def _shapes(input: Tensor, by_row: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
-    """The outputs of layers, given a tensor with as many rows as each."""
+    """Empty outputs of layers, whose numbers of rows are those of the tensors in `by_row`."""
     results = tuple(input.new_empty(*input.shape[:-1], len(rows)) for rows in cast(Sequence[Tensor], by_row))
     return results if len(results) > 1 else results[0]
 
@@ -130,7 +130,7 @@ def _attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     return query.new_empty(batch, queries, heads, width)
 
 
-# What the kernels return, by library and name.
+# Functions for the shapes of the kernels' results, by library and name.
 SHAPES: dict[str, dict[str, Callable[..., Any]]] = {
     "wide": {
         "linear": _linear_shapes,
@@ -153,11 +153,11 @@ SHAPES: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 class FewTokenProducts(FunctionMode):
-    """Sends `linear` and `scaled_dot_product_attention` over few tokens to the kernels.
+    """Runs `linear` and `scaled_dot_product_attention` over few tokens by the kernels.
 
     Args:
-        others: takes other linear layers, which by default stay as they are. Outside this mode it would see all that
-            this one asks about tensors, which takes longer than a small layer.
+        others: a mode for other linear layers; by default they are unchanged. Stacked outside this mode it would also
+            intercept this one's queries of tensors, which takes longer than a small layer.
     """
 
     def __init__(self, others: FunctionMode | None = None) -> None:
@@ -167,7 +167,7 @@ class FewTokenProducts(FunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What `func` returns, up to rounding; see docs/compiled-rounds.md for int8 weights."""
+        """Return the result of `func`, up to rounding; see docs/compiled-rounds.md for int8 weights."""
         options = kwargs or {}
         if func is functional.linear and _takes_linear(*args, **options):
             return _linear(*args, **options)
@@ -210,7 +210,7 @@ def _takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def _takes_quantized(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> QuantizedParts | None:
-    """Of int8 weights also products of many tokens, since their own library would widen the weights for these."""
+    """The parts of a quantized weight to use; int8 also for many tokens, since its library would widen the weights."""
     plain = type(input) is Tensor and (bias is None or type(bias) in PLAIN)
     parts = parts_of(weight) if plain and _fits(input, weight, bias) else None
     few = _over_few_tokens(input) or (parts is not None and parts.values.dtype == torch.int8)
@@ -219,7 +219,7 @@ def _takes_quantized(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 @cache
 def _has_no_library(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has no products of these numbers for this processor, so that torch's own ones would be slow."""
+    """Whether oneDNN lacks products of this type on this processor, so that torch's own would be slow."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     known = getattr(torch.ops.mkldnn, name, None) if name is not None else None
     return known is not None and not known()

@@ -1,4 +1,4 @@
-"""Memory that a process has freed and its C library keeps."""
+"""Returns memory to the system that a process has freed and its C library keeps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 
 def return_freed_memory() -> None:
-    """Give back to the system what was freed, where the GNU C library can; takes some milliseconds.
+    """Return freed memory to the system, if the GNU C library is used; takes some milliseconds.
 
-    That library keeps what a pass over a prompt has freed, and can't use all of it again: a few times what is in use at
-    a time, for as long as the process lives.
+    Otherwise that library keeps the memory that a pass over a prompt has freed, and cannot reuse all of it: it grows to
+    a few times what is in use, for the life of the process.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -1,7 +1,7 @@
-"""Linear layers over few tokens on a GPU, by a kernel of our own that computes up to three layers of one input at once.
+"""Linear layers over few tokens on a GPU, by an own kernel that computes up to three layers of one input at once.
 
 Matrix libraries start a kernel for each layer, and another one to add up the parts of a small layer. Weights are read
-where they are: no copy takes memory or goes stale.
+in place: no copy takes memory or becomes outdated.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hf_specdec.host.torch_state import FunctionMode
 from hf_specdec.prepared.few_token_products import SHAPES
 from hf_specdec.prepared.step_trace import PLAIN
 
-MOST_TOKENS = 16  # of a pass, all rows together: as many as tensor cores compute at a time
-LEAST_SHARED_MEMORY = 99 * 2**10  # bytes a block, on any GPU of compute capability 8.0 or newer
+MOST_TOKENS = 16  # tokens of a pass, over all rows: as many as tensor cores compute at a time
+LEAST_SHARED_MEMORY = 99 * 2**10  # bytes per block, available on any GPU of compute capability 8.0 or newer
 NUMBERS = (torch.bfloat16, torch.float16)
 DEVICE = "cuda"
 NAMESPACE = "hf_specdec_cuda"
@@ -35,11 +35,11 @@ SCHEMAS = {
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is divided.
+    """The tiling of a product.
 
     Args:
-        rows: outputs that a block computes.
-        columns: of their weights, read at a time.
+        rows: outputs per block.
+        columns: columns of their weights to read at a time.
         stages: the number of reads in flight.
     """
 
@@ -49,22 +49,22 @@ class Tiles:
 
     @property
     def shared_memory(self) -> int:
-        """What a block needs of it, in bytes."""
+        """The shared memory that a block needs, in bytes."""
         return 2 * (self.rows + MOST_TOKENS) * self.columns * self.stages
 
 
-# The fastest of 54 on an H200 at the layers of LLaMA-2-7B: where blocks outnumber multiprocessors, so that some
-# run two or three; where there are about half as many; and where there are fewer.
+# The fastest of 54 on an H200 for the layers of LLaMA-2-7B: with more blocks than multiprocessors, so that some run
+# two or three; with about half as many; and with fewer.
 MANY, SOME, FEW = Tiles(64, 128, stages=3), Tiles(64, 128, stages=8), Tiles(32, 256, stages=4)
 
 
 class GpuProducts(FunctionMode):
-    """Sends `linear` over few tokens to the kernel; the rest stays as it is."""
+    """Runs `linear` over few tokens by the kernel; other operations are unchanged."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What `func` returns, up to the order of additions."""
+        """Return the result of `func`, up to the order of additions."""
         options = kwargs or {}
         if func is functional.linear and _takes(*args, **options):
             return _product(*args, **options)
@@ -80,7 +80,7 @@ def linears(
         input: of at most `MOST_TOKENS` tokens.
         weights: `[N, K]` each, contiguous.
         biases: `[N]` each, or None.
-        tiles: by default those that are fastest for this number of rows, see `_tiles_for`.
+        tiles: by default the fastest for this number of rows, see `_tiles_for`.
     """
     tokens, width = input.shape[:-1].numel(), input.shape[-1]
     outputs = [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
@@ -92,7 +92,7 @@ def linears(
         for bias, weight in zip(biases, weights, strict=True)
     ]
     blocks = sum(triton.cdiv(count, tiles.rows) for count in rows)
-    # Triton launches on the current device, whichever the tensors are on.
+    # Triton launches on the current device, not on that of the tensors.
     with torch.cuda.device_of(input):
         _linears[(blocks,)](
             input.contiguous(),
@@ -114,14 +114,14 @@ def linears(
     return outputs
 
 
-# Triton reads annotations as its own.
+# No type annotations, since Triton interprets them.
 @triton.jit
 def _linears(  # type: ignore[no-untyped-def]
     input, weight_0, weight_1, weight_2, bias_0, bias_1, bias_2, output_0, output_1, output_2,
     tokens, rows_0, rows_1, rows_2, width,
     biased: tl.constexpr, whole: tl.constexpr, places: tl.constexpr, height: tl.constexpr, span: tl.constexpr,
 ):  # fmt: skip
-    """One block: `height` outputs of one of the layers, for all tokens, which have `places`.
+    """Compute one block: `height` outputs of one of the layers, for all tokens, padded to `places`.
 
     `whole` says that the width is a multiple of `span`, the columns of a step.
     """
@@ -158,12 +158,12 @@ def _linears(  # type: ignore[no-untyped-def]
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The kernel always takes three; those after the last are not read."""
+    """Repeat the last tensor to get three, the number of the kernel's arguments; the repetitions are not read."""
     return [*tensors, *[tensors[-1]] * (3 - len(tensors))]
 
 
 def _tiles_for(rows: int, device: torch.device) -> Tiles:
-    """The tiles for layers that have `rows` rows together, by how many blocks of 64 rows a multiprocessor gets."""
+    """The tiles for layers with `rows` rows in all, by the number of blocks of 64 rows per multiprocessor."""
     multiprocessors, shared_memory = _resources(device)
     blocks = rows / (SOME.rows * multiprocessors)
     if blocks >= 1:
@@ -172,7 +172,7 @@ def _tiles_for(rows: int, device: torch.device) -> Tiles:
 
 
 def _resources(device: torch.device) -> tuple[int, int]:
-    """A GPU's multiprocessors, and the shared memory that a block may have, in bytes."""
+    """A GPU's number of multiprocessors, and the shared memory available to a block, in bytes."""
     found = torch.cuda.get_device_properties(device)
     return found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", LEAST_SHARED_MEMORY)
 
@@ -197,7 +197,7 @@ def _takes(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def _operation(input: Tensor, *layers: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    """`linear`, `linear_2` and `linear_3`: the layers' weights, then their biases."""
+    """`linear`, `linear_2` and `linear_3`: `layers` holds the weights, then the biases."""
     count = len(layers) // 2
     outputs = linears(input, cast(Sequence[Tensor], layers[:count]), layers[count:])
     return tuple(outputs) if count > 1 else outputs[0]

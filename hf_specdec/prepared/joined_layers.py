@@ -1,4 +1,4 @@
-"""Changes to a traced step: layers of one input are computed together, and shared heads are read where they are."""
+"""Changes to a traced step: layers of one input are computed together, and shared heads are read in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from hf_specdec.prepared.few_token_products import NUMBERS, suffix
 from hf_specdec.prepared.step_trace import value_of
 
-# A kernel of ours: its namespace in `torch.ops`, its name, and the numbers that it is for.
+# An own kernel: its namespace in `torch.ops`, its name, and its number type.
 KERNEL = re.compile(rf"(hf_specdec\w*)\.(\w+?)((?:_(?:{'|'.join(map(suffix, NUMBERS))}))?)\.default")
 # Kernels that have a `linear_2` and a `linear_3`, for layers of one input.
 LINEAR = ("linear", "quantized_linear", "gguf_linear")
@@ -22,7 +22,7 @@ LINEAR = ("linear", "quantized_linear", "gguf_linear")
 def join_linears(trace: Graph) -> None:
     """Compute linear layers of one input, such as queries, keys and values, in one call.
 
-    Layers are small, so that calling each takes a good part of its time.
+    Such layers are small, so the calls take a considerable part of the time.
     """
     alike: dict[tuple[Any, ...], list[Node]] = {}
     for node in trace.nodes:
@@ -34,13 +34,13 @@ def join_linears(trace: Graph) -> None:
 
 
 def _kernel(node: Node) -> str | None:
-    """The name of the kernel of ours that a node calls, for whichever numbers."""
+    """The name of the own kernel that a node calls, without its number type."""
     found = KERNEL.fullmatch(str(node.target))
     return found[2] if found else None
 
 
 def _for_several(node: Node, count: int) -> Any:
-    """The kernel that does for several layers what a node's does for one."""
+    """The kernel that computes `count` layers of a node's kind at once."""
     found = KERNEL.fullmatch(str(node.target))
     assert found is not None
     namespace, name, numbers = found.groups()
@@ -48,13 +48,13 @@ def _for_several(node: Node, count: int) -> Any:
 
 
 def _stands_ready(node: Node) -> bool:
-    """Whether a node is given or constant, or a view of what is."""
+    """Whether a node is an input, a constant, or a view of one."""
     view = node.target is torch.ops.aten.view.default
     return node.op != "call_function" or (view and all(map(_stands_ready, node.all_input_nodes)))
 
 
 def _kind(part: Any) -> Any:
-    """What the weights of layers that one call computes have in common: all but the number of rows."""
+    """The properties that layers must share to be computed in one call: all except the number of rows."""
     return (value_of(part).dtype, value_of(part).shape[1:]) if isinstance(part, Node) else None
 
 
@@ -64,7 +64,7 @@ def _join(trace: Graph, nodes: Sequence[Node]) -> None:
     for node in nodes[1:]:
         for given in node.all_input_nodes[1:]:
             _move_before(nodes[0], given)
-    # By what they are: all weights, then what else layers have, biases last.
+    # Grouped by kind: all weights, then the layers' other tensors, biases last.
     parts = [part for kind in zip(*(node.args[1:] for node in nodes), strict=True) for part in kind]
     with trace.inserting_before(nodes[0]):
         joined = trace.call_function(_for_several(nodes[0], len(nodes)), (nodes[0].args[0], *parts))
@@ -78,7 +78,7 @@ def _join(trace: Graph, nodes: Sequence[Node]) -> None:
 
 
 def _move_before(first: Node, node: Node) -> None:
-    """Let a node that stands ready, and what it views, come before another one."""
+    """Move an input or constant, with the nodes that it views, before another node."""
     if node.op != "placeholder":
         for given in node.all_input_nodes:
             _move_before(first, given)
@@ -86,7 +86,7 @@ def _move_before(first: Node, node: Node) -> None:
 
 
 def share_heads(trace: Graph) -> None:
-    """Let attention read keys and values that several heads share where they are, instead of a copy for each head.
+    """Let attention read keys and values that several heads share in place, instead of copying them for each head.
 
     Models repeat them by `unsqueeze`, `expand` and `reshape`, which would copy the cache in every pass.
     """
@@ -99,7 +99,7 @@ def share_heads(trace: Graph) -> None:
 
 
 def _before_repeating(node: Node) -> Node | None:
-    """The shared heads `[B, H_kv, S, D]` that a node repeats for its own, or None."""
+    """The shared heads `[B, H_kv, S, D]` that a node repeats, or None."""
     aten = torch.ops.aten
     for targets in ((aten._unsafe_view.default, aten.view.default), (aten.clone.default,), (aten.expand.default,)):
         if node.op != "call_function" or node.target not in targets:

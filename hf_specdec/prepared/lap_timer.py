@@ -1,4 +1,4 @@
-"""How long the parts of a round take, on the CPU and on CUDA."""
+"""Times the parts of a round, on the CPU and on CUDA."""
 
 from __future__ import annotations
 

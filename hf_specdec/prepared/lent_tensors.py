@@ -1,6 +1,6 @@
 """Tensors that compiled steps read without holding them between calls: weights and caches.
 
-A step that held a model's weights would keep them in memory after they were replaced, and go on reading them.
+A step that held a model's weights would keep them in memory, and read them, after they were replaced.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-Place = tuple[int, int]  # the number of a source, and of a tensor in it
+Place = tuple[int, int]  # the index of a source, and of a tensor in it
 
 
 class Lent:
     """Lends tensors to the steps of an engine, from their first call within a `generate` until `take_back`.
 
     Args:
-        sources: each lists tensors, always those of one form in the same places.
+        sources: each lists tensors, always in the same order and of the same forms.
     """
 
     def __init__(self, *sources: Callable[[], Sequence[Tensor]]) -> None:
@@ -34,14 +34,14 @@ class Lent:
         return found
 
     def take(self, places: Sequence[Place], let_go: Callable[[], None]) -> list[Tensor]:
-        """The tensors in some places; `let_go` is called when they are no longer lent."""
+        """Lend the tensors in some places; `let_go` is called when they must be released."""
         if not self._listed:
             self.places()
         self._borrowers.append(let_go)
         return [self._listed[number][at] for number, at in places]
 
     def take_back(self) -> None:
-        """Let nobody hold what was lent."""
+        """Make all borrowers release their tensors."""
         self._listed = []
         while self._borrowers:
             self._borrowers.pop()()

@@ -1,6 +1,6 @@
-"""Inductor compiling for us: in a folder of this process, what no process has compiled before, and not without an end.
+"""Runs inductor's compiler in a private folder, with a time limit, and only for code that no process has compiled.
 
-Its own folder is in a place that users share, by default, and it loads what it finds there.
+Inductor's default folder is in a place that users share, and it loads whatever it finds there.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from hf_specdec.prepared.code_folder import NoFolderError
 
 ANSWER, LONGEST = 30, 600  # seconds for the compiler's version, and for compiling a library on a busy machine
 
-_KEPT = (".so", ".gch", ".pch")  # libraries and precompiled headers, named by what they were compiled of
+_KEPT = (".so", ".gch", ".pch")  # libraries and precompiled headers, whose names derive from their sources
 _OTHER_COMPILER = "Install g++, or set CXX to a C++ compiler"
 
 _lock = threading.Lock()
-_blocks: set[object] = set()  # those that are running
+_blocks: set[object] = set()  # the running `in_own_folder` blocks
 _changes = ExitStack()
-_hanging: set[str] = set()  # compilers that have not ended
+_hanging: set[str] = set()  # compilers that exceeded a time limit
 _told: set[str] = set()
 
 
 class CompilerError(RuntimeError):
-    """Why a compiler has made nothing, in a sentence, and the way out."""
+    """A compiler's failure; the message says why, and the way out."""
 
 
 def tell_going_without(what: str, error: BaseException) -> None:
-    """Warn, once a process, that calls go on without something that an error kept from being prepared."""
-    error = getattr(error, "inner_exception", error)  # of inductor's
+    """Warn, once per process, that calls go on without something that could not be prepared."""
+    error = getattr(error, "inner_exception", error)  # inductor wraps errors
     cause = next(iter(str(error).strip().splitlines()), "")
     kind = "" if isinstance(error, (CompilerError, NoFolderError)) else f"{type(error).__name__}: "
     tell_once(f"{what}: decoding goes on without, since preparing failed: {kind}{cause}")
 
 
 def tell_once(sentence: str) -> None:
-    """Warn the caller, once a process."""
+    """Warn the caller, once per process."""
     if sentence not in _told:
         _told.add(sentence)
         warn_caller(sentence)
@@ -55,7 +55,7 @@ def tell_once(sentence: str) -> None:
 
 @contextmanager
 def in_own_folder(device: torch.device) -> Iterator[None]:
-    """In this block inductor compiles in our folder; so do other threads meanwhile.
+    """Make inductor compile in our folder within this block, also in other threads.
 
     Raises:
         NoFolderError: there is no folder for it.
@@ -75,7 +75,7 @@ def in_own_folder(device: torch.device) -> Iterator[None]:
 
 
 def _enter(block: object, place: Path, on_cpu: bool) -> None:
-    """Whatever interrupts this, `_leave` puts everything back."""
+    """Set up a block; if this is interrupted, `_leave` restores everything."""
     with _lock:
         if not _blocks:
             _changes.enter_context(_environment(TORCHINDUCTOR_CACHE_DIR=str(place)))
@@ -108,7 +108,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _build(builder: Any) -> None:
-    """Compile, unless a process has kept what it compiled of the same text by the same command."""
+    """Compile, unless a process has stored the result of the same source and command."""
     target, command = Path(builder.get_target_file_path()), shlex.split(builder.get_command_line())
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix not in _KEPT:
@@ -132,10 +132,10 @@ def _answer_of(compiler: str) -> None:
 
 
 def _run(command: list[str], folder: Path, seconds: int) -> None:
-    """Run a compiler in a folder, which also takes its temporary files: the usual place for these may be full.
+    """Run a compiler in a folder, also for its temporary files, since the usual folder for these may be full.
 
     Raises:
-        CompilerError: it is not there, fails, or does not end; then it is not tried again.
+        CompilerError: it is missing, fails, or exceeds the time limit, after which it is not tried again.
     """
     compiler = command[0]
     try:
@@ -146,7 +146,7 @@ def _run(command: list[str], folder: Path, seconds: int) -> None:
         subprocess.run(command, cwd=folder, env=settings, check=True, timeout=seconds, **streams)
     except subprocess.TimeoutExpired as error:
         _hanging.add(compiler)
-        raise CompilerError(f"{compiler} did not end within {seconds} seconds. {_OTHER_COMPILER}") from error
+        raise CompilerError(f"{compiler} did not finish within {seconds} seconds. {_OTHER_COMPILER}") from error
     except subprocess.CalledProcessError as error:
         raise CompilerError(f"{compiler} failed: {_said(error.stdout, folder)}") from error
     except OSError as error:
@@ -154,8 +154,8 @@ def _run(command: list[str], folder: Path, seconds: int) -> None:
 
 
 def _said(output: bytes, folder: Path) -> str:
-    """The line of a compiler's output that tells what is wrong, or what a full disk of its folder takes."""
-    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()] or ["it says nothing"]
+    """The line of a compiler's output that names the error, or the way out for a full disk."""
+    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()] or ["no message"]
     if any("No space left on device" in line for line in lines):
-        return f"no room is left in {folder}. Free some, or set TORCHINDUCTOR_CACHE_DIR to a folder with more"
+        return f"no space is left in {folder}. Free some, or set TORCHINDUCTOR_CACHE_DIR to a folder with more"
     return next((line for line in lines if "error" in line), lines[-1])

@@ -1,4 +1,4 @@
-"""Libraries of our own C++, compiled on first use and found on disk by later processes."""
+"""Libraries of the package's C++, compiled on first use and loaded from disk by later processes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hf_specdec.prepared import code_on_disk
 from hf_specdec.prepared.compile_progress import progress_bar
 from hf_specdec.prepared.own_builds import in_own_folder
 
-KERNELS = Path(__file__).parent / "kernels"  # where the C++ is
-FLAGS = ("-ftree-loop-vectorize",)  # which inductor turns off
-_INCLUDE = re.compile(r'^#include "(.+)"$|^#pragma once$', re.MULTILINE)  # of a file of ours
+KERNELS = Path(__file__).parent / "kernels"  # the folder of C++ files
+FLAGS = ("-ftree-loop-vectorize",)  # turned off by inductor
+_INCLUDE = re.compile(r'^#include "(.+)"$|^#pragma once$', re.MULTILINE)  # of the package's files
 
 
 def joined(*files: str) -> str:
-    """Some of the files of `KERNELS` as one text, with the headers that they include in their places, each once.
+    """Join files of `KERNELS` into one text, with the headers that they include inserted, each once.
 
-    A library of it depends on nothing else of ours, wherever the package lies.
+    So a library does not depend on the package's location.
     """
     seen: set[str] = set()
 
@@ -32,7 +32,7 @@ def joined(*files: str) -> str:
         return f'#line 1 "{name}"\n{_INCLUDE.sub(lambda found: _included(found, name, text), text)}'
 
     def _included(found: re.Match[str], name: str, text: str) -> str:
-        """What stands in place of an include; the compiler's messages name the files that lines are from."""
+        """The text that replaces an include; line directives let the compiler's messages name the original files."""
         if found[1] is None:
             return ""
         following = text.count("\n", 0, found.end()) + 2
@@ -42,10 +42,10 @@ def joined(*files: str) -> str:
 
 
 def library_of(text: str) -> Path:
-    """The library of some C++.
+    """Compile C++ into a library, or find it on disk.
 
     Raises:
-        Exception: whatever inductor raises where there is no compiler or it fails.
+        Exception: whatever inductor raises if there is no compiler or it fails.
     """
     return code_on_disk.library_for(text) or _compile(text)
 

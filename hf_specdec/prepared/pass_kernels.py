@@ -1,7 +1,7 @@
-"""The kernels of compiled steps in passes that are not compiled, such as those over prompts.
+"""The kernels of compiled steps, for passes that are not compiled, such as those over prompts.
 
-With `compile=True` some rounds can't be compiled, and others read what no step was compiled for. On a CPU, their linear
-layers and attention over few tokens take as long as in compiled steps.
+With `compile=True` some rounds cannot be compiled, and some passes have no compiled step. On a CPU, their linear layers
+and attention over few tokens are then as fast as in compiled steps.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hf_specdec.prepared.quantized_weights import parts_of
 
 
 def pass_kernels(model: PreTrainedModel) -> Callable[[], AbstractContextManager[Any]]:
-    """The context manager for a model's passes without gradients; what the kernels don't take is `onednn_linears`'s.
+    """The context manager for a model's passes without gradients; other layers fall back to `onednn_linears`.
 
-    The first pass compiles the kernels. Passes run as without them where that fails, which a warning tells, and under
+    The first pass compiles the kernels. If that fails, a warning says so and passes run without them, as under
     autocast.
     """
     others = onednn_linears(model)
@@ -46,7 +46,7 @@ def pass_kernels(model: PreTrainedModel) -> Callable[[], AbstractContextManager[
 
 @cache
 def kernels_loaded(dtype: torch.dtype, *libraries: str) -> bool:
-    """Whether there are kernels for numbers of a type; before a pass, since a broken one leaves half a cache."""
+    """Load kernels before a pass, since a failure within one leaves half a cache; return whether it succeeded."""
     if dtype not in few_token_products.NUMBERS:
         return False
     try:

@@ -1,7 +1,7 @@
 """`PreparedRounds`: rounds that run two prepared steps, drafting and verification, and copy once to the host.
 
-The loop is `decoding.Decoder`'s, which also makes the rounds of calls that need what the steps lack: processors that
-read the text, recorded scores, drafts of other kinds. Of these, the models' passes are compiled.
+The loop is `decoding.Decoder`'s, which also makes the rounds of calls that the steps do not support: with processors
+that read the text, recorded scores, or other drafters. For these, only the models' passes are compiled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_specdec.prepared.own_builds import tell_going_without, tell_once
 from hf_specdec.prepared.round_steps import Plan
 from hf_specdec.rules.round_statistics import Round, reached_overlap
 
-# Tokens times weights. Passes over smaller prompts take hardly longer than giving back what they have freed.
+# Tokens times weights. Passes over smaller prompts take hardly longer than returning their freed memory.
 LARGE_PROMPT = 2**31
 
 
@@ -49,7 +49,7 @@ class PreparedRounds:
         general: makes the rounds after preparing has failed.
         drafting: how drafts are made.
         target: the target's runner.
-        engine: serves this call alone.
+        engine: used by this call alone.
     """
 
     general: Decoder
@@ -65,14 +65,14 @@ class PreparedRounds:
         engine, first = self.engine, transcript.lengths[0] == transcript.prompt_length
         if first:
             engine.tails = transcript.sequences[:, -2:].tolist()
-        known = self.target.read[0]  # of the prompt, in a cache of the caller's
+        known = self.target.read[0]  # tokens of the prompt in the caller's cache
         before, room = list(transcript.lengths), tuple(max(space - 1, 0) for space in transcript.room)
         looking = perf_counter()
         copies, by_model, lookahead = self._chosen(transcript, room)
         looked = perf_counter() - looking
         limits = [min(len(copy) or space * by_model, lookahead) for copy, space in zip(copies, room, strict=True)]
         if not all(n in engine.steps for n in engine.lengths(lookahead)):
-            engine.load(engine.tails, before, limits)  # before the clock starts, which does not count preparing
+            engine.load(engine.tails, before, limits)  # before the clock starts, since preparing is not timed
             try:
                 self._prepare(lookahead)
             except Exception as error:  # compilers and captures fail in many ways, none of which should end a call
@@ -120,7 +120,7 @@ class PreparedRounds:
         )
 
     def _prepare(self, lookahead: int) -> None:
-        """Prepare; retry after a `NameError`: a module that is called while inductor's thread traces can fail."""
+        """Prepare; retry after a `NameError`, since a module called while inductor's thread traces can fail."""
         try:
             try:
                 self.engine.prepare(lookahead)
@@ -133,7 +133,7 @@ class PreparedRounds:
             raise
 
     def _give_up(self, error: Exception) -> None:
-        """Let simpler rounds go on where these left off, in this call and in later ones, see `Engine.fail`."""
+        """Continue with simpler rounds, in this call and in later ones, see `Engine.fail`."""
         how = "compile=True" if self.engine.compile else "CUDA graphs"
         tell_going_without(how, error)
         self.engine.fail()
@@ -156,11 +156,10 @@ class PreparedRounds:
         return min((n for n in self.engine.steps if needed <= n <= limit), default=limit)
 
     def _catch_up(self, transcript: Transcript) -> bool:
-        """Let the draft model read what it has not read yet, except the last two tokens; whether there was any.
+        """Let the draft model read all unread tokens except the last two; return whether there were any.
 
-        `draft_token` reads the last two itself. Unread are the prompt, and the tokens of rounds without drafts. All
-        rows read equally many tokens, up to their last but two. A row shorter than that reads beyond its text, into
-        slots that later passes overwrite.
+        `draft_token` reads the last two itself. The prompt and the tokens of rounds without drafts are unread. All rows
+        read the same number of tokens. A shorter row reads beyond its text, into slots that later passes overwrite.
         """
         runner, lengths = self.drafting.runner, transcript.lengths
         unread = max(n - 2 - read for n, read in zip(lengths, runner.read, strict=True))
@@ -173,7 +172,7 @@ class PreparedRounds:
         return True
 
     def _read(self, runner: StaticRunner, tokens: Tensor) -> None:
-        """Read tokens whose logits are not needed; what the pass over a large prompt has freed goes back."""
+        """Read tokens whose logits are not needed; after a large prompt, return freed memory to the system."""
         on_cpu, prompt = runner.positions.device.type == "cpu", not any(runner.read)
         runner.forward(tokens, 1)
         if prompt and on_cpu and tokens.numel() * runner.model.num_parameters() >= LARGE_PROMPT:
@@ -182,9 +181,9 @@ class PreparedRounds:
     def _note_drafted(
         self, before: Sequence[int], after: Sequence[int], lookahead: int, copies: Sequence[Sequence[int]]
     ) -> None:
-        """Note what the draft model has read: the text before the round and the accepted drafts except the last.
+        """Note what the draft model has read: the text before the round and its accepted drafts except the last.
 
-        It has not read what was copied.
+        It has not read copied tokens.
         """
         rows = zip(before, after, copies, strict=True)
         self.drafting.runner.read = [min(old if copy else old + lookahead - 1, new - 1) for old, new, copy in rows]
@@ -192,7 +191,7 @@ class PreparedRounds:
 
 @contextmanager
 def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) -> Iterator[Rounds]:
-    """Prepared rounds of a call; general ones of compiled passes, or the decoder's own, where there are none.
+    """Yield a call's prepared rounds; if there are none, general rounds with compiled passes or the decoder's own.
 
     Args:
         compile: compile the steps. Without it, prepared rounds run on CUDA only, captured.
@@ -208,7 +207,7 @@ def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) 
     runners = drafter.runners() if drafting is None else [drafting.runner]
     draft = next((one for one in runners if drafting or _shares(target, one, transcript)), None)
     models = [runner.model for runner in (target, draft) if runner is not None]
-    # Captured steps read the very memory that they were captured over.
+    # Captured steps always read the memory over which they were captured.
     addresses = tuple(map(weights_of, models)) if captures else ()
     states = tuple(map(state_of, models)), forms_of(*models), addresses, target.layers_read
     key = (compile, len(target.read), target.cache.capacity, states)
@@ -241,8 +240,8 @@ def _passes_compile(decoder: Decoder, transcript: Transcript) -> bool:
         refusal = _refusal_of(target, transcript)
     else:
         refusal = (
-            "they need a static cache. The model has none, or the call may exceed its context (lower max_new_tokens) "
-            "or goes on from a cache (past_key_values) that can't be taken over."
+            "they need a static cache, which the model does not support, or the call may exceed its context (lower "
+            "max_new_tokens) or continues from a cache (past_key_values) that can't be taken over."
         )
     if refusal is not None:
         tell_once(f"compile=True compiles no passes of this call: {refusal}")
@@ -263,7 +262,7 @@ def _rounds_of_passes(
 
 
 def _shares(target: StaticRunner, runner: object, transcript: Transcript) -> bool:
-    """Whether a draft's passes can be compiled beside the target's, over a cache of the same size."""
+    """Whether a draft's passes can be compiled too, over a cache of the same size as the target's."""
     return (
         isinstance(runner, StaticRunner)
         and not runner.cache.grows
@@ -274,7 +273,7 @@ def _shares(target: StaticRunner, runner: object, transcript: Transcript) -> boo
 
 
 def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
-    """How an engine would run this call, or None if only general rounds can."""
+    """The plan for an engine to run this call, or None if only general rounds can."""
     target, drafting = decoder.target, decoder.drafter.for_prepared_rounds()
     if (
         drafting is None
@@ -312,10 +311,10 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
 
 
 def _refusal_of(runner: StaticRunner, transcript: Transcript) -> str | None:
-    """Why a model's passes depend on more than the steps' inputs; None if they do not.
+    """A sentence on why a model's passes depend on more than the steps' inputs; None if they do not.
 
-    The last prompt token has to be visible: the first step reads it, and as padding it would see itself. The casts that
-    autocast keeps of weights end with it, and of several processes that hold a model only one draws and decides.
+    The last prompt token must be visible: the first step reads it, and as padding it would see itself. Autocast's
+    cached casts of weights end with it, and among processes that share a model only one draws and decides.
     """
     model = runner.model
     name = type(model).__name__
@@ -340,7 +339,7 @@ def _within(bound: int | None, transcript: Transcript) -> bool:
 
 
 def _cache_bytes(runner: StaticRunner, capacity: int) -> int:
-    """The memory that slots of a runner's cache take, in bytes: keys and values of all layers, rows and heads."""
+    """Bytes of a runner's cache with `capacity` slots: keys and values of all layers, rows and heads."""
     config = runner.model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -13,11 +13,11 @@ from hf_specdec.prepared.lent_tensors import Lent, Place
 
 @dataclass(frozen=True)
 class Call:
-    """A segment's code with what it reads.
+    """A segment's code and its inputs.
 
     Args:
-        code: calls it.
-        sources: of each input the number of its value; see `Program`.
+        code: the compiled function.
+        sources: the number of each input's value, see `Program`.
     """
 
     code: Code
@@ -25,13 +25,13 @@ class Call:
 
 
 class Program:
-    """The calls of a step in order. Values are numbered: constants, then what a call is given, then all outputs.
+    """The calls of a step in order. Values are numbered: constants, then the step's inputs, then all outputs.
 
     Args:
         calls: the segments' code.
-        constants: tensors of the step itself, and the places of those that are lent to it, such as weights.
+        constants: the step's own tensors, and the places of tensors lent to it, such as weights.
         results: the numbers of the values to return.
-        lent: lends them.
+        lent: lends tensors by place.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Program:
         self._constants: list[Tensor] | None = None
 
     def __call__(self, given: list[Tensor]) -> Sequence[Tensor]:
-        """Run the step. `given`: its inputs, one tensor for each. Returns its results."""
+        """Run the step on its inputs `given`, and return its results."""
         if self._constants is None:
             taken = iter(self._lent.take(self._places, self._let_go))
             self._constants = [held if isinstance(held, Tensor) else next(taken) for held in self._given]

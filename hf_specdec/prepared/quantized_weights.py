@@ -1,7 +1,7 @@
-"""What quantized weights consist of, for the kernel that reads them where they are.
+"""The parts of quantized weights, for kernels that read them in place.
 
-Libraries are not imported: a weight is known by the name of its class, and one whose parts are not as expected is left
-to its own library.
+Quantization libraries are not imported: a weight is recognized by the name of its class, and left to its own library if
+its parts are not as expected.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hf_specdec.compat.quanto_private import eight_bit_parts, packed_parts
 
 @dataclass(frozen=True)
 class QuantizedParts:
-    """A matrix `[N, K]` whose numbers q stand for `scale * q - shift`.
+    """A matrix `[N, K]` of numbers q with the values `scale * q - shift`.
 
     Args:
         values: `[N, K]` int8, or `[N / 2, K]` uint8, whose low halves are the first N / 2 rows and whose high halves
             are the others.
         scale: `[N, G]`, one for each group of a row's columns.
-        shift: `[N, G]`, None for 0; of int8 it is in units of the scale.
+        shift: `[N, G]`, None for 0; for int8 in units of the scale.
     """
 
     values: Tensor
@@ -33,7 +33,7 @@ class QuantizedParts:
 
 
 def parts_of(weight: Tensor) -> QuantizedParts | None:
-    """The parts of a quantized weight, which share its memory; None for what the kernel can't read."""
+    """The parts of a quantized weight, which share its memory; None if the kernel cannot read it."""
     kind = type(weight)
     read = _READERS.get((kind.__module__.partition(".")[0], kind.__name__))
     try:
@@ -51,7 +51,7 @@ def _quanto_bytes(weight: Any) -> QuantizedParts | None:
 
 
 def _quanto_bits(weight: Any) -> QuantizedParts | None:
-    """Groups of columns are rows of their own, of which the second half is in the high halves of the first's bytes."""
+    """Parts of int4 weights: groups of columns are stored as rows, the second half of them in the high half-bytes."""
     bits, packed, scale, shift = packed_parts(weight)
     if bits != 4 or weight.axis != 0 or len(weight) % 2:
         return None
@@ -60,7 +60,7 @@ def _quanto_bits(weight: Any) -> QuantizedParts | None:
 
 
 def _torchao(weight: Any) -> QuantizedParts | None:
-    """Weights of fewer than 8 bits are stored in 8, too."""
+    """Parts of torchao's weights; those of fewer than 8 bits are also stored in 8."""
     activations = ("activation_quantization", "act_quant_kwargs", "act_quant_scale", "act_pre_scale")
     shift = weight.zero_point
     if any(getattr(weight, name, None) is not None for name in activations) or (

@@ -1,7 +1,7 @@
-"""Cutting a traced step into segments, so that a model's layers, which are alike, are compiled once.
+"""Cuts a traced step into segments, so that a model's layers, which are equal, are compiled once.
 
-A trace lists the operations of all layers one after another. The longest run that repeats with a fixed period is the
-layers; each period becomes a segment, and so does what comes before and after. Segments of equal operations, shapes
+A trace lists the operations of all layers one after another. The longest run that repeats with a fixed period consists
+of the layers; each period becomes a segment, as do the parts before and after. Segments with equal operations, shapes
 and wiring are one function of different tensors.
 """
 
@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from hf_specdec.compat.torch_private import schema_of
 from hf_specdec.prepared.step_trace import value_of
 
-LEAST_REPEATS = 6  # with fewer layers, calling segments one by one costs more than compiling them twice
+LEAST_REPEATS = 6  # with fewer layers, calling segments one by one costs more than compiling all layers
 LEAST_PERIOD = 8
 
 
@@ -30,8 +30,8 @@ class Segment:
     """A part of a trace as a function of tensors.
 
     Args:
-        graph: takes `inputs` and returns a list of the values of `outputs`; equal segments share it.
-        inputs: nodes of the trace, constants among them.
+        graph: maps `inputs` to a list of the values of `outputs`; equal segments share it.
+        inputs: nodes of the trace, including constants.
         outputs: nodes that later segments or the result use.
         key: equal for segments that are the same function.
     """
@@ -43,10 +43,9 @@ class Segment:
 
 
 def segments_of(trace: Graph) -> list[Segment]:
-    """The segments of a trace, in order; one if nothing repeats.
+    """The segments of a trace, in order; only one if nothing repeats.
 
-    Views belong to no segment: each segment makes those that it reads, so that none returns a view of what another
-    one writes to.
+    Each segment makes the views that it reads, so that none returns a view of memory to which another one writes.
     """
     units = _units(trace)
     cuts = _cuts(units)
@@ -55,7 +54,7 @@ def segments_of(trace: Graph) -> list[Segment]:
     closed = [_with_views(part, place) for part in parts]
     used = {_identity(arg) for at, part in enumerate(closed) for arg in _outside(part)}
     used |= {*trace.output_node().all_input_nodes}
-    # Equal parts return the same of their values, so that they stay equal.
+    # Equal parts must return the same of their values to stay equal.
     returned: dict[Hashable, set[int]] = {}
     keys = [_key(part) for part in closed]
     for key, part in zip(keys, closed, strict=True):
@@ -71,7 +70,7 @@ def segments_of(trace: Graph) -> list[Segment]:
 
 
 def _units(trace: Graph) -> list[list[Node]]:
-    """Operations that are no views, each with the parts of its result if it has several."""
+    """Operations except views, each with the parts of its result if it has several."""
     units = []
     for node in trace.nodes:
         if node.op == "call_function" and not _is_view(node) and node.target is not operator.getitem:
@@ -122,7 +121,7 @@ def _cuts(units: Sequence[Sequence[Node]]) -> list[int]:
 
 
 def _longest_run(same: Tensor) -> tuple[int, int]:
-    """Where the longest run of True begins, and its length."""
+    """The start and length of the longest run of True."""
     edges = torch.diff(torch.nn.functional.pad(same.to(torch.int8), (1, 1)))
     starts, ends = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
     if not len(starts):
@@ -132,7 +131,7 @@ def _longest_run(same: Tensor) -> tuple[int, int]:
 
 
 def _kind(node: Node) -> Hashable:
-    """What an operation is, whichever values it reads."""
+    """A key for an operation, regardless of the values that it reads."""
     return (node.target, repr(map_arg((node.args, node.kwargs), lambda arg: _shape(arg))))
 
 
@@ -144,7 +143,7 @@ def _shape(node: Node) -> str:
 
 
 def _key(part: Sequence[Node]) -> Hashable:
-    """Operations, shapes and wiring of a part; values from outside are numbered by their first use."""
+    """A key for a part's operations, shapes and wiring; outside values are numbered by their first use."""
     inside = {node: f"%{at}" for at, node in enumerate(part)}
     names: dict[Hashable, str] = {}
 
@@ -157,7 +156,7 @@ def _key(part: Sequence[Node]) -> Hashable:
 
 
 def _identity(node: Node) -> Hashable:
-    """Which value a node stands for: a constant has a node for each use."""
+    """The value of a node: a constant has a node for each use."""
     return node.target if node.op == "get_attr" else node
 
 

@@ -33,7 +33,7 @@ class Side:
         held: the draft or the target, by a weak reference: engines do not keep models alive.
         cache: the model's keys and values.
         positions, visible: `[B, capacity]`, see `StaticRunner`.
-        outputs: what the model's passes return.
+        outputs: which outputs the model's passes return.
         layers_read: the layers whose hidden states they return, see `HiddenStates`.
     """
 
@@ -50,9 +50,9 @@ class Side:
         return logits[:, -count:].float()
 
     def run(self, tokens: Tensor, slots: Tensor, count: int | None) -> Any:
-        """What the model returns of a pass, with at least the last `count` logits, or all."""
+        """Run a pass and return the model's output, with at least the last `count` logits; all if None."""
         model = self.held()
-        assert model is not None  # whoever runs a pass holds its model
+        assert model is not None  # the caller holds the model
         return static_pass(
             model,
             self.cache,
@@ -96,7 +96,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What γ calls of `draft_token` have drafted, one entry of each tuple for a token.
+    """The drafts of γ calls of `draft_token`; tuples have one entry per token.
 
     Args:
         tokens: `[B, 1]` each.
@@ -111,7 +111,7 @@ class Drafts:
     after: tuple[Tensor, ...] = ()
 
     def __add__(self, more: Drafts) -> Drafts:
-        """These drafts and all that follow them."""
+        """Append further drafts."""
         return Drafts(
             self.tokens + more.tokens,
             self.probs + more.probs,
@@ -120,7 +120,7 @@ class Drafts:
         )
 
     def parts(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The tensors, as `verify_step` takes them."""
+        """The tensors, as arguments of `verify_step`."""
         return self.tokens, self.probs, self.before, self.after
 
 
@@ -142,10 +142,10 @@ def draft_token(
     """Draft one token for every row after reading `tokens` `[B, k]` into `slots` `[B, k]`.
 
     Args:
-        uniforms: `[B]`, for the draw; only where drafts are sampled.
+        uniforms: `[B]`, for the draw; only if drafts are sampled.
 
     Returns:
-        The token and its slot, `[B, 1]` each; then what `Drafts` holds of it beside, each empty or of one tensor.
+        The token and its slot, `[B, 1]` each; then its other entries of `Drafts`, each empty or one tensor.
     """
     known = tokens.clamp(max=plan.draft_vocabulary - 1) if plan.draft_vocabulary < plan.vocabulary else tokens
     logits = align_vocabulary(side.read(known, slots, 1)[:, -1], plan.vocabulary)
@@ -178,7 +178,7 @@ def verify_step(
     Args:
         state: `[B, 4]`: the last token but one, the last token, the row's length, the most tokens to draft.
         tokens, probs, before, after: see `Drafts`.
-        uniforms: `[B, γ+1]`, for the rule; only where tokens are sampled.
+        uniforms: `[B, γ+1]`, for the rule; only if tokens are sampled.
 
     Returns:
         `[B, 2γ+3]` float64, one tensor so that the host copies once: γ drafts, their length, the number accepted, the

@@ -1,6 +1,6 @@
-"""What a step does, as a graph of operations on tensors: it is run once, and every operation is noted.
+"""Traces a step to a graph of operations on tensors, by running it once and recording every operation.
 
-`torch.fx.experimental.proxy_tensor.make_fx` gives the same graph, but takes a millisecond for each operation.
+`torch.fx.experimental.proxy_tensor.make_fx` makes the same graph, but takes a millisecond for each operation.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Layout:
     device: torch.device
 
     def stride(self) -> tuple[int, ...]:
-        """As of a tensor."""
+        """The strides, like `Tensor.stride`."""
         return self.strides
 
 
 def trace(step: Callable[..., Sequence[Tensor]], *given: Tensor) -> Graph:
     """Run a step and return its operations.
 
-    Placeholders stand for the arguments, in order; `get_attr` nodes for tensors that the step finds elsewhere, such as
-    weights. See `value_of`.
+    Placeholders represent the arguments, in order; `get_attr` nodes represent other tensors that the step reads, such
+    as weights. See `value_of`.
 
     Raises:
-        RuntimeError: the step reads values of tensors on the host, so that another call might do something else.
+        RuntimeError: the step reads values of tensors on the host, so another call might behave differently.
     """
     recorder = _Recorder()
-    # What is given twice are two arguments, which may differ at the next call.
+    # A tensor given twice is two arguments, which may differ at the next call.
     given = tuple(
         tensor.view_as(tensor) if id(tensor) in map(id, given[:at]) else tensor for at, tensor in enumerate(given)
     )
@@ -58,12 +58,12 @@ def trace(step: Callable[..., Sequence[Tensor]], *given: Tensor) -> Graph:
 
 
 def value_of(node: Node) -> Any:
-    """The tensor that a `get_attr` node stands for; of other nodes the `Layout`, or those of several results."""
+    """The tensor of a `get_attr` node; for other nodes the `Layout`, or those of several results."""
     return node.meta["val"]
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees operations below autograd, where composite ones have been taken apart."""
+    """Records operations below autograd, where composite ones are decomposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
         self.nodes: Any = WeakTensorKeyDictionary()
 
     def note(self, value: Any, node: Node) -> None:
-        """Let a node stand for a tensor, or for several."""
+        """Map a tensor, or several, to a node."""
         if isinstance(value, Tensor):
             self.nodes[value] = node
             node.meta["val"] = Layout(value.shape, value.stride(), value.dtype, value.device)
@@ -81,7 +81,7 @@ class _Recorder(TorchDispatchMode):
             node.meta["val"] = None
 
     def node_of(self, tensor: Tensor) -> Node:
-        """The node of a tensor; one that no operation has made is a constant."""
+        """The node of a tensor; a tensor that no operation has made becomes a constant."""
         if tensor not in self.nodes:
             node = self.graph.create_node("get_attr", f"constant_{len(self.graph.nodes)}")
             node.meta["val"] = tensor
@@ -96,13 +96,13 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(type(tensor) in PLAIN for tensor in tensors):
-            return NotImplemented  # its class says what operations on plain tensors it stands for
+            return NotImplemented  # its class decomposes it into operations on plain tensors
         if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         if depends_on_values(func, args):
             raise RuntimeError(f"{func} reads values of a tensor, which may differ at the next call")
-        # What `torch.tensor` makes is a constant, which the step must not write to.
+        # The result of `torch.tensor` is a constant, which the step must not write to.
         func = torch.ops.aten.lift_fresh_copy.default if func is torch.ops.aten.lift_fresh.default else func
         node_args, node_kwargs = pytree.tree_map_only(Tensor, self.node_of, (args, kwargs))
         node = self.graph.call_function(func, node_args, node_kwargs)

@@ -1,4 +1,4 @@
-"""From scores to probabilities, and draws from them. All randomness of the package comes from here."""
+"""Probabilities from scores, and draws from them. All randomness of the package comes from here."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hf_specdec.rules.shared_decisions import shared
 
 
 def probabilities(scores: Tensor) -> Tensor:
-    """Softmax of processed scores `[..., V]`, as `GenerationMixin._sample` takes it."""
+    """Softmax of processed scores `[..., V]`, as in `GenerationMixin._sample`."""
     return torch.softmax(scores, dim=-1)
 
 
 def uniforms(*shape: int, device: torch.device) -> Tensor:
     """Uniform float32 numbers in [0, 1) from torch's global generator, which `transformers.set_seed` seeds.
 
-    The dtype is fixed: in bfloat16, a possible default dtype, there are only 256 such numbers. Processes that hold one
-    model together get the first one's numbers.
+    The dtype is fixed: bfloat16, a possible default dtype, has only 256 such numbers. Processes that share one model
+    get the first one's numbers.
     """
     return shared(torch.rand(shape, device=device, dtype=torch.float32))
 
@@ -33,7 +33,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
         Tokens `[...]`; -1 where the weights hold NaN or infinity or are all zero. A token of weight zero is never
         drawn: the sum is taken in float64, where `uniform * total < total` for every float32 number below one.
     """
-    # Apple's GPUs have no float64. There a draw can reach the total, so it is bounded.
+    # Apple's GPUs have no float64, so a draw can reach the total and is clamped.
     on_mps = weights.device.type == "mps"
     cumulative = weights.cumsum(dim=-1, dtype=torch.float32 if on_mps else torch.float64)
     total = cumulative[..., -1]

@@ -1,7 +1,7 @@
-"""Processes that hold one model together (tensor parallel) decide once: the first does, the others take it over.
+"""Shared decisions for processes that hold one model together (tensor parallel): the first process decides for all.
 
-Each has to make the same passes over the same tokens. Scores are the same in all of them, but draws and clocks are not.
-Alone, nothing is sent.
+All processes must run the same passes over the same tokens. Their scores are equal, but draws and clocks are not. A
+single process sends nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIMES = ("draft_seconds", "verify_seconds", "seconds", "catch_up_seconds")
 
 @contextmanager
 def among(group: distributed.ProcessGroup | None) -> Iterator[None]:
-    """Share decisions among the processes of a group; None: there is one process."""
+    """Share decisions among the processes of a group within the block; None for a single process."""
     before = _group.get()
     try:
         _group.set(group)
@@ -33,7 +33,7 @@ def among(group: distributed.ProcessGroup | None) -> Iterator[None]:
 
 
 def shared(decision: Tensor) -> Tensor:
-    """The first process's tensor, of the same shape in all of them."""
+    """Return the first process's tensor in all processes; shapes must be equal."""
     group = _group.get()
     if group is None:
         return decision
@@ -43,10 +43,10 @@ def shared(decision: Tensor) -> Tensor:
 
 
 def with_shared_times(finished: Round) -> Round:
-    """A round with the first process's times, by which lengths may be chosen."""
+    """Replace a round's times by the first process's, since automatic lengths depend on them."""
     if _group.get() is None:
         return finished
-    # Groups of GPUs can't send what is on a CPU.
+    # Process groups of GPUs cannot send tensors on a CPU.
     device = torch.device("cuda" if distributed.get_backend(_group.get()) == "nccl" else "cpu")
     times = torch.tensor([getattr(finished, name) for name in TIMES], dtype=torch.float32, device=device)
     return replace(finished, **dict(zip(TIMES, shared(times).tolist(), strict=True)))

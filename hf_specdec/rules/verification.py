@@ -1,8 +1,7 @@
-"""Acceptance rules: pure functions from both models' distributions to the accepted tokens. All but `Lenient` are
-lossless.
+"""Acceptance rules: pure functions from both models' distributions to the accepted tokens; lossless except `Lenient`.
 
-All rules share one signature. Forward passes, caches, ends of sequences and strategies lie outside; relaxations
-such as BiLD's change the target's scores before a rule sees them.
+All rules share one signature. Forward passes, caches, ends of sequences and strategies are handled elsewhere;
+relaxations such as BiLD's change the target's scores before a rule sees them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hf_specdec.rules.sampling import draw
 
-# Times a probability: above zero in float32, yet far below the rounding error of a sum of probabilities.
+# Factor for a probability: the product is above zero in float32, yet far below the rounding error of a sum.
 _NEXT_TO_NOTHING = 1e-25
 
 
@@ -25,7 +24,7 @@ class Verification:
 
     Args:
         n_accepted: `[B]`, drafted tokens kept.
-        next_token: `[B]`, the target's own token that follows them; -1 where it can't be drawn, see `sampling.draw`.
+        next_token: `[B]`, the target's own token after them; -1 if it cannot be drawn, see `sampling.draw`.
         overlap: `[B, γ]`, Σ_x min(p(x), q(x)) at each drafted position; arbitrary past a row's length.
     """
 
@@ -128,9 +127,9 @@ def block_verification(
 class Lenient:
     """Lenience in sampling (Leviathan et al. 2023, appendix A.5): keep drafts with probability min(1, p / (l q)).
 
-    Called as the rule that it wraps, on smaller uniform numbers: u l q < p instead of u q < p. A rejected token is
-    replaced as before, so no token is drawn with more than 1 / l times its probability. Around block verification, the
-    probability that a block passes is divided by l. The overlap stays that of the wrapped rule.
+    Calls the wrapped rule with smaller uniform numbers: u l q < p instead of u q < p. A rejected token is replaced as
+    before, so no token is drawn with more than 1 / l times its probability. With block verification, the probability
+    that a block passes is divided by l. The overlap is that of the wrapped rule.
 
     Args:
         rule: a rule of `SAMPLING_RULES`.
@@ -215,6 +214,6 @@ def _residual(
             residual = residual.scatter(1, token, residual.gather(1, token) * ~rejected)
         else:
             residual = torch.where(rejected, (residual - draft_probs[rows, place]).clamp_(min=0.0), p)
-    # A rejection where p and q agree to the last bit leaves nothing to draw from. Then p decides, which otherwise
-    # is too small here to change the sum.
+    # If p and q agree to the last bit, a rejection leaves nothing to draw from. Then the scaled p decides, which is
+    # otherwise too small to change the sum.
     return residual.add(p, alpha=_NEXT_TO_NOTHING)

@@ -279,7 +279,7 @@ def test_steps_and_learning_rate_follow_data_and_draft(
         ({"drafter": "suffix"}, "--drafter: 'suffix' is no model"),
         ({"model_name": "synthetic:smollm-135m"}, "--model_name: 'synthetic:smollm-135m' has random weights"),
         ({"dataset": "embedded", "split": "train"}, "--split: 'train' can't be chosen for the embedded data"),
-        ({"dataset": "embedded:tap dance"}, "--dataset: 'tap dance' is no subtask of the embedded data; give one of"),
+        ({"dataset": "embedded:tap dance"}, "--dataset: 'tap dance' is not a subtask of the embedded data"),
         ({"limit": 1}, "--dataset: .* has too few different prompts"),
         ({"top_k_targets": 321}, "--top_k_targets: 321 exceeds the vocabulary; give at most 320"),
     ],

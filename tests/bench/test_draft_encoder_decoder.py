@@ -202,7 +202,7 @@ def test_a_draft_is_made_trained_judged_and_saved(
     [
         ("Whisper", {"dataset": "own"}, "writes no prompts of its own; give some"),
         ("T5", {"layers": (1,)}, "--layers: the first of them has to be 0"),
-        ("Whisper", {"task": "subtasks"}, "writes down speech, and all tasks ask in writing"),
+        ("Whisper", {"task": "subtasks"}, "transcribes speech, and all tasks have text prompts"),
     ],
 )
 def test_refusals(kind: str, more: dict[str, Any], words: str, tmp_path: Path) -> None:

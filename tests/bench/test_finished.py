@@ -46,7 +46,7 @@ def test_a_file_that_cannot_be_read_is_kept_too(tmp_path: Path) -> None:
     settings = Settings(output_dir=tmp_path)
     path = finished(settings)
     path.write_bytes(b"of another version")
-    with pytest.raises(BenchError, match="is no result of this version"):
+    with pytest.raises(BenchError, match="is not a result of this version"):
         results.check_output(settings)
     assert path.read_bytes() == b"of another version"
 

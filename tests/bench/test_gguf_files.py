@@ -104,9 +104,9 @@ def test_its_weights_can_stay_in_the_file(files: tuple[Path, Path], tmp_path: Pa
     pair = load_pair(Settings(model_name=str(path), assistant_model=str(path), assisted_generation=True, **kinds))
     assert all(isinstance(model.lm_head.weight, GgufWeight) for model in pair.models)
     assert [model.dtype for model in pair.describe().values()] == ["Q8_0 weights, float32"] * 2
-    with pytest.raises(BenchError, match="that takes a GGUF file"):
+    with pytest.raises(BenchError, match="precision gguf needs a GGUF file"):
         load_pair(Settings(model_name="target", precision="gguf"))
-    with pytest.raises(BenchError, match="is for weights in a GGUF file"):
+    with pytest.raises(BenchError, match="is for GGUF files only"):
         quantize_made(qwen2(VOCABULARY), "gguf")
 
 
@@ -154,7 +154,7 @@ def test_a_draft_cut_out_of_a_file_is_saved_as_one(files: tuple[Path, Path], tmp
 def test_a_trimmed_draft_is_written_whole(files: tuple[Path, Path], tmp_path: Path) -> None:
     """Where its head is its embedding; otherwise its other rows are gone."""
     model = qwen2(VOCABULARY)
-    with hf_specdec.trim_draft_head(model, [1, 2]), pytest.raises(ValueError, match="with a whole head: restore"):
+    with hf_specdec.trim_draft_head(model, [1, 2]), pytest.raises(ValueError, match="with a full head: restore"):
         export_gguf(model, tmp_path / "x.gguf", "f32")
     model.config.tie_word_embeddings = True
     model.tie_weights()

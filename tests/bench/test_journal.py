@@ -262,7 +262,7 @@ def test_what_was_decoded_before_is_shown_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupt_after(4, "decode", saved_pair, tmp_path, monkeypatch)
-    assert "the same command continues it" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
     run("decode", saved_pair, tmp_path)
     again = capsys.readouterr().out.split("# Decode")[0]
     run("decode", saved_pair, tmp_path)

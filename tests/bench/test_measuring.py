@@ -344,5 +344,5 @@ def test_short_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_drafts_of_another_kind_are_refused(tmp_path: Path, settings: Settings) -> None:
     _, t5_draft = save_pair(tmp_path, encoder_decoder=True)
     mixed = Settings(**vars(settings) | {"assistant_model": str(t5_draft)})
-    with pytest.raises(BenchError, match=r"--assistant_model: .* only one is an encoder-decoder model"):
+    with pytest.raises(BenchError, match=r"--assistant_model: only one of .* is an encoder-decoder model"):
         load_pair(mixed)

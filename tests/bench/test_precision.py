@@ -210,11 +210,11 @@ def test_a_model_offloaded_as_a_whole_is_refused_by_name(role: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"device_map": "nonsense"}, "--device_map: 'nonsense' is neither auto"),
+        ({"device_map": "nonsense"}, "--device_map: 'nonsense' must be one of auto"),
         ({"offload_folder": Path("o")}, "--offload_folder: 'o' needs --device_map auto"),
         (
             {"precision": "int8", "device_map": "auto", "offload_folder": Path("o")},
-            "--offload_folder: 'o' with --precision int8: .*; leave one of the two out",
+            "--offload_folder: 'o' with --precision int8: .*; leave out one of the two",
         ),
     ],
 )

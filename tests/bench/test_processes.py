@@ -93,5 +93,5 @@ def test_shares_are_disjoint_and_complete() -> None:
 
 def test_tasks_that_time_one_process_alone_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_specdec.bench.running.processes.processes", lambda cpu: Processes(1, 2))
-    with pytest.raises(BenchError, match="--task: 'benchmark' times one process alone, and was started with 2"):
+    with pytest.raises(BenchError, match="--task: 'benchmark' runs in one process only, but 2 were started"):
         run_task(Settings())

@@ -183,8 +183,8 @@ def test_a_check_decodes_too(saved_pair: tuple[Path, Path], log: Path, tmp_path:
         ({"pass_times": {"target": 3}}, "--pass_times: give milliseconds of the target's passes"),
         ({"grid": {"drafter": ("hybrid",)}}, "--drafter: 'hybrid' needs a draft model here"),
         ({"engines": ("llama.cpp-f32",)}, "--engines: llama.cpp-f32 is for --task engines"),
-        ({"model_name": "synthetic:tiny-llama"}, "--model_name: 'synthetic:tiny-llama' writes texts that mean nothing"),
-        ({"dataset": "embedded"}, "--prompt_column: 'q' can't be had from embedded"),
+        ({"model_name": "synthetic:tiny-llama"}, "--model_name: 'synthetic:tiny-llama' has random weights"),
+        ({"dataset": "embedded"}, "--prompt_column: 'q' does not apply to embedded"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(

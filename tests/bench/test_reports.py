@@ -374,7 +374,7 @@ def test_damaged_results_are_named_after_the_others_are_rendered(
     good.unlink()
     for place, data in enumerate((b"", b"no gzip")):
         (folder / f"z{place}{results.SUFFIX}").write_bytes(data)
-    with pytest.raises(BenchError, match=r"z1\.json\.gz' can't be read, is damaged, or is no result of this version"):
+    with pytest.raises(BenchError, match=r"z1\.json\.gz' can't be read, is damaged, or is not a result"):
         run_task(Settings(task="report", output_dir=folder))
     assert good.exists() and "z0.json.gz" in capsys.readouterr().err
     empty = folder / "empty"

@@ -183,7 +183,7 @@ def test_a_missing_target_is_named_before_its_draft(
     ("lines", "words"),
     [
         (None, "can't be read (No such file or directory)"),
-        ("", "has no question in it"),
+        ("", "has no questions"),
         ('{"q": "one"}\nnot JSON\n', "line 2 of"),
         ('{"q": "one"}\n{"x": "two"}\n', "--prompt_column: 'q' is not in row 2"),
         ('{"q": 7}\n', "line 1 of"),
@@ -218,8 +218,8 @@ def test_data_sets_that_cannot_be_used(
     [
         ({"category": "qa", "turns": "one text"}, "a list of turns"),
         ({"category": "qa", "turns": 5}, "a list of turns"),
-        ({"category": "qa", "turns": ["a"], "reference": "one text"}, "its reference is no list"),
-        ({"category": "qa", "turns": ["a"], "reference": 5}, "its reference is no list"),
+        ({"category": "qa", "turns": ["a"], "reference": "one text"}, "its reference is not a list"),
+        ({"category": "qa", "turns": ["a"], "reference": 5}, "its reference is not a list"),
         ({"category": "qa \ud83d", "turns": ["a"]}, "half a surrogate pair"),
         ({"category": "qa", "turns": ["a"], "reference": ["\udca9"]}, "half a surrogate pair"),
     ],
@@ -242,7 +242,7 @@ def test_a_path_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"--dataset_path: .* is only read by --dataset spec_bench"):
         questions.dialogues(Settings(task="subtasks", dataset_path=tmp_path / "question.jsonl"))
     for option in ("prompt_column", "reference_column"):
-        with pytest.raises(BenchError, match=f"--{option}: 'text' can't be had from embedded"):
+        with pytest.raises(BenchError, match=f"--{option}: 'text' does not apply to embedded"):
             questions.dialogues(Settings(task="subtasks", **{option: "text"}))
 
 
@@ -251,7 +251,7 @@ def test_a_file_has_no_split(tmp_path: Path) -> None:
     path.write_text("q\none\n")
     asked = {"task": "subtasks", "dataset": str(path), "prompt_column": "q"}
     assert questions.split_of(Settings(**asked)) is None and len(questions.dialogues(Settings(**asked))) == 1
-    with pytest.raises(BenchError, match="--split: 'train' can't be had from a file"):
+    with pytest.raises(BenchError, match="--split: 'train' does not apply to a file"):
         questions.dialogues(Settings(**asked, split="train"))
     named = {name: questions.split_of(Settings(dataset=name)) for name in ("embedded", "spec_bench", "owner/name")}
     assert named == {"embedded": "heldout", "spec_bench": None, "owner/name": "test"}
@@ -313,7 +313,7 @@ def test_spec_bench_categories(tmp_path: Path) -> None:
     one = replace(settings, dataset="spec_bench:rag")
     ((alone,),) = questions.dialogues(one)
     assert alone.turns == rag.turns and questions.split_of(one) is None
-    with pytest.raises(BenchError, match="'sums' is no subtask of these questions; give one of multi-turn, rag, qa"):
+    with pytest.raises(BenchError, match="'sums' is not a subtask of these questions; give one of multi-turn, rag, qa"):
         questions.dialogues(replace(settings, dataset="spec_bench:sums"))
 
 

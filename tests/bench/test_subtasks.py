@@ -93,7 +93,7 @@ def test_batches_hold_dialogues_of_one_subtask_and_answer_as_single_questions_do
     assert [method.name for method in batched.methods] == ["plain", "none recorded", "speculative", "bild"]
     for name in ("plain", "none recorded", "speculative"):
         assert texts_of(batched, name) == texts_of(alone, name)
-    assert any("one row at a time" in note for note in batched.notes)
+    assert any("they need batch size 1" in note for note in batched.notes)
     check_second_turns(three, batched)
 
 
@@ -161,7 +161,7 @@ def test_the_split_of_the_embedded_data_is_chosen_and_said(tmp_path: Path) -> No
         for split in ("train", None)
     )
     assert not train & heldout
-    with pytest.raises(BenchError, match="--split: 'test' is none of the embedded data set's: train, heldout"):
+    with pytest.raises(BenchError, match="--split: 'test' must be a split of the embedded data: train, heldout"):
         questions.dialogues(Settings(task="sweep", split="test"))
 
 

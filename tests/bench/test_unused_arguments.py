@@ -117,8 +117,8 @@ def test_what_needs_a_draft_is_told_once_for_each_argument(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"task": "subtasks", "prompt_template": "a {prompt}"}, "--prompt_template: 'a {prompt}' can't be had from"),
-        ({"model_name": "synthetic:tiny-llama", "offload_folder": "x"}, "--offload_folder: 'x' can't be had with"),
+        ({"task": "subtasks", "prompt_template": "a {prompt}"}, "--prompt_template: 'a {prompt}' does not apply to"),
+        ({"model_name": "synthetic:tiny-llama", "offload_folder": "x"}, "--offload_folder: 'x' is not possible with"),
     ],
 )
 def test_what_the_data_or_models_rule_out(given: dict, words: str, tmp_path: object) -> None:

@@ -112,7 +112,7 @@ NO_TOKENS = {"format": "hf_specdec.SuffixMemory 1", "max_tokens": 9, "model": No
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is not what"):
+    with pytest.raises(ValueError, match="was not written by"):
         SuffixMemory.load(path)
 
 
@@ -143,7 +143,7 @@ def test_sizes_that_are_none_are_refused(value) -> None:
 
 
 def test_what_is_no_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="suffix_memory='here' is no memory"):
+    with pytest.raises(ValueError, match="suffix_memory='here' must be a"):
         hf_specdec.SpeculativeDecoding(drafter="suffix", suffix_memory="here")
 
 

@@ -291,7 +291,7 @@ def test_a_decoding_loop_of_the_model_s_own_is_not_replaced(pair: Pair) -> None:
     with torch.device("meta"):
         target = CsmForConditionalGeneration(CsmConfig(**sizes, text_vocab_size=8, depth_decoder_config=depth))
     target = target.to_empty(device="cpu").eval()
-    message = "model=CsmForConditionalGeneration decodes in a loop of its own, _sample"
+    message = "model=CsmForConditionalGeneration decodes in its own loop, _sample"
     with (
         hf_specdec.enable(target, assistant_model=pair[1], generation_strategy="speculative"),
         pytest.raises(ValueError, match=message),

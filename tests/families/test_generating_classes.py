@@ -23,12 +23,10 @@ REFUSED = {
     "XLMWithLMHeadModel": "it prepares tokens of the shape [1, 12]",
     "CpmAntForCausalLM": "it prepares tokens of the shape [1, 11]",
     "ProphetNetForCausalLM": "can't read two tokens in a pass",
-    "FSMTForConditionalGeneration": "tokens see those after them",
+    "FSMTForConditionalGeneration": "tokens see later ones",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "pictures or sound for 3 rows of",  # positions are places
-    "MoshiForCausalLM": "sees its last 9 tokens only because its cache drops the others",
-    "XLNetLMHeadModel": "by mems"
-    if Version(transformers.__version__) >= Version("5.24")
-    else "a cache of its own kind",
+    "MoshiForCausalLM": "limits attention to 9 tokens by dropping others from its cache",
+    "XLNetLMHeadModel": "by mems" if Version(transformers.__version__) >= Version("5.24") else "its own kind of cache",
 }
 
 

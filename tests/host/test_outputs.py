@@ -93,7 +93,7 @@ def test_states_after_a_cache_with_text_in_it_are_refused(t5_pair) -> None:
     call = {**prompts(1), "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     first = target.generate(**call)
     more = {**call, "decoder_input_ids": first.sequences, CACHE_NAME: cache_of(first), "output_hidden_states": True}
-    message = f"output_hidden_states=True with {CACHE_NAME}=EncoderDecoderCache with text in it"
+    message = f"output_hidden_states=True with a filled {CACHE_NAME}=EncoderDecoderCache"
     with (
         hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"),
         pytest.raises(ValueError, match=message),

@@ -202,7 +202,7 @@ def test_models_without_it_are_refused_by_name(family: str) -> None:
 def test_a_model_for_which_transformers_has_no_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPTJPreTrainedModel, "_supports_sdpa", False)
     refusal = better_transformer_refusal(pair("gpt-j")[0])
-    assert refusal is not None and "knows no SDPA attention for GPTJ" in refusal
+    assert refusal is not None and "transformers has no SDPA attention for GPTJ" in refusal
 
 
 def test_nothing_is_refused_that_is_offered() -> None:

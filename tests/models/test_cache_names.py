@@ -73,7 +73,7 @@ def test_a_filled_cache_for_rows_that_run_one_by_one_is_refused_by_its_name() ->
     start = torch.full((3, 3), 5)
     with (
         hf_specdec.enable(target, assistant_model=draft),
-        pytest.raises(ValueError, match=f"^{CACHE_NAME}=EncoderDecoderCache with text in it, for 3 rows"),
+        pytest.raises(ValueError, match=f"^{CACHE_NAME}=EncoderDecoderCache is filled, and the 3 rows"),
     ):
         target.generate(**prompts(3), **GREEDY, **SPECULATIVE, decoder_input_ids=start, **{CACHE_NAME: cache})
 

@@ -124,7 +124,7 @@ def test_other_runners(make: Callable[[], tuple[PreTrainedModel, PreTrainedModel
 def test_what_is_no_size(size: Any, pair) -> None:
     with (
         hf_specdec.enable(pair[0], assistant_model=pair[1], generation_strategy="speculative"),
-        pytest.raises(ValueError, match=f"prefill_chunk_size={size!r} is not a size"),
+        pytest.raises(ValueError, match=f"prefill_chunk_size={size!r} must be an integer of at least 1"),
     ):
         pair[0].generate(torch.tensor([[5, 6]]), max_new_tokens=4, prefill_chunk_size=size)
 

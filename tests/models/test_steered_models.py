@@ -59,7 +59,7 @@ def _speculated(model: LlamaForCausalLM) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "name"), [(Turning, "turns"), (Counting, "steps_made")])
 def test_a_model_that_steers_is_refused_by_name(kind: type[LlamaForCausalLM], name: str) -> None:
-    with pytest.raises(ValueError, match=f"model={kind.__name__} steers its decoding after every token, by {name}, "):
+    with pytest.raises(ValueError, match=f"model={kind.__name__} controls its decoding after every token, by {name}, "):
         _speculated(_model(kind))
 
 

@@ -167,11 +167,11 @@ def test_one_that_hangs_is_waited_for_once(
     _write(compiler, f"{ANSWERS if when == 'compiling' else ':'}; exec tail -f /dev/null")
     monkeypatch.setattr(own_builds, "ANSWER", 0.1 if when == "asked" else 30)
     monkeypatch.setattr(own_builds, "LONGEST", 0.1)
-    with pytest.raises(CompilerError, match=r"compiler did not end within 0.1 seconds\. Install g\+\+, or set CXX"):
+    with pytest.raises(CompilerError, match=r"compiler did not finish within 0.1 seconds\. Install g\+\+, or set CXX"):
         own_code.library_of(TWICE)
     monkeypatch.setattr(own_builds.subprocess, "run", lambda *args, **options: pytest.fail("tried again"))
     own_builds._answer_of.cache_clear()
-    with pytest.raises(CompilerError, match="did not end"):
+    with pytest.raises(CompilerError, match="did not finish"):
         own_code.library_of(TWICE)
 
 
@@ -201,7 +201,7 @@ def test_its_temporary_files_are_where_there_is_room(
 def test_that_there_is_no_room_is_told_with_the_way_out(disk: Path, compiler: Path) -> None:
     _full(compiler, "*")
     with pytest.raises(
-        CompilerError, match=r"failed: no room is left in .*\. Free some, or set TORCHINDUCTOR_CACHE_DIR to"
+        CompilerError, match=r"failed: no space is left in .*\. Free some, or set TORCHINDUCTOR_CACHE_DIR to"
     ):
         own_code.library_of(TWICE)
 

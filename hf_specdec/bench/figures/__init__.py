@@ -1,1 +1,1 @@
-"""Figures as functions of a frame of calls: speed, rounds, efficiency, quality; measures and renders nothing."""
+"""Figures computed from a frame of calls: speed, rounds, efficiency, quality; measures and renders nothing."""

@@ -1,4 +1,4 @@
-"""The calls of a result as a frame, one row each, and parts of it; and what their rounds drafted and accepted."""
+"""The calls of a result as a frame with one row per call, and figures of what their rounds drafted and accepted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Part:
 
     @property
     def methods(self) -> list[Method]:
-        """Those that were called, in the result's order."""
+        """The methods that were called, in the result's order."""
         called = set(self.calls["method"])
         return [method for method in self.result.methods if method.name in called]
 
@@ -41,11 +41,11 @@ class Part:
         return list(dict.fromkeys(one.label for one in self.result.prompts if one.label in present))
 
     def of(self, *methods: str) -> pd.DataFrame:
-        """The calls of these methods."""
+        """The frame of these methods' calls."""
         return self.calls[self.calls["method"].isin(methods)]
 
     def where(self, **values: Any) -> Part:
-        """The calls with these values in these columns; None means any."""
+        """The part whose calls have these values in these columns; None means any."""
         calls = self.calls
         for column, value in values.items():
             calls = calls if value is None else calls[calls[column] == value]
@@ -58,14 +58,14 @@ def whole(result: Result) -> Part:
 
 
 def frame(calls: Sequence[Call], prompts: Sequence[Asked]) -> pd.DataFrame:
-    """A row for each call.
+    """A frame with one row per call.
 
-    Columns: the fields of `Call`, with `prompts` as a text that tells batches apart, and `indexes` of the rows'
-    prompts; `question`, the same for turns of one dialogue and one example at several lengths; `label`, `batch`, and
-    `length` of the longest prompt; `decode_tokens` and `decode_seconds` after the first delivery, which is one token a
-    row in plain decoding, what the first round brought otherwise. Both are 0 where nothing came after it.
+    Columns: the fields of `Call`, with `prompts` as a text that identifies the batch, and `indexes` of the rows'
+    prompts; `question`, shared by the turns of a dialogue and the lengths of an example; `label`, `batch`, and
+    `length` of the longest prompt; `decode_tokens` and `decode_seconds` after the first delivery (one token per row in
+    plain decoding, otherwise the tokens of the first round). Both are 0 if nothing came after it.
     """
-    import pandas as pd  # here, since measuring does without it
+    import pandas as pd  # imported here, since measuring doesn't need it
 
     asked = {one.index: one for one in prompts}
     rows = []
@@ -89,12 +89,12 @@ def frame(calls: Sequence[Call], prompts: Sequence[Asked]) -> pd.DataFrame:
 
 
 def examples(calls: pd.DataFrame) -> int:
-    """How many different ones were decoded."""
+    """The number of different examples."""
     return int(calls["question"].nunique())
 
 
 def acceptance_rate(calls: pd.DataFrame) -> float | None:
-    """Accepted drafted tokens / drafted tokens; None where nothing was drafted."""
+    """Accepted drafted tokens / drafted tokens; None if nothing was drafted."""
     return quotient(calls["accepted"].sum(), calls["drafted"].sum())
 
 
@@ -107,8 +107,8 @@ def tokens_per_round(calls: pd.DataFrame) -> float | None:
 def alpha(calls: pd.DataFrame) -> float | None:
     """α (Leviathan et al. 2023): mean over the drafted positions reached of the overlap of both distributions.
 
-    Reached are the accepted positions and the first that failed in each round. None for a method that doesn't
-    report the overlap (transformers' own in sampling), and if nothing was drafted.
+    A round reaches its accepted positions and the first rejected one. None if nothing was drafted, and for methods
+    that don't report the overlap (transformers' own in sampling).
     """
     drafting = calls[calls["rounds"] > 0]
     if drafting["overlap"].isna().any():
@@ -117,15 +117,15 @@ def alpha(calls: pd.DataFrame) -> float | None:
 
 
 def waiting(calls: pd.DataFrame) -> float | None:
-    """Share of row-rounds in which a row had ended and waited for the batch's slowest; None without rounds."""
+    """Share of row-rounds in which an ended row waited for the rest of its batch; None without rounds."""
     share = quotient(calls["row_rounds"].sum(), (calls["rounds"] * calls["batch"]).sum())
     return None if share is None else 1 - share
 
 
 def time_per_round(calls: pd.DataFrame) -> dict[str, float] | None:
-    """Mean seconds of a round's `draft`, `verify` and `overhead` (the rest of it), and mean `draft_steps`.
+    """Mean seconds of a round's `draft`, `verify` and `overhead` (the rest), and mean `draft_steps`.
 
-    Without each call's first round, which reads the prompt. None if the method does not report times.
+    Excludes each call's first round, which reads the prompt. None if the method does not report times.
     """
     told = calls[calls["round_seconds"].notna() & (calls["rounds"] > 1)]
     count = int((told["rounds"] - 1).sum())
@@ -137,11 +137,11 @@ def time_per_round(calls: pd.DataFrame) -> dict[str, float] | None:
 
 
 def acceptance_by_position(calls: pd.DataFrame) -> list[tuple[int, Interval]]:
-    """How many rounds reached each draft position, and the share accepted there with Wilson's interval.
+    """For each draft position, how many rounds reached it, and the share accepted there with Wilson's interval.
 
-    Calls that decoded what another did count once: repeats, or the same example at another length.
+    Calls that decoded the same count once: repeats, or the same example at another length.
     """
-    from scipy.stats import binomtest  # here because it takes a second
+    from scipy.stats import binomtest  # imported here since it takes a second
 
     distinct = calls.drop_duplicates(["question", "outputs"])
     found = []
@@ -155,11 +155,11 @@ def acceptance_by_position(calls: pd.DataFrame) -> list[tuple[int, Interval]]:
 
 
 def _summed(rows: Any, as_long_as: Any = ()) -> list[int]:
-    """Sums of the first, the second and so on of all rows."""
+    """Element-wise sums of rows of different lengths."""
     longest = max(map(len, [*rows, *as_long_as]), default=0)
     return [sum(row[place] for row in rows if place < len(row)) for place in range(longest)]
 
 
 def quotient(above: float, below: float) -> float | None:
-    """Their quotient; None over 0."""
+    """`above / below`, or None if `below` is 0."""
     return float(above / below) if below and not math.isnan(below) else None

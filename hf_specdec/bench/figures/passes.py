@@ -1,4 +1,4 @@
-"""Figures from bare passes: c and v, the predicted speedup, and η, the share of the decoding time that they need."""
+"""Figures from bare passes: c and v, the predicted speedup, and η, their share of the decoding time."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Costs:
-    """Medians of bare passes on one engine, at one batch size and prompt length, in seconds.
+    """Median seconds of bare passes on one engine, at one batch size and prompt length.
 
     Args:
-        draft: of one draft step, by the number of steps that ran in a row; empty without a draft.
-        target: of one target pass, by its width in tokens.
+        draft: seconds of one draft step, by the number of steps in a row; empty without a draft.
+        target: seconds of one target pass, by its width in tokens.
     """
 
     draft: Mapping[int, float]
     target: Mapping[int, float]
 
     def drafting(self, steps: int) -> float:
-        """Seconds of this many draft steps in a row."""
+        """Seconds of `steps` draft steps in a row."""
         return steps * _between(self.draft, steps) if steps else 0.0
 
     def verification(self, width: int) -> float:
-        """Seconds of a target pass over this many tokens."""
+        """Seconds of a target pass over `width` tokens."""
         return _between(self.target, width)
 
     def ratios(self, lookahead: int) -> tuple[float, float]:
@@ -47,7 +47,7 @@ def costs(result: Result, engine: str, batch: int = 1, draft: str | None = None)
     """The costs of an engine at a batch size, by prompt length, over all repeats; empty if it was not timed.
 
     Args:
-        draft: the draft's name, where the result has several; None: any.
+        draft: the draft's name, if the result has several; None for any.
     """
     import pandas as pd
 
@@ -65,14 +65,14 @@ def costs(result: Result, engine: str, batch: int = 1, draft: str | None = None)
 
 
 def nearest(known: Mapping[int, Costs], length: int) -> Costs:
-    """The costs at the prompt length that is closest."""
+    """The costs at the nearest prompt length."""
     return known[min(known, key=lambda other: (abs(other - length), other))]
 
 
 def costs_of(part: Part, method: Method, batch: int = 1) -> Costs | None:
-    """The means over a method's calls of its engine's costs at the length nearest to each call's prompt.
+    """The engine's costs at the length nearest to each call's prompt, averaged over a method's calls.
 
-    For widths that were timed at all lengths that occur. None without calls or costs.
+    Covers the widths that were timed at all of these lengths. None without calls or costs.
     """
     known = costs(part.result, method.engine, batch, method.draft)
     lengths = part.where(batch=batch).of(method.name)["length"]
@@ -86,10 +86,10 @@ def costs_of(part: Part, method: Method, batch: int = 1) -> Costs | None:
 
 
 def efficiency(part: Part, method: Method) -> float | None:
-    """η: the time that bare passes on the same engine need for the decode parts of calls / the time that these took.
+    """η: the time that bare passes on the same engine need for the decode parts of calls / the measured time.
 
-    Bare passes hold the whole batch. Rounds that are not prepared leave out rows that have ended, so that in batches
-    η is an upper bound for them. None where the engine's passes were not timed, or not those of the draft.
+    Bare passes hold the whole batch. Rounds that are not prepared leave out ended rows, so in batches η is an upper
+    bound for them. None if the passes of the engine or of the draft were not timed.
     """
     calls = part.of(method.name)
     calls = calls[calls["decode_tokens"] > 0]
@@ -108,7 +108,7 @@ def efficiency(part: Part, method: Method) -> float | None:
 
 
 def _needed(call: pd.Series, passes: Costs) -> float:
-    """Seconds that bare passes take for a call's decode part."""
+    """Seconds that bare passes need for a call's decode part."""
     if not call.rounds:
         return float(call.decode_tokens / call.batch * passes.target[1])
     drafting = sum(times * passes.drafting(steps) for steps, times in enumerate(call.steps) if times)
@@ -126,9 +126,9 @@ def predicted_speedup(alpha: float, c: float, v: float, lookahead: int) -> float
 
 
 def predicted(part: Part, method: Method, batch: int = 1) -> float | None:
-    """The speedup over plain decoding on the same engine that measured α, c and v predict.
+    """The speedup over plain decoding on the same engine, predicted from the measured α, c and v.
 
-    It assumes that no row waits for another. None without α or bare passes of draft and target, and if drafts have no
+    It assumes that no row waits for another. None without α or bare passes of draft and target, or if drafts have no
     fixed length or take no draft steps, since the formula needs both.
     """
     found, passes = alpha(part.where(batch=batch).of(method.name)), costs_of(part, method, batch)
@@ -140,16 +140,16 @@ def predicted(part: Part, method: Method, batch: int = 1) -> float | None:
 
 
 def _drafts_steadily(method: Method) -> bool:
-    """Whether α and the lookahead tell its rounds: full-length drafts, one step a token, and a lossless rule."""
+    """Whether α and the lookahead determine its rounds: full-length drafts, one step per token, a lossless rule."""
     by_model = method.draft is not None and method.keywords.get("drafter", "model") == "model"
     return by_model and method.kind not in ("lookup", *LOSSY_STRATEGIES) and "entropy_threshold" not in method.keywords
 
 
 def bandwidth_share(part: Part, method: Method) -> float | None:
-    """Share of the bandwidth limit that a plain method reaches at batch size 1; None where bytes aren't known.
+    """Share of the bandwidth limit that a plain method reaches at batch size 1; None if the bytes are unknown.
 
-    That is the bytes that its steps have read / those that memory would have given in the same time. How fast memory
-    is was measured after each call, since other jobs can slow a shared machine's memory for minutes.
+    It is the bytes that the steps read / the bytes that the memory could deliver in the same time. Bandwidth was
+    measured after each call, since other jobs can slow a shared machine's memory for minutes.
     """
     memory = part.result.memory
     calls = part.where(batch=1).of(method.name)
@@ -161,5 +161,5 @@ def bandwidth_share(part: Part, method: Method) -> float | None:
 
 
 def _between(known: Mapping[int, float], place: int) -> float:
-    """The value at a place, linear between known ones, level beyond them."""
+    """The value at `place`, interpolated linearly between known ones, constant beyond them."""
     return float(np.interp(place, sorted(known), [known[key] for key in sorted(known)]))

@@ -1,7 +1,7 @@
 """How good answers are: scores of single examples, and their paired differences between two methods.
 
-All scores run from 0 to 100, as published tables have them. Corpus figures (BLEU, means) come from the `evaluate`
-metrics of `text_metrics`, which compute by the functions here.
+All scores run from 0 to 100, as in published tables. Corpus figures (BLEU, means) come from the `evaluate` metrics of
+`text_metrics`, which call the functions here.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hf_specdec.config import LOSSY_STRATEGIES
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 MEASURES = ("bleu", *ROUGE, "exact_match", "facts")
-# Any can fall while the others don't: an answer may be wrong by one word, or be wrong already and get worse.
+# Each can fall alone: an answer may become wrong by one word, or be wrong already and get worse.
 JUDGED = ("rougeL", "exact_match", "facts")
 MOST_LOSS = 1.0  # points
 SCORE = "facts"  # the subtask's score: defined for free answers as well as for short ones
 _LOSSLESS = ("plain", "none", "assisted", "speculative")
-_WORST = -100.0  # points: what a question can lose
+_WORST = -100.0  # points: the most that a question can lose
 _ROUNDING = 1e-9  # points
 
 # Kana, ideographs and Hangul: no spaces between words, or (Hangul) letters that rouge_score drops.
 _CJK = "\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0002ffff"
 _CJK_TEXT = re.compile(f"[{_CJK}]")
 _CJK_TOKEN = re.compile(f"[{_CJK}]|[a-z0-9]+")
-# Between the statements of a text: punctuation before a blank or the end, and "and".
+# Separates the statements of a text: punctuation before a blank or the end, and "and".
 _BETWEEN_FACTS = re.compile(r"[.,;:!?](?:\s+|$)|[。、！？]|\s+and\s+")
 
 
@@ -41,20 +41,20 @@ class Difference(Interval):
     """A mean difference in quality, in points, with its 95% interval by a paired bootstrap.
 
     Args:
-        bound: the lower end that verdicts take, by `lower_bound`: losses that are too rare to show in the sample count.
-        worse: answers that score lower.
+        bound: the lower bound that verdicts use, by `lower_bound`; it allows for losses too rare to show in the sample.
+        worse: number of answers that score lower.
     """
 
     bound: float = _WORST
     worse: int = 0
 
     def excludes(self, loss: float) -> bool:
-        """Whether a loss of more points than this is excluded."""
+        """Whether a loss of more than `loss` points is excluded."""
         return self.bound >= -loss
 
 
 def questions_needed(loss: float) -> float:
-    """How many questions exclude a loss of more than so many points, if no answer changes; infinite for 0.
+    """The number of questions that exclude a loss of more than `loss` points if no answer changes; infinite for 0.
 
     With none of n questions worse, their share is at most 1 - 0.025^(1/n) (Clopper and Pearson), and each can lose 100.
     """
@@ -79,24 +79,24 @@ def rouge(prediction: str, references: Sequence[str]) -> Mapping[str, float]:
     return _rouge(prediction, tuple(references))
 
 
-@lru_cache(maxsize=100_000)  # reports ask for the same answers again and again
+@lru_cache(maxsize=100_000)  # reports score the same answers many times
 def _rouge(prediction: str, references: tuple[str, ...]) -> Mapping[str, float]:
-    from rouge_score.rouge_scorer import RougeScorer  # here, since runs without quality do without it
+    from rouge_score.rouge_scorer import RougeScorer  # imported here, since runs without quality don't need it
 
     scorer = RougeScorer(ROUGE, tokenizer=_CharacterTokenizer() if any(map(has_cjk, references)) else None)
     return {name: 100 * score.fmeasure for name, score in scorer.score_multi(references, prediction).items()}
 
 
 def exact_match(prediction: str, references: Sequence[str]) -> float:
-    """100 for an answer that equals one of its references, apart from blanks around them; 0 otherwise."""
+    """100 for an answer that equals one of its references, ignoring blanks around them; 0 otherwise."""
     return 100.0 * (prediction.strip() in [text.strip() for text in references])
 
 
 def facts(prediction: str, references: Sequence[str]) -> float:
-    """Share, in percent, of a reference's statements that stand word for word in the answer; the best reference counts.
+    """Share, in percent, of a reference's statements found word for word in the answer; the best reference counts.
 
-    Statements are what stands between punctuation marks and "and": where exact match is all or nothing, one wrong
-    word costs one of them.
+    Punctuation marks and "and" separate statements. Exact match is all or nothing; here one wrong word costs one
+    statement.
     """
     return _facts(prediction, tuple(references))
 
@@ -112,7 +112,7 @@ def _facts(prediction: str, references: tuple[str, ...]) -> float:
     return 100 * max(shares)
 
 
-# What can be said of one example. BLEU is a figure of a whole corpus.
+# Measures of a single example; BLEU is a figure of a whole corpus.
 OF_ONE: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "rougeL": lambda prediction, references: rouge(prediction, references)["rougeL"],
     "exact_match": exact_match,
@@ -121,7 +121,7 @@ OF_ONE: Mapping[str, Callable[[str, Sequence[str]], float]] = {
 
 
 def answers(part: Part, method: str) -> dict[int, tuple[str, Sequence[str]]]:
-    """(answer, references) of each prompt that has references; answers are those of the first repeat."""
+    """(answer, references) of each prompt that has references; answers are from the first repeat."""
     references = {one.index: one.references for one in part.result.prompts if one.references}
     calls = part.where(repeat=0).of(method)
     return {
@@ -133,18 +133,18 @@ def answers(part: Part, method: str) -> dict[int, tuple[str, Sequence[str]]]:
 
 
 def per_example(part: Part, method: str, measure: str) -> dict[int, float]:
-    """A measure of `OF_ONE` by prompt."""
+    """The scores by a measure of `OF_ONE`, by prompt."""
     return {index: OF_ONE[measure](*pair) for index, pair in answers(part, method).items()}
 
 
 def difference(part: Part, method: str, base: str, measure: str) -> Difference | None:
-    """Mean over examples of a method's score minus another's; None where they have no judged example in common."""
+    """Mean over examples of a method's score minus another's; None if they have no judged example in common."""
     ours, theirs = (per_example(part, name, measure) for name in (method, base))
     return of_differences(part, {index: ours[index] - theirs[index] for index in ours.keys() & theirs.keys()})
 
 
 def of_differences(part: Part, points: Mapping[int, float]) -> Difference | None:
-    """The mean of paired differences by prompt; the turns of a dialogue are one question. None without any."""
+    """The mean of paired differences by prompt, or None; the turns of a dialogue are one question."""
     questions: dict[int, list[float]] = {}
     for one in part.result.prompts:
         if one.index in points:
@@ -180,7 +180,7 @@ def worst_difference(part: Part, method: str, plain: str) -> Difference | None:
 
 
 def change(part: Part, method: str) -> Difference | None:
-    """Mean over examples of a method's `SCORE` minus that of the lossless methods.
+    """Mean over examples of a method's `SCORE` minus the lossless methods'.
 
     The lossless methods' scores are averaged: in sampling each is a separate draw from the same distribution.
     None without references.
@@ -196,11 +196,11 @@ def change(part: Part, method: str) -> Difference | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """BiLD on some examples.
+    """The verdict on BiLD for some examples.
 
     Args:
         speed: decode tokens/s of BiLD / of speculative decoding; None without rates.
-        differences: of each of `JUDGED`, BiLD's score less plain decoding's, in points; None without references.
+        differences: BiLD's score minus plain decoding's, in points, for each of `JUDGED`; None without references.
     """
 
     speed: Interval | None
@@ -223,17 +223,17 @@ class Verdict:
 
     @property
     def none_worse(self) -> bool:
-        """Whether no answer of these examples is worse by any measure, which alone excludes no loss beyond them."""
+        """Whether no answer of these examples is worse by any measure; other examples may still lose."""
         return self.differences is not None and not any(one.worse for one in self.differences.values())
 
     @property
     def won(self) -> bool:
-        """Whether it is faster, and no answer is worse or a loss is excluded."""
+        """Whether BiLD is faster, and no answer is worse or a loss is excluded."""
         return self.faster and (self.as_good or self.none_worse)
 
     @property
     def words(self) -> str:
-        """The answer to: faster at no loss of quality?"""
+        """The answer to the question whether BiLD is faster at no loss of quality."""
         if self.differences is None:
             return "no references"
         if self.speed is None:
@@ -276,17 +276,17 @@ def lossless_reference(part: Part, method: Method) -> Method | None:
 
 
 class _CharacterTokenizer:
-    """For rouge_score: each ideograph, kana or Hangul syllable, and words of a-z and 0-9 between them."""
+    """A tokenizer for rouge_score: each ideograph, kana or Hangul syllable, and words of a-z and 0-9 between them."""
 
     def tokenize(self, text: str) -> list[str]:
         return _CJK_TOKEN.findall(text.lower())
 
 
 def scores(result: Result) -> list[Score]:
-    """A `Score` per method and subtask, and one for all; only questions with references count."""
+    """A `Score` per method and subtask, and one for all subtasks; only questions with references count."""
     if not any(one.references for one in result.prompts):
         return []
-    # Here because it takes seconds.
+    # Imported here since it takes seconds.
     from hf_specdec.bench.figures.text_metrics import combined
 
     part = whole(result)

@@ -1,4 +1,4 @@
-"""Rates and their ratios; times in seconds. Decode rates count what comes after the first delivery only."""
+"""Rates and their ratios; times in seconds. Decode rates count only what comes after the first delivery."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SHARED_BY = ("recorded", "static", "compiled")  # methods on these engines shar
 
 
 def decode_rate(calls: pd.DataFrame) -> float | None:
-    """Tokens per second after the first delivery, micro: all tokens / all seconds; None without any."""
+    """Tokens per second after the first delivery, micro: all tokens / all seconds; None if there are none."""
     return quotient(calls["decode_tokens"].sum(), calls["decode_seconds"].sum())
 
 
 def end_to_end_rate(calls: pd.DataFrame) -> float | None:
-    """New tokens / total seconds, the prompt's pass included: all tokens / all seconds."""
+    """New tokens per second of whole calls, prompt pass included: all tokens / all seconds."""
     return quotient(calls["new_tokens"].sum(), calls["seconds"].sum())
 
 
 def typical_calls(calls: pd.DataFrame) -> pd.DataFrame:
     """For each group of prompts, the repeat with the median total time (the lower of two).
 
-    These are calls that really happened, so their parts add up.
+    These are real calls, so their parts add up.
     """
     ordered = calls.sort_values(["indexes", "seconds"])
     place = ordered.groupby("prompts").cumcount()
@@ -43,7 +43,7 @@ def typical_calls(calls: pd.DataFrame) -> pd.DataFrame:
 
 
 def spread(calls: pd.DataFrame) -> float | None:
-    """Median over groups of prompts of (slowest - fastest) / median total time of its repeats; None without any."""
+    """Median over groups of prompts of (slowest - fastest) / median total time of the repeats; None without repeats."""
     groups = calls.groupby(["method", "prompts"])["seconds"]
     ranges = ((groups.max() - groups.min()) / groups.median())[groups.size() > 1]
     return float(ranges.median()) if len(ranges) else None
@@ -55,7 +55,7 @@ def rate_interval(calls: pd.DataFrame) -> Interval | None:
 
 
 def speedup(part: Part, ours: str, base: str, by: str = "micro") -> Interval | None:
-    """The ratio of two methods' rates over the examples and repeats that both have, with its 95% interval.
+    """The ratio of two methods' rates over their common examples and repeats, with its 95% interval.
 
     Args:
         by: "micro", all tokens / all seconds after the first delivery (`decode_rate`); "end to end", prompt passes
@@ -63,7 +63,7 @@ def speedup(part: Part, ours: str, base: str, by: str = "micro") -> Interval | N
             (new tokens of all turns / wall time of all turns), a repeat counting as a further question.
 
     Returns:
-        None where they have no example in common.
+        None if they have no example in common.
     """
     sides = [_quantities(part.of(name), by) for name in (ours, base)]
     both = sides[0].merge(sides[1], on=["prompts", "question", "repeat"])
@@ -71,7 +71,7 @@ def speedup(part: Part, ours: str, base: str, by: str = "micro") -> Interval | N
 
 
 def acceptance_gain(part: Part, ours: str, base: str) -> Interval | None:
-    """A method's acceptance rate minus another's, in points of 100; None where either drafted nothing."""
+    """A method's acceptance rate minus another's, in percentage points; None if either drafted nothing."""
     sides = [_quantities(part.of(name), "acceptance") for name in (ours, base)]
     if not all(side["below"].sum() for side in sides):
         return None
@@ -80,18 +80,18 @@ def acceptance_gain(part: Part, ours: str, base: str) -> Interval | None:
 
 
 def baseline(part: Part, method: Method, which: str) -> Method | None:
-    """The baseline that a method is compared with; None if there is none, or if it is the method itself.
+    """The baseline of a method; None if there is none, or if it is the method itself.
 
     Args:
-        which: a key of `BASELINES`; of plain generate() and of transformers' assisted generation the fastest setting
-            with the method's switches.
+        which: a key of `BASELINES`. For plain generate() and transformers' assisted generation, the fastest setting
+            with the method's switches is used.
     """
     if which == "engine":
         fit = [one for one in part.methods if one.name == method.same_engine]
     else:
         switches = (method.cache, method.better_transformer)
         fit = [one for one in part.methods if one.kind == which and (one.cache, one.better_transformer) == switches]
-    # Without decode rates none is the fastest, but there are times from end to end.
+    # Without decode rates there is no fastest setting, but end-to-end times can still be compared.
     found = fastest(part, fit) or next(iter(fit), None)
     return None if found is None or found.name == method.name else found
 
@@ -103,9 +103,9 @@ def over(part: Part, method: Method, which: str, by: str = "micro") -> Interval 
 
 
 def fastest(part: Part, methods: Iterable[Method]) -> Method | None:
-    """The one with the highest decode rate among some methods, over the examples and repeats that all have.
+    """The method with the highest decode rate over the common examples and repeats; the first of equals.
 
-    The first if several. Methods without any rate are left out; None where the others have no example in common.
+    Methods without a rate are left out; None if the others have no example in common.
     """
     listed = {method.name: method for method in methods}
     calls = part.of(*listed)
@@ -121,21 +121,21 @@ def fastest(part: Part, methods: Iterable[Method]) -> Method | None:
 
 
 def drafting(part: Part, engine: str | None = None) -> list[Method]:
-    """The methods of ours that draft, on an engine or on all."""
+    """This package's methods that draft, on one engine or on all."""
     return [one for one in part.methods if one.kind in STRATEGIES and one.ours and engine in (None, one.engine)]
 
 
 def engines_of(part: Part) -> list[str]:
-    """Our engines, in the order in which they ran."""
+    """This package's engines, in the order in which they ran."""
     return list(dict.fromkeys(method.engine for method in part.methods if method.kind == "none"))
 
 
 def cold_seconds(part: Part, method: Method, batch: int) -> float | None:
-    """Seconds that a method's warm-up calls took beyond as many warm calls; None without warm-up calls.
+    """Extra seconds of a method's warm-up calls over as many warm calls; None without warm-up calls.
 
-    The time of recording, compiling and capturing, at the first prompt length that was warmed up, with that of later
-    calls, such as those in which `"auto"` chose a length for the first time. Methods on an engine of ours share what is
-    prepared, so that of the ones before at this batch size is included: an upper bound of what the method takes alone.
+    This is the time for recording, compiling and capturing at the first prompt length, plus that of later calls which
+    prepared something, such as those in which `"auto"` chose a new length. Methods on one engine share what is
+    prepared, so the time of earlier methods at this batch size is included: an upper bound for the method alone.
     """
     order: dict[str, int] = {}
     for one in part.result.cold:
@@ -160,7 +160,7 @@ def _own_cold_seconds(part: Part, method: str, batch: int) -> float | None:
 
 
 def tokens_until_it_pays(part: Part, ours: Method, base: Method, batch: int) -> float | None:
-    """The number of new tokens after which a method has made up for its longer cold start, loading the draft included.
+    """The number of new tokens after which a method has made up for loading its draft and its longer cold start.
 
     Returns:
         0 if its cold start takes no longer; None if the method is not faster, or if a cold start is unknown.
@@ -175,7 +175,7 @@ def tokens_until_it_pays(part: Part, ours: Method, base: Method, batch: int) -> 
 
 
 def _quantities(calls: pd.DataFrame, by: str) -> Any:
-    """Prompts, question, repeat, and the two sums whose quotient is a rate."""
+    """Columns for prompts, question and repeat, and the two sums whose quotient is a rate."""
     keys = ["prompts", "question", "repeat"]
     if by == "micro":
         found = calls[calls["decode_tokens"] > 0][[*keys, "decode_tokens", "decode_seconds"]]
@@ -189,7 +189,7 @@ def _quantities(calls: pd.DataFrame, by: str) -> Any:
 
 
 def _cells(quantities: Any) -> Cells:
-    """The cells of a bootstrap: the turns of a dialogue and one example at several lengths are drawn together."""
+    """The cells of a bootstrap; turns of one dialogue and lengths of one example are drawn together."""
     columns = [name for name in quantities.columns if name.startswith(("above", "below"))]
     sums = quantities.groupby(["question", "repeat"])[columns].sum()
     return [rows.to_numpy(dtype=float) for _, rows in sums.groupby("question")]

@@ -1,7 +1,7 @@
 """BLEU, ROUGE, exact match and facts as metrics of Hugging Face `evaluate`, without its hub.
 
 `evaluate.load` fetches a script for each metric; these come with the package and work offline, also through
-`add_batch` and `evaluate.combine`. A module of its own, since `import evaluate` takes seconds.
+`add_batch` and `evaluate.combine`. In a separate module, since `import evaluate` takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sacrebleu.metrics import BLEU
 
 from hf_specdec.bench.figures import quality
 
-# A str stands for one reference, as in the hub's metrics.
+# A str is a single reference, as in the hub's metrics.
 References = Sequence[str] | Sequence[Sequence[str]]
 
 _INPUTS = """
@@ -29,13 +29,13 @@ Args:
 
 
 class TextMetric(evaluate.Metric):
-    """A metric of texts that keeps everything in memory, so that no files have to be locked and cleaned up."""
+    """A metric of texts that keeps everything in memory, without files to lock and clean up."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"keep_in_memory": True, **settings})
 
     def _build_data_dir(self) -> str:
-        """The cache folder, without creating it: nothing is written there."""
+        """The path of the cache folder, which is not created: nothing is written there."""
         return self._data_dir_root
 
     def _info(self) -> evaluate.MetricInfo:
@@ -57,14 +57,14 @@ class TextMetric(evaluate.Metric):
 class Bleu(TextMetric):
     """`{"bleu": 0 to 100}`: corpus BLEU (Papineni et al. 2002) by sacrebleu (Post 2018).
 
-    Its defaults: 4-grams, exponential smoothing, cased. Tokens are sacrebleu's `13a`; characters, where a reference
-    holds Chinese, Japanese or Korean. A corpus without any text of four tokens scores 0 by definition: read exact match
-    there.
+    With its defaults: 4-grams, exponential smoothing, cased. Tokens are sacrebleu's `13a`, or characters if a
+    reference holds Chinese, Japanese or Korean. A corpus without any text of four tokens scores 0 by definition: use
+    exact match there.
     """
 
     def _score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         characters = any(quality.has_cjk(text) for texts in references for text in texts)
-        # sacrebleu takes the first references of all examples, then the second ones; None where there are fewer.
+        # sacrebleu expects the first references of all examples, then the second ones, padded with None.
         streams = [list(stream) for stream in zip_longest(*references)]
         metric = BLEU(tokenize="char" if characters else "13a", force=True)
         return {"bleu": float(metric.corpus_score(list(predictions), streams).score)}
@@ -86,19 +86,19 @@ class ExactMatch(TextMetric):
 
 
 class Facts(TextMetric):
-    """`{"facts": 0 to 100}`: share of a reference's statements that stand in the answer, mean over examples."""
+    """`{"facts": 0 to 100}`: share of a reference's statements found in the answer, mean over examples."""
 
     def _score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         return {"facts": mean(map(quality.facts, predictions, references))}
 
 
 def combined() -> evaluate.CombinedEvaluations:
-    """All of them; `compute` returns `quality.MEASURES`."""
+    """All metrics combined; `compute` returns `quality.MEASURES`."""
     return evaluate.combine([Bleu(), Rouge(), ExactMatch(), Facts()])
 
 
 def _checked(predictions: Sequence[str], references: References) -> list[list[str]]:
-    """References as lists.
+    """Return the references as lists.
 
     Raises:
         ValueError: nothing to score, or an example without reference.

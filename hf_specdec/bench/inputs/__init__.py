@@ -1,1 +1,1 @@
-"""Prompts and questions: of exact lengths, from data sets, or as the user wrote them."""
+"""Prompts and questions: of exact lengths, from data sets, or given by the user."""

@@ -1,4 +1,4 @@
-"""The tokens that a draft with a trimmed head may propose: those that the prompts' answers are likely to hold."""
+"""The tokens that a draft with a trimmed head may propose: those that are likely in the prompts' answers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.settings import BenchError
 
-_TEXTS = 100  # of each embedded subtask
-_PROMPT, _ANSWER = 128, 128  # tokens of the prompts that the target answers, and of its answers at least
+_TEXTS = 100  # texts of each embedded subtask
+_PROMPT, _ANSWER = 128, 128  # tokens of the practice prompts, and minimum tokens of the target's answers
 
 
 def likely_tokens(pair: LoadedPair, count: int, prompts: Sequence[Prompt], following: int, seed: int) -> list[int]:
     """The most frequent tokens of the target's own answers to other prompts than these.
 
-    For an embedded pair those of the corpus it was trained on, of its split `train`. For a synthetic pair the first
-    `count` tokens on its cycle behind the prompts' ends, `following` of each at least: acceptance stays as imposed.
+    For an embedded pair, those of its training corpus (split `train`). For a synthetic pair, the first `count` tokens
+    on its cycle after the prompts' ends, at least `following` for each, so that acceptance stays as imposed.
 
     Raises:
-        BenchError: `count` is larger than the vocabulary, or smaller than what is always included.
+        BenchError: `count` is larger than the vocabulary, or too small for the tokens that are always included.
     """
     assert pair.draft is not None and pair.draft_tokenizer is not None
     vocabulary = pair.draft.config.get_text_config(decoder=True).vocab_size
@@ -45,11 +45,11 @@ def _frequent(texts: Iterable[str | list[int]], pair: LoadedPair, count: int) ->
     try:
         return hf_specdec.frequent_tokens(texts, pair.draft_tokenizer, count)
     except ValueError as error:
-        raise BenchError(f"--draft_vocabulary: {count} can't be had ({error})") from error
+        raise BenchError(f"--draft_vocabulary: {count} is not possible ({error})") from error
 
 
 def _answers(pair: LoadedPair, new_tokens: int) -> Iterator[str | list[int]]:
-    """Prompts and the target's greedy answers to them, as text where the draft has a tokenizer of its own."""
+    """Prompts and the target's greedy answers to them, as text if the draft has another tokenizer."""
     same = pair.tokenizer.get_vocab() == pair.draft_tokenizer.get_vocab()  # type: ignore[union-attr]
     room = context_length(pair) or _PROMPT + new_tokens
     length = min(_PROMPT, room // 2)

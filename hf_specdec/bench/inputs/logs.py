@@ -1,4 +1,4 @@
-"""Logs: prompts with the answers that a target gave to them."""
+"""Logs: prompts with a target's answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_specdec.bench.settings import BenchError, Settings
 
 @dataclass(frozen=True)
 class Logged:
-    """A prompt, of which `cut` tokens were left out, and the tokens of its answer; None where none was logged."""
+    """A prompt, from which `cut` tokens were removed, and the tokens of its answer, or None if it has no answer."""
 
     prompt: Prompt
     cut: int
@@ -23,13 +23,13 @@ class Logged:
 
 
 def logged(settings: Settings, pair: LoadedPair) -> list[Logged]:
-    """The prompts of a data set with the answers of `answer_column`, if one is given; of dialogues the first turns.
+    """Read the prompts of a data set (the first turns of dialogues), with the answers of `answer_column` if given.
 
-    Of a data set with columns, each cell is a text or a list of token ids. A text is put into the chat template, as in
-    every task; ids are taken as they are. Answers are cut at `max_new_tokens`; a shorter text ends with an EOS.
+    Each cell is a text or a list of token ids. A text is put into the chat template, as in every task; ids are used
+    unchanged. Answers are cut at `max_new_tokens`; a shorter text gets an EOS.
 
     Raises:
-        BenchError: as `dialogues`, or a cell that is neither.
+        BenchError: as in `dialogues`, or a cell that is neither.
     """
     new_tokens = settings.max_new_tokens
     if is_embedded(settings.dataset) or is_spec_bench(settings.dataset):
@@ -37,7 +37,7 @@ def logged(settings: Settings, pair: LoadedPair) -> list[Logged]:
         return [Logged(*question_prompt(pair, one, (), new_tokens)) for one in asked]
     found = list(_rows(settings, pair))
     if not found:
-        raise BenchError(f"--dataset: {settings.dataset!r} has no answer in it; give another one")
+        raise BenchError(f"--dataset: {settings.dataset!r} has no answers; give another one")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Prompts: of an exact number of tokens (benchmark), or as the user wrote them (decode)."""
+"""Prompts: with an exact number of tokens (benchmark), or given by the user (decode)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.models import traits
 
-# Stands for the filler while a chat template is rendered around it; cut out again before tokenising.
+# Placeholder for the text while a chat template is rendered; removed before tokenization.
 _MARKER = "\u2042filler\u2042"
 # Asks for an answer that is long enough to be timed.
 _CHAT_TASK = "\n\nTell in your own words, at length, what the text above says."
 _ENCODER_TASK = "summarize: "
 _PROMPT_SEED = 1
-PRACTICE = 16  # prompts whose answers show which tokens a target writes
+PRACTICE = 16  # number of prompts whose answers show which tokens a target writes
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: `token_ids` are the model's main input (an encoder's, where there is one).
+    """One prompt: `token_ids` is the model's main input (the encoder's, if it has one).
 
-    `question` is the number of its example, where several prompts hold the same one. `recording` is the place of what
-    a model hears instead; `token_ids` then only start its decoder.
+    `question` is the number of its example, which prompts of several lengths share. `recording` is the path of a sound
+    file for models that transcribe speech; `token_ids` then only start the decoder.
     """
 
     index: int
@@ -43,13 +43,13 @@ class Prompt:
 def benchmark_prompts(
     pair: LoadedPair, lengths: Sequence[int], per_length: int, new_tokens: int, *, spare: int = 0
 ) -> list[Prompt]:
-    """`per_length` prompts of exactly each of `lengths` tokens, the same ones at every length.
+    """Make `per_length` prompts for each of `lengths`, with exactly that many tokens, from the same examples.
 
-    The embedded pairs get held-out examples of all subtasks in turn, those first whose reference answer has at least
-    `new_tokens` tokens, so that decoding is not over before it can be timed. Other models get passages of a story, cut
-    by their own tokenizer, inside their chat template where they have one; synthetic pairs get random tokens, since
-    the last one alone decides what follows. The context has to hold `spare` tokens more. Raises `BenchError` for a
-    length that can't be had.
+    Embedded pairs get held-out examples, alternating between subtasks; those with reference answers of at least
+    `new_tokens` tokens come first, so that decoding is long enough to be timed. Other models get passages of a story,
+    cut by their own tokenizer, inside their chat template if they have one; synthetic pairs get random tokens, since
+    only the last one determines what follows. The context must have room for `spare` more tokens. Raises `BenchError`
+    for a length that is not possible.
     """
     room = context_length(pair)
     for length in lengths:
@@ -76,9 +76,9 @@ def benchmark_prompts(
 def asked_prompts(
     settings: Settings, pair: LoadedPair, count: int, *, spare: int = 0
 ) -> tuple[list[Prompt], list[str]]:
-    """The prompts that `settings` name, or `count` ones of each of `prompt_lengths`; and notes on what was cut.
+    """The prompts that `settings` name, or `count` of each of `prompt_lengths`; and notes on what was cut.
 
-    Of a data set the first turns, its subtasks in turn, `count` of them.
+    From a data set come `count` first turns, alternating between subtasks.
     """
     if not settings.own_lengths:
         return benchmark_prompts(pair, settings.prompt_lengths, count, settings.max_new_tokens, spare=spare), []
@@ -92,7 +92,7 @@ def asked_prompts(
 
 
 def practice_prompts(pair: LoadedPair, length: int) -> list[Prompt]:
-    """Prompts of about `length` tokens, none of which `asked_prompts` gives: from further on in the story."""
+    """Prompts of about `length` tokens, from a part of the story that `asked_prompts` never uses."""
     texts = [prose.passage(number, PRACTICE, chapter=1) for number in range(PRACTICE)]
     smallest = sum(map(len, frame(pair))) + 16
     rows = [_filled_prompt(pair, max(length, smallest), text) for text in texts]
@@ -100,7 +100,7 @@ def practice_prompts(pair: LoadedPair, length: int) -> list[Prompt]:
 
 
 def in_turn_by_subtask(questions: Sequence[Question]) -> list[Question]:
-    """One of each subtask, then the next of each, so that the first few already are of every kind."""
+    """One question of each subtask, then the next of each, so that any prefix covers all subtasks evenly."""
     seen: Counter[str] = Counter()
     placed = []
     for one in questions:
@@ -110,7 +110,7 @@ def in_turn_by_subtask(questions: Sequence[Question]) -> list[Question]:
 
 
 def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> tuple[list[Prompt], list[str]]:
-    """The user's prompts (if there are none, one held-out example of each subtask), and notes on what was cut.
+    """The user's prompts, or one held-out example of each subtask if none are given, and notes on what was cut.
 
     A prompt that does not fit into the context together with `new_tokens` is cut on the left.
     """
@@ -132,10 +132,10 @@ def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> t
 def question_prompt(
     pair: LoadedPair, question: Question, answers: Sequence[str], new_tokens: int
 ) -> tuple[Prompt, int]:
-    """The prompt of a question after the given answers to the turns before it; and how many tokens were cut.
+    """The prompt of a question after the given answers to its earlier turns, and the number of tokens cut.
 
-    What does not fit into the context together with `new_tokens` is cut on the left, behind a `<bos>`. To a target
-    that hears, the question is the place of a recording.
+    What does not fit into the context together with `new_tokens` is cut on the left; a leading `<bos>` is kept. For a
+    target that transcribes speech, the question is the path of a recording.
     """
     if pair.extractor is not None:
         start = int(pair.target.generation_config.decoder_start_token_id)
@@ -145,7 +145,7 @@ def question_prompt(
 
 
 def fitted(pair: LoadedPair, token_ids: list[int], new_tokens: int) -> tuple[list[int], int]:
-    """What of a prompt fits into the context together with `new_tokens`, and how many tokens were cut on the left."""
+    """The part of a prompt that fits into the context with `new_tokens`, and the number of tokens cut on the left."""
     room = _room(pair, new_tokens)
     cut = 0 if room is None else max(0, len(token_ids) - room)
     if cut:
@@ -155,7 +155,7 @@ def fitted(pair: LoadedPair, token_ids: list[int], new_tokens: int) -> tuple[lis
 
 
 def _room(pair: LoadedPair, new_tokens: int) -> int | None:
-    """The number of tokens that a prompt may have; None without a limit. Raises `BenchError` if none are left."""
+    """The largest possible prompt in tokens; None without a limit. Raises `BenchError` if there is no room."""
     room = context_length(pair)
     if room is None or pair.encoder_decoder:
         return room
@@ -167,21 +167,21 @@ def _room(pair: LoadedPair, new_tokens: int) -> int | None:
 
 
 def context_length(pair: LoadedPair) -> int | None:
-    """The most tokens that every model of the pair has positions for; None where positions are relative."""
+    """The number of positions that every model of the pair has; None if positions are relative."""
     lengths = [traits.context_length(model) for model in pair.models]
     known = [length for length in lengths if length is not None]
     return min(known) if known else None
 
 
 def _long_answers(pair: LoadedPair, count: int, new_tokens: int) -> list[embedded.Example]:
-    """Held-out examples from all subtasks in turn; those whose answers are long enough first."""
+    """Held-out examples, alternating between subtasks; those with long enough answers come first."""
     columns = [embedded.examples(subtask, split="heldout", n=8 * count) for subtask in embedded.SUBTASKS]
     in_turn = [example for row in zip_longest(*columns) for example in row if example is not None]
 
     def answer_tokens(example: embedded.Example) -> int:
         return len(pair.tokenizer(example.references[0], add_special_tokens=False).input_ids)
 
-    # A stable sort: all keep their turn.
+    # The sort is stable: subtasks still alternate.
     return sorted(in_turn, key=lambda example: answer_tokens(example) < new_tokens)[:count]
 
 
@@ -189,7 +189,7 @@ def _embedded_prompt(pair: LoadedPair, example: embedded.Example, length: int) -
     try:
         token_ids = embedded.prompt_ids(pair.tokenizer, example, length, encoder=pair.encoder_decoder)
     except ValueError as error:
-        raise BenchError(f"--prompt_lengths: {length} can't be had ({error}); give a longer length") from error
+        raise BenchError(f"--prompt_lengths: {length} is too short ({error}); give a longer length") from error
     return list(token_ids)
 
 
@@ -201,12 +201,12 @@ def _random_tokens(pair: LoadedPair, count: int, length: int) -> list[list[int]]
 
 
 def _filled_prompt(pair: LoadedPair, length: int, text: str) -> list[int]:
-    """Exactly `length` tokens: the text, again and again, inside the model's frame (special tokens, template, task)."""
+    """Exactly `length` tokens: the text, repeated, inside the model's frame (special tokens, template, task)."""
     head, tail = frame(pair)
     room = length - len(head) - len(tail)
     if room < 1:
         raise BenchError(
-            f"--prompt_lengths: {length} leaves no room for text beside the model's template of "
+            f"--prompt_lengths: {length} leaves no room for text besides the model's template of "
             f"{len(head) + len(tail)} tokens; give a longer length"
         )
     filler = list(pair.tokenizer(text, add_special_tokens=False).input_ids)
@@ -214,7 +214,7 @@ def _filled_prompt(pair: LoadedPair, length: int, text: str) -> list[int]:
 
 
 def frame(pair: LoadedPair, *, task: bool = True) -> tuple[list[int], list[int]]:
-    """The tokens before and after a user's words; with `task` those that ask for a long answer stand behind them."""
+    """The tokens before and after a user's text; with `task` the text is followed by a request for a long answer."""
     tokenizer = pair.tokenizer
     if getattr(tokenizer, "chat_template", None):
         chat = [{"role": "user", "content": _MARKER + (_CHAT_TASK if task else "")}]
@@ -236,7 +236,7 @@ def _user_prompt(pair: LoadedPair, text: str) -> list[int]:
 
 
 def _dialogue(pair: LoadedPair, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-    """All turns but the last have their answers; in the embedded pairs' format, a chat template, or as plain text."""
+    """A dialogue up to the last turn, in the embedded pairs' format, in a chat template, or as plain text."""
     tokenizer = pair.tokenizer
     if pair.target_name in embedded.names():
         example = embedded.Example(subtask="multi-turn", turns=tuple(turns), references=("",) * len(turns))

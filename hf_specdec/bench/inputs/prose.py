@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def passage(number: int, of: int, *, chapter: int = 0) -> str:
-    """A chapter (0 or 1) from one of `of` paragraphs on, spread evenly; behind its end it begins anew."""
+    """A chapter (0 or 1), rotated to begin at one of `of` evenly spread paragraphs."""
     paragraphs = _chapters()[chapter]
     start = number % of * len(paragraphs) // of
     return "\n\n".join([*paragraphs[start:], *paragraphs[:start], ""])

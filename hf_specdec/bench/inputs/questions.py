@@ -1,4 +1,4 @@
-"""Questions with their references: of the embedded corpus, of Spec-Bench, or of any data set that `datasets` reads."""
+"""Questions with references: from the embedded corpus, Spec-Bench, or any data set that `datasets` reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from hf_specdec import embedded
 from hf_specdec.bench.settings import BenchError, Settings
 
-# What Spec-Bench takes from MT-Bench and reports as one subtask.
+# The MT-Bench categories, which Spec-Bench reports as one subtask.
 _MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 _JSON_LINES = (".jsonl", ".ndjson")
 OWN = "own"  # the prompts that a target writes itself, see `aligning.own_prompts`
@@ -23,10 +23,10 @@ class Question:
 
     Args:
         index: number among all turns of the data set; sampling seeds derive from it.
-        subtask: under which name it is reported.
-        turns: the user's turns up to this one, which is the last.
-        references: right answers to the last turn, if any are known.
-        earlier: the indexes of the questions whose answers stand between the turns.
+        subtask: the name in reports.
+        turns: the user's turns up to and including this one.
+        references: known right answers to the last turn.
+        earlier: the indexes of the questions that hold the dialogue's earlier turns.
     """
 
     index: int
@@ -37,32 +37,32 @@ class Question:
 
 
 def dialogues(settings: Settings) -> list[list[Question]]:
-    """The data set that `settings` name, as dialogues of one or more turns; `limit` of each subtask.
+    """Read the data set that `settings` name as dialogues of one or more turns, up to `limit` per subtask.
 
     Raises:
-        BenchError: a data set that can't be read or has nothing in it, a malformed line, a missing column.
+        BenchError: an unreadable or empty data set, a malformed line, a missing column.
     """
     name = settings.dataset
     if settings.dataset_path is not None and not is_spec_bench(name):
         raise BenchError(
             f"--dataset_path: {str(settings.dataset_path)!r} is only read by --dataset spec_bench; give that too, or "
-            "name the file by --dataset itself"
+            "give the file as --dataset"
         )
     for option in ("prompt_column", "answer_column", "reference_column", "prompt_template"):
         value = getattr(settings, option)
         if value not in (None, "{prompt}") and (is_embedded(name) or is_spec_bench(name)):
             raise BenchError(
-                f"--{option}: {value!r} can't be had from {name}, whose prompts are read in one way; leave it out, or "
-                "name another data set by --dataset"
+                f"--{option}: {value!r} does not apply to {name}, whose format is fixed; leave it out, or give another "
+                "data set with --dataset"
             )
     split = split_of(settings)
     if settings.split is not None and split is None:
-        raise BenchError(f"--split: {settings.split!r} can't be had from a file, which is read whole; leave it out")
+        raise BenchError(f"--split: {settings.split!r} does not apply to a file, which has no splits; leave it out")
     if is_embedded(name):
         raw = _embedded(embedded_subtasks(name), str(split), settings.limit or settings.embedded_limit)
     elif is_spec_bench(name):
         if settings.dataset_path is None:
-            raise BenchError(f"--dataset: {name!r} needs the place of its question.jsonl; give it by --dataset_path")
+            raise BenchError(f"--dataset: {name!r} needs the path of its question.jsonl; give --dataset_path")
         raw = _one_subtask(list(_spec_bench(settings.dataset_path)), name)
     else:
         raw = _columns(settings)
@@ -79,15 +79,15 @@ def dialogues(settings: Settings) -> list[list[Question]]:
                     for k, number in enumerate(numbers)
                 ]
             )
-        # Counted whether taken or not, so that a question has the same number under every limit.
+        # Counted even if skipped, so that a question has the same number under every limit.
         index += len(turns)
     if not found:
-        raise BenchError(f"--dataset: {str(settings.dataset_path or name)!r} has no question in it; give another one")
+        raise BenchError(f"--dataset: {str(settings.dataset_path or name)!r} has no questions; give another one")
     return found
 
 
 def split_of(settings: Settings) -> str | None:
-    """The split of the data set that is read; None if it has no splits."""
+    """The split of the data set to read; None if it has no splits."""
     if is_spec_bench(settings.dataset) or settings.dataset == OWN or _is_file(settings.dataset):
         return None
     return settings.split or ("heldout" if is_embedded(settings.dataset) else "test")
@@ -108,7 +108,7 @@ def embedded_subtasks(name: str) -> tuple[str, ...]:
     subtask = name.partition(":")[2]
     if subtask and subtask not in embedded.SUBTASKS:
         raise BenchError(
-            f"--dataset: {subtask!r} is no subtask of the embedded data; give one of {', '.join(embedded.SUBTASKS)}"
+            f"--dataset: {subtask!r} is not a subtask of the embedded data; give one of {', '.join(embedded.SUBTASKS)}"
         )
     return (subtask,) if subtask else embedded.SUBTASKS
 
@@ -122,7 +122,7 @@ Raw = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]
 
 def _embedded(subtasks: tuple[str, ...], split: str, limit: int) -> Iterator[Raw]:
     if split not in embedded.SPLITS:
-        raise BenchError(f"--split: {split!r} is none of the embedded data set's: {', '.join(embedded.SPLITS)}")
+        raise BenchError(f"--split: {split!r} must be a split of the embedded data: {', '.join(embedded.SPLITS)}")
     for subtask in subtasks:
         for example in embedded.examples(subtask, split=split, n=limit):
             yield subtask, example.turns, tuple((reference,) for reference in example.references)
@@ -131,24 +131,24 @@ def _embedded(subtasks: tuple[str, ...], split: str, limit: int) -> Iterator[Raw
 def _spec_bench(path: Path) -> Iterator[Raw]:
     for number, item in json_lines(path, "--dataset_path"):
         category, turns = item.get("category"), item.get("turns")
-        # A text would pass for a list of its letters.
+        # A string would pass for a list of its letters.
         turns = turns if isinstance(turns, list) else []
         if not isinstance(category, str) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
             raise malformed(path, number, "it needs a category and a list of turns")
         references = item.get("reference") or []
         if not isinstance(references, list):
-            raise malformed(path, number, "its reference is no list with an entry for each turn")
-        # One a turn; where a single turn has several right answers they stand in a list of their own.
+            raise malformed(path, number, "its reference is not a list with an entry for each turn")
+        # One entry per turn; a turn with several right answers has a list of them.
         per_turn = [_texts(references[k]) if k < len(references) else () for k in range(len(turns))]
-        # In one line, since it names rows of tables.
+        # On one line, since it names rows of tables.
         yield "multi-turn" if category in _MT_BENCH else " ".join(category.split()), tuple(turns), tuple(per_turn)
 
 
 def _one_subtask(found: list[Raw], name: str) -> Iterator[Raw]:
-    """Those of the subtask that a data set names, if it names one."""
+    """The questions of the subtask in a data set's name; all without one."""
     subtask, known = name.partition(":")[2], list(dict.fromkeys(subtask for subtask, *_ in found))
     if subtask and subtask not in known:
-        raise BenchError(f"--dataset: {subtask!r} is no subtask of these questions; give one of {', '.join(known)}")
+        raise BenchError(f"--dataset: {subtask!r} is not a subtask of these questions; give one of {', '.join(known)}")
     return (one for one in found if subtask in ("", one[0]))
 
 
@@ -157,7 +157,7 @@ def _columns(settings: Settings) -> Iterator[Raw]:
     for number, row in rows(settings):
         text = cell(row, settings, "prompt_column", number)
         if not isinstance(text, str) or not text.strip():
-            raise malformed(name, number, f"its {settings.prompt_column!r} is no text")
+            raise malformed(name, number, f"its {settings.prompt_column!r} is not a text")
         references: tuple[str, ...] = ()
         if settings.reference_column is not None:
             references = _texts(cell(row, settings, "reference_column", number))
@@ -165,7 +165,7 @@ def _columns(settings: Settings) -> Iterator[Raw]:
 
 
 def rows(settings: Settings) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    """The rows of a data set that `settings` name by its columns, with their numbers from 1; errors as `dialogues`."""
+    """Yield the rows of a data set that is read by columns, with their numbers from 1; errors as in `dialogues`."""
     name = settings.dataset
     if settings.prompt_column is None:
         raise BenchError(f"--prompt_column: not given; name the column of {name!r} that holds the prompts")
@@ -173,15 +173,15 @@ def rows(settings: Settings) -> Iterable[tuple[int, Mapping[str, Any]]]:
 
 
 def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
-    """A data set of the hub, a folder, or a file that `datasets` knows by its ending."""
-    # Here because it takes seconds.
+    """Load a data set from the hub, a folder, or a file whose suffix `datasets` knows."""
+    # Imported here since it takes seconds.
     import datasets
 
     name, _, config = settings.dataset.partition(":")
     path = Path(name)
     split = split_of(settings)
     datasets.disable_progress_bars()
-    # Its own line on what it can't read would precede ours.
+    # Silences its own message about unreadable data, which would precede ours.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         if path.is_file():
@@ -189,20 +189,20 @@ def _load(settings: Settings) -> Iterable[Mapping[str, Any]]:
             options = {"sep": "\t"} if path.suffix == ".tsv" else {}
             return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
         return _from_hub(name, config, str(split))
-    # `datasets` raises many kinds for what is missing, damaged, private or unreachable; all mean one thing.
+    # `datasets` raises many kinds of errors (missing, damaged, private, unreachable); all mean: cannot be loaded.
     except Exception as error:
-        # What it says itself may only be that something went wrong.
+        # Its own message may only say that something went wrong.
         cause = error.__cause__ or error
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
         of_split = "" if split is None else f" with --split {split!r}"
         raise BenchError(
             f"--dataset: {settings.dataset!r}{of_split} can't be loaded ({lines[0].rstrip('.')}); give embedded, "
-            "spec_bench, a local file, or a name that the hub has and this machine can reach"
+            "spec_bench, a local file, or the name of a data set on the hub that this machine can reach"
         ) from error
 
 
 def _from_hub(name: str, config: str, split: str) -> Iterable[Mapping[str, Any]]:
-    """A data set's split. Of one that needs a loading script, which `datasets` no longer runs, the hub's Parquet copy.
+    """Load a split; for a data set with a loading script, which `datasets` no longer runs, the hub's Parquet copy.
 
     The hub keeps such copies on the branch refs/convert/parquet, as CONFIG/SPLIT/*.parquet.
     """
@@ -218,13 +218,13 @@ def _from_hub(name: str, config: str, split: str) -> Iterable[Mapping[str, Any]]
 
 
 def json_lines(path: Path, argument: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The objects of a JSON lines file with the numbers of their lines, from 1; blank lines are skipped.
+    """Yield the objects of a JSON lines file with their line numbers from 1; blank lines are skipped.
 
     Args:
-        argument: the one that named the file, for errors.
+        argument: the argument that named the file, for messages.
 
     Raises:
-        BenchError: the file can't be read, or a line is no JSON object.
+        BenchError: the file can't be read, or a line is not a JSON object.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -250,7 +250,7 @@ def json_lines(path: Path, argument: str) -> Iterator[tuple[int, Mapping[str, An
 
 
 def cell(row: Mapping[str, Any], settings: Settings, argument: str, number: int) -> Any:
-    """The value of the column that an argument names; dots lead into nested columns, as in translation.de.
+    """The value of the column that an argument names; dots address nested columns, such as translation.de.
 
     Raises:
         BenchError: the row, of this number, has no such column.
@@ -268,7 +268,7 @@ def cell(row: Mapping[str, Any], settings: Settings, argument: str, number: int)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """A reference, or a list of them, without empty ones."""
+    """The non-empty texts of a reference or a list of references."""
     if value is None:
         return ()
     listed = value if isinstance(value, (list, tuple)) else [value]
@@ -276,5 +276,5 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def malformed(path: Path | str, number: int, why: str) -> BenchError:
-    """The error of a line that can't be read."""
+    """The error for a malformed line."""
     return BenchError(f"--dataset: line {number} of {str(path)!r} is malformed: {why}; correct or remove it")

@@ -1,1 +1,1 @@
-"""Loads targets, drafts and tokenizers by name, in any precision, or makes synthetic pairs; runs nothing."""
+"""Loading of targets, drafts and tokenizers by name, in any precision, and making of synthetic pairs; runs nothing."""

@@ -1,4 +1,4 @@
-"""Whisper in CTranslate2's format: its weights under the names that transformers has for them, and a folder for it."""
+"""Converts Whisper from CTranslate2's format to a folder that transformers reads."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _ATTENTIONS = {"self_attention": "self_attn", "attention": "encoder_attn"}
 
 
 def convert(raw: Path, folder: Path, sampling: Mapping[str, Any]) -> None:
-    """Whisper in CTranslate2's format to transformers' names, float32, with its processor and generation config."""
+    """Convert the files in `raw` to a float32 model in `folder`, with its processor and generation config."""
     found = read((raw / "model.bin").read_bytes())
     told = json.loads((raw / "config.json").read_text())
     tokenizer = WhisperTokenizer.from_pretrained(raw, pad_token="<|endoftext|>")
     ids = tokenizer.get_added_vocab()
-    # In order: what follows the last one, it takes for times.
+    # The order matters: tokens after the last one are taken for timestamps.
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(ids, key=ids.__getitem__)})
     end, start = ids["<|endoftext|>"], ids["<|startoftranscript|>"]
     special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": start}
@@ -50,7 +50,7 @@ def convert(raw: Path, folder: Path, sampling: Mapping[str, Any]) -> None:
         max_initial_timestamp_index=50,
         is_multilingual=True,
         return_timestamps=False,
-        task="transcribe",  # where none is asked for, also if the language is left to be detected
+        task="transcribe",  # the default, also if the language is to be detected
         **sampling,
     )
     model.save_pretrained(folder)
@@ -58,10 +58,10 @@ def convert(raw: Path, folder: Path, sampling: Mapping[str, Any]) -> None:
 
 
 def read(data: bytes) -> dict[str, Tensor]:
-    """All variables of the file, aliases left out.
+    """Read all variables of the file, except aliases.
 
     Raises:
-        ValueError: it is of another version, or of another kind of model.
+        ValueError: the file has another version, or holds another kind of model.
     """
     place = 0
 
@@ -78,7 +78,7 @@ def read(data: bytes) -> dict[str, Tensor]:
 
     (version,), kind, _, (count,) = numbers("I"), text(), numbers("I"), numbers("I")
     if (version, kind) != (_VERSION, "WhisperSpec"):
-        raise ValueError(f"a file of version {_VERSION} with Whisper was expected, not {kind} of version {version}")
+        raise ValueError(f"expected Whisper in version {_VERSION} of the format, got {kind} in version {version}")
     found = {}
     for _ in range(count):
         name, (rank,) = text(), numbers("B")
@@ -89,13 +89,13 @@ def read(data: bytes) -> dict[str, Tensor]:
 
 
 def shape(read: Mapping[str, Tensor]) -> dict[str, int]:
-    """The sizes that transformers' `WhisperConfig` names."""
+    """The sizes for transformers' `WhisperConfig`."""
 
     vocabulary, width = read["decoder/embeddings/weight"].shape
     sizes = {"vocab_size": vocabulary, "d_model": width, "num_mel_bins": read["encoder/conv1/weight"].shape[1]}
     for side, positions in (("encoder", "max_source_positions"), ("decoder", "max_target_positions")):
         sizes[positions] = len(read[f"{side}/position_encodings/encodings"])
-        # One of them is layer_norm.
+        # One of the entries is layer_norm.
         sizes[f"{side}_layers"] = len({name.split("/")[1] for name in read if name.startswith(f"{side}/layer_")}) - 1
         sizes[f"{side}_attention_heads"] = int(read[f"{side}/num_heads"])
         sizes[f"{side}_ffn_dim"] = len(read[f"{side}/layer_0/ffn/linear_0/bias"])
@@ -103,7 +103,7 @@ def shape(read: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def renamed(read: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dictionary for `WhisperForConditionalGeneration`, in float32; fused projections are taken apart."""
+    """A float32 state dictionary for `WhisperForConditionalGeneration`; fused projections are split."""
     found: dict[str, Tensor] = {}
     for name, tensor in read.items():
         if tensor.is_floating_point() and tensor.dim():

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.models.trimmed_head import TrimmedHead
 
-# Weights of matrices; vectors (norms, biases) stay in float32, as llama.cpp's own converter has them.
+# Dtypes of matrices; vectors (norms, biases) stay in float32, as in llama.cpp's own converter.
 _FORMATS = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
@@ -22,29 +22,29 @@ _ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2
 
 
 def export_refusal(model: PreTrainedModel) -> str | None:
-    """Why a model can't be written, in a sentence; None where it can."""
+    """A sentence on why a model cannot be written; None if it can."""
     config = model.config
     if config.model_type not in _ARCHITECTURES:
-        return f"llama.cpp gets models of the families {', '.join(_ARCHITECTURES)}, not {config.model_type}."
+        return f"llama.cpp is run with the families {', '.join(_ARCHITECTURES)}, not with {config.model_type}."
     if config.rope_parameters["rope_type"] != "default":
-        return f"llama.cpp gets plain rotary embeddings, not {config.rope_parameters['rope_type']!r} ones."
+        return f"llama.cpp is run with plain rotary embeddings, not with {config.rope_parameters['rope_type']!r} ones."
     if getattr(config, "use_sliding_window", False):
-        return "llama.cpp gets models without a sliding window."
+        return "llama.cpp is run with models without a sliding window."
     head = model.get_output_embeddings()
     if isinstance(head, TrimmedHead) and not head.tied:
-        return "llama.cpp gets models with a whole head: restore() it first."
+        return "llama.cpp is run with models with a full head: restore() it first."
     return None
 
 
 def write_gguf(model: PreTrainedModel, path: Path, weights: str, tokenizer: Path | None = None) -> None:
-    """Writes a model, whole where its head is trimmed; one tensor at a time is copied.
+    """Write a model, with its full head even if that is trimmed, copying one tensor at a time.
 
     Args:
         weights: f32, bf16 or q8_0 (blocks of 32 int8 with a scale each).
-        tokenizer: a GGUF file whose tokenizer is copied; None: it gets none.
+        tokenizer: a GGUF file whose tokenizer is copied; None for no tokenizer.
 
     Raises:
-        ValueError: a model that `export_refusal` refuses, or that has a tensor which llama.cpp doesn't know.
+        ValueError: a model that `export_refusal` refuses, or that has a tensor unknown to llama.cpp.
     """
     if refusal := export_refusal(model):
         raise ValueError(refusal)
@@ -65,7 +65,7 @@ def write_gguf(model: PreTrainedModel, path: Path, weights: str, tokenizer: Path
     for name, parameter in parameters.items():
         kind, known_as = kinds[name], names.get_name(name, try_suffixes=(".weight", ".bias"))
         if known_as is None:
-            raise ValueError(f"llama.cpp knows no tensor {name!r} in the family {model.config.model_type}")
+            raise ValueError(f"llama.cpp has no tensor {name!r} in the family {model.config.model_type}")
         shape = gguf.quant_shape_to_byte_shape(tuple(parameter.shape), kind)
         writer.add_tensor_info(known_as, shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=kind)
     writer.write_header_to_file()
@@ -85,7 +85,7 @@ def _copy_tokenizer(writer: GGUFWriter, file: Path) -> None:
 
 
 def add_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
-    """Adds what a file tells of a model beside its weights and its tokenizer."""
+    """Add the model's sizes and hyperparameters to the file."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
@@ -104,11 +104,10 @@ def add_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
 
 
 def _as_llama_cpp_has_it(model: PreTrainedModel, name: str, parameter: Tensor) -> Tensor:
-    """Queries and keys of LLaMA turned from transformers' rotary layout (halves) to llama.cpp's (pairs).
+    """A weight in llama.cpp's layout; quantized weights are widened.
 
-    Quantized weights are widened.
-
-    The permutation of rows that `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py makes.
+    The rows of LLaMA's queries and keys are permuted from transformers' rotary layout (halves) to llama.cpp's (pairs),
+    as by `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py.
     """
     config, detached = model.config, parameter.detach().dequantize()
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}

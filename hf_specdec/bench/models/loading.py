@@ -1,4 +1,4 @@
-"""Loads a target, its draft and their tokenizers. If something is missing, one line says so before heavy work."""
+"""Loads a target, its draft and their tokenizers; whatever is missing is reported in one line before heavy work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from hf_specdec.models.better_transformer import attention_of, better_transforme
 from hf_specdec.models.eagle_draft import Eagle3Draft
 from hf_specdec.models.traits import describes_block_draft
 
-# Settings of a generation_config that change what is decoded, with the values at which they do not.
+# Settings of a generation_config that change what is decoded, with their neutral values.
 _SAMPLING = {
     "temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0, "top_h": None, "typical_p": 1.0,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
@@ -59,12 +59,11 @@ _PROCESSORS = {
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """A target with its tokenizer, and with assistance its draft; names are the full ones.
+    """A target, possibly its draft, and their tokenizers; names are the full ones.
 
-    `template` are arguments of the chat template. `extractor` turns recordings into features, where the target hears
-    instead of reading. `synthetic` is the sentence that reports have to carry where
-    weights are random, None otherwise.
-    `loading_seconds` says how long each model took to load, by name.
+    `template` holds arguments of the chat template. `extractor` converts recordings to features for a target that
+    transcribes speech. `synthetic` is a sentence for reports if the weights are random, otherwise None.
+    `loading_seconds` holds each model's loading time by name.
     """
 
     target_name: str
@@ -93,12 +92,12 @@ class LoadedPair:
         return () if stored is None else tuple(stored) if isinstance(stored, (list, tuple)) else (int(stored),)
 
     def up_to_eos(self, row: list[int]) -> list[int]:
-        """A row of new tokens without what stands behind its EOS."""
+        """A row of new tokens, cut after its EOS."""
         ends = self.eos_tokens
         return row[: next((place for place, token in enumerate(row, start=1) if token in ends), len(row))]
 
     def describe(self) -> dict[str, Model]:
-        """What reports say of the models, by role."""
+        """The models' descriptions for reports, by role."""
         found = {"target": _describe(self.target_name, self.target, self.synthetic)}
         if self.draft is not None and self.draft_name is not None:
             found["draft"] = _describe(self.draft_name, self.draft)
@@ -106,11 +105,11 @@ class LoadedPair:
 
 
 def load_pair(settings: Settings, *, weights: bool = True) -> LoadedPair:
-    """Loads what `settings` name; raises `BenchError` where a model, a device or a draft can't be had.
+    """Load the models that `settings` name; raise `BenchError` if a model, a device or a draft is not available.
 
-    Without `weights` the target has none, see `without_weights`.
+    If `weights` is False, the target is loaded by `without_weights`.
 
-    Both configurations are read before any weights are, so that a wrong draft name costs no time; the target's first,
+    Both configurations are read before any weights, so that a wrong draft name costs no time; the target's first,
     since no draft is known for a mistyped target.
     """
     device = _device("--device", settings.device)
@@ -128,7 +127,7 @@ def load_pair(settings: Settings, *, weights: bool = True) -> LoadedPair:
         draft_config = _draft_config("--assistant_model", draft_name, settings)
         if draft_config.is_encoder_decoder != config.is_encoder_decoder:
             raise BenchError(
-                f"--assistant_model: of {draft_name!r} and the target {target_name!r} only one is an "
+                f"--assistant_model: only one of {draft_name!r} and the target {target_name!r} is an "
                 "encoder-decoder model; give a draft of the target's kind"
             )
     tokenizer = _read("--model_name", target_name, AutoTokenizer)
@@ -138,7 +137,7 @@ def load_pair(settings: Settings, *, weights: bool = True) -> LoadedPair:
         check_loaded(target, settings.precision, settings.device_map)
     else:
         target = without_weights(config)
-        with suppress(OSError):  # a model need not have one
+        with suppress(OSError):  # it is optional
             target.generation_config = GenerationConfig.from_pretrained(location(target_name)[WHERE])
     loading = {target_name: time.perf_counter() - start}
     template = settings.chat_template_kwargs
@@ -154,14 +153,14 @@ def load_pair(settings: Settings, *, weights: bool = True) -> LoadedPair:
 
 
 def without_weights(config: Any) -> PreTrainedModel:
-    """A model of this configuration on the device `meta`: it has settings, and can't be run."""
+    """A model of this configuration on the device `meta`, which has settings but cannot run."""
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     return model
 
 
 def load_pairs(settings: Settings, drafts: Sequence[str]) -> list[LoadedPair]:
-    """One target with each of several drafts, all in memory at once; raises `BenchError` as `load_pair`."""
+    """Load one target with each of several drafts, all in memory at once; raises `BenchError` like `load_pair`."""
     check_target(settings)
     for name in drafts:
         _draft_config("--draft_models", full_name(name), settings)
@@ -176,13 +175,13 @@ def load_pairs(settings: Settings, drafts: Sequence[str]) -> list[LoadedPair]:
 
 
 def check_target(settings: Settings) -> None:
-    """Raises `BenchError` where there is no configuration of the target to read."""
+    """Raise `BenchError` if the target's configuration cannot be read."""
     if not synthetic.is_synthetic(settings.model_name):
         _target_config(settings)
 
 
 def better_transformer(pair: LoadedPair) -> None:
-    """Both models to SDPA attention; raises `BenchError` for a model that can't have it."""
+    """Switch both models to SDPA attention; raise `BenchError` for a model that does not support it."""
     for model in pair.models:
         if refusal := better_transformer_refusal(model):
             raise BenchError(f"--better_transformer: {refusal}")
@@ -192,14 +191,14 @@ def better_transformer(pair: LoadedPair) -> None:
 def with_draft(
     pair: LoadedPair, name: str, settings: Settings, device: torch.device, *, trim: bool = True
 ) -> LoadedPair:
-    """The pair with this draft; with `trim` its head has rows of the tokens only that its configuration lists."""
+    """Add a draft to the pair; with `trim` its head keeps only the tokens that its configuration lists."""
     kwargs = load_kwargs(settings.draft_precision, dtype=_draft_dtype(settings), argument="--draft_precision")
     config = _draft_config("--assistant_model", name, settings)
     start = time.perf_counter()
     draft = _load_model("--assistant_model", name, config, device, kwargs, settings.allow_pickle)
     check_loaded(draft, settings.draft_precision, argument="--draft_precision")
     if describes_block_draft(config):
-        draft.generation_config = GenerationConfig()  # it has none, since the target generates with it
+        draft.generation_config = GenerationConfig()  # a DFlash draft has none of its own
     if trim and getattr(draft.config, "draft_tokens", None):
         hf_specdec.trim_draft_head(draft)
     loading = {**pair.loading_seconds, name: time.perf_counter() - start}
@@ -209,7 +208,7 @@ def with_draft(
 
 
 def with_trimmed_head(pair: LoadedPair, token_ids: Sequence[int]) -> LoadedPair:
-    """The pair with a copy of its draft that proposes only these tokens; the copy shares all weights but the head's."""
+    """The pair with a copy of its draft that proposes only these tokens and shares all weights except the head's."""
     assert pair.draft is not None
     shared = {id(tensor): tensor for tensor in (*pair.draft.parameters(), *pair.draft.buffers())}
     draft = deepcopy(pair.draft, shared)
@@ -221,7 +220,7 @@ def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torc
     spec = synthetic.parse(settings.model_name)
     for argument in ("assistant_model", "device_map", "offload_folder"):
         if (value := getattr(settings, argument)) is not None:
-            raise BenchError(f"--{argument}: {str(value)!r} can't be had with a synthetic target; leave it out")
+            raise BenchError(f"--{argument}: {str(value)!r} is not possible with a synthetic target; leave it out")
     dtypes = [
         synthetic.default_dtype(place) if name == "auto" else getattr(torch, name)
         for place, name in ((device, settings.dtype), (draft_device, _draft_dtype(settings)))
@@ -229,7 +228,7 @@ def _synthetic_pair(settings: Settings, device: torch.device, draft_device: torc
     target, draft, sentence = synthetic.build(spec, device, dtypes[0], draft_device, dtypes[1], settings.seed)
     quantize_made(target, settings.precision)
     quantize_made(draft, settings.draft_precision, argument="--draft_precision")
-    # Its ids are valid in every shape; what they stand for does not matter here.
+    # Its ids are valid in every shape; their meaning does not matter here.
     tokenizer = _read("--model_name", "target", AutoTokenizer)
     pair = LoadedPair(settings.model_name, target, tokenizer, synthetic=sentence)
     if settings.uses_draft:
@@ -263,7 +262,7 @@ def _draft_config(argument: str, name: str, settings: Settings) -> Any:
     config = _read(argument, name, AnyConfig)
     if (blocks := describes_block_draft(config)) != ("dflash" in settings.values("drafter")):
         raise BenchError(
-            f"{argument}: {name!r} is {'a' if blocks else 'no'} DFlash draft; "
+            f"{argument}: {name!r} is {'a' if blocks else 'not a'} DFlash draft; "
             f"{'add' if blocks else 'leave out'} --drafter dflash"
         )
     return config
@@ -285,12 +284,12 @@ def _device(argument: str, name: str | None, default: torch.device | None = None
 
 
 def _read(argument: str, name: str, source: Any) -> Any:
-    """A configuration or tokenizer; `source` is the Auto class that reads it."""
+    """Read a configuration or tokenizer with the Auto class `source`."""
     try:
         # None would ask on the terminal whether to run code that comes with the model.
         return source.from_pretrained(**location(name), trust_remote_code=False)
-    # Libraries raise many kinds here (missing files, unknown architectures, damaged JSON); all mean one
-    # thing.
+    # Libraries raise many kinds of errors here (missing files, unknown architectures, damaged JSON); all mean that
+    # the model cannot be read.
     except Exception as error:
         raise _unreachable(argument, name, error) from error
 
@@ -298,10 +297,10 @@ def _read(argument: str, name: str, source: Any) -> Any:
 def _load_model(
     argument: str, name: str, config: Any, device: torch.device, kwargs: dict[str, Any], allow_pickle: bool
 ) -> PreTrainedModel:
-    """Weights are read from safetensors or GGUF, which hold nothing but numbers; from pickles only on request."""
+    """Load weights from safetensors or GGUF, which hold only numbers; from pickles only on request."""
     if kwargs.pop("blocks", False):
         return _in_blocks(argument, name, device, kwargs["dtype"])
-    # Of GGUF files, which have formats of their own, transformers widens the weights.
+    # transformers widens the weights of GGUF files, which have their own formats.
     quantized = kwargs.pop("quantization_config", None) if is_gguf(name) else None
     formats = {} if allow_pickle or is_gguf(name) else {"use_safetensors": True}
     try:
@@ -309,27 +308,27 @@ def _load_model(
     except Exception as error:
         if formats and "safetensors" in str(error):
             raise BenchError(
-                f"{argument}: {name!r} has no weights that can be read as safetensors ({_first_line(error)}); give a "
-                "model that has, or --allow_pickle if you trust where its weights come from"
+                f"{argument}: {name!r} has no readable safetensors weights ({_first_line(error)}); give a model that "
+                "has, or --allow_pickle if you trust the source of its weights"
             ) from error
         raise _unreachable(argument, name, error) from error
     if quantized is not None:
         quantize_made(model, quantized.weights, argument=argument)
-    # What accelerate has spread over devices must stay where it is.
+    # A model that accelerate has spread over devices must not be moved.
     return model.eval() if "device_map" in kwargs else model.to(device).eval()
 
 
 def gguf_path(name: str) -> Path:
-    """Where the GGUF file of a full name is, fetched from the hub if it is there."""
+    """The local path of a full name's GGUF file, downloaded from the hub if necessary."""
     place = location(name)
     return Path(str(cached_file(str(place[WHERE]), place["gguf_file"])))
 
 
 def _in_blocks(argument: str, name: str, device: torch.device, dtype: torch.dtype | str) -> PreTrainedModel:
-    """A model as its GGUF file, here or on the hub, holds it."""
+    """Load a model from a GGUF file, local or on the hub, keeping the weights in its blocks."""
     if not is_gguf(name) or device.type != "cpu":
         what = "a GGUF file" if device.type == "cpu" else "a CPU"
-        raise BenchError(f"{argument}: {name!r} can't be read in blocks; that takes {what}. Leave precision gguf out")
+        raise BenchError(f"{argument}: precision gguf needs {what}, got {name!r} on {device}; leave the precision out")
     try:
         return hf_specdec.load_gguf(gguf_path(name), dtype=dtype if isinstance(dtype, torch.dtype) else None)
     except Exception as error:
@@ -337,29 +336,29 @@ def _in_blocks(argument: str, name: str, device: torch.device, dtype: torch.dtyp
 
 
 def _hears(config: Any, settings: Settings) -> bool:
-    """Whether the target hears recordings; raises `BenchError` where they can't be had."""
+    """Whether the target transcribes speech; raises `BenchError` if the task does not support it."""
     if config.model_type not in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
         return False
     if config.model_type == "whisper" and settings.task == "draft":
         return True
     raise BenchError(
-        f"--model_name: {settings.model_name!r} writes down speech, and all tasks ask in writing (but draft, which "
-        "takes Whisper); give a model that reads text, or call this one from Python"
+        f"--model_name: {settings.model_name!r} transcribes speech, and all tasks have text prompts (except draft, "
+        "for Whisper); give a model that reads text, or use this one from Python"
     )
 
 
 def _unreachable(argument: str, name: str, error: Exception) -> BenchError:
     if name.lower() in REAL_MODELS:
-        return BenchError(f"{argument}: {name!r} is not here yet; `make real` brings it to {real_models_folder()}")
+        return BenchError(f"{argument}: {name!r} is not here yet; `make real` downloads it to {real_models_folder()}")
     if is_gguf(name) and (find_spec("gguf") is None or find_spec("accelerate") is None):
         return BenchError(f"{argument}: {name!r} needs gguf and accelerate; pip install 'hf_specdec[gguf]'")
-    # Of these, transformers says that they are no valid names for the hub.
+    # transformers would say that such a name is not valid for the hub.
     as_path = name.count("/") < 2 if is_gguf(name) else name.count("/") > 1
     missing = (as_path or name.startswith(("/", ".", "~"))) and not Path(name).exists()
     reason = f"there is no such {'file' if is_gguf(name) else 'folder'}" if missing else _first_line(error)
     return BenchError(
-        f"{argument}: {name!r} can't be loaded ({reason}); give a local folder or GGUF file, a name "
-        "that the hub has and this machine can reach, or one of the embedded models: " + ", ".join(embedded.names())
+        f"{argument}: {name!r} can't be loaded ({reason}); give a local folder or GGUF file, the name of a model on "
+        "the hub that this machine can reach, or one of the embedded models: " + ", ".join(embedded.names())
     )
 
 
@@ -383,7 +382,7 @@ def _describe(name: str, model: PreTrainedModel, synthetic: str | None = None) -
 
 
 def _generation_settings(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a model's generation_config that have an effect; of lists of tokens their length."""
+    """The settings of a model's generation_config that have an effect; lists of tokens are replaced by their length."""
     values = {name: getattr(model.generation_config, name, None) for name in names}
     told = {name: value for name, value in values.items() if value not in (None, False, names[name])}
     return {name: value if isinstance(value, (int, float)) else f"of {len(value)}" for name, value in told.items()}

@@ -1,4 +1,4 @@
-"""Known targets and the drafts that go with them, short names for both, and the names of a run's files."""
+"""Known targets and their drafts, short names for both, and the names of a run's files."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ KNOWN_PAIRS = (
     Pair("bigscience/bloom-7b1", ("bigscience/bloom-560m", "bigscience/bloom-1b7")),
     Pair("meta-llama/Llama-2-7b-hf", ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",)),
     Pair("google-t5/t5-base", ("google-t5/t5-small",)),
-    # Speech; these drafts read the target's encoding, so each goes with one target only.
+    # Speech; these drafts read the target's encoding, so each fits one target only.
     Pair("openai/whisper-large-v3", ("distil-whisper/distil-large-v3",)),
     Pair("openai/whisper-large-v2", ("distil-whisper/distil-large-v2",)),
     Pair("openai/whisper-medium.en", ("distil-whisper/distil-medium.en",)),
     Pair("openai/whisper-small.en", ("distil-whisper/distil-small.en",)),
-    # 29M is the fastest of those published.
+    # 29M is the fastest of the published ones.
     Pair(
         _NEOX.format("409M"),
         tuple(_NEOX.format(size) for size in ("29M", "6M", "13M", "47M", "72M", "115M", "165M", "247M")),
     ),
 )
 
-# What people say where the hub's name carries a suffix.
+# Common names for models whose hub name has a suffix.
 _NICKNAMES = {
     "llama-2-7b": "meta-llama/Llama-2-7b-hf",
     "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
@@ -73,12 +73,12 @@ _NICKNAMES = {
 
 WHERE = "pretrained_model_name_or_path"
 
-# What `make real` brings, by the names of their folders.
+# The models that `make real` downloads, by the names of their folders.
 REAL_MODELS = ("smollm2-135m-instruct", "gemma-3-270m", "whisper-base")
 
 
 def real_models_folder() -> Path:
-    """`.models` at the root of a checkout; without one, of the working directory."""
+    """`.models` at the root of a checkout, or in the working directory if there is no checkout."""
     root = Path(hf_specdec.__file__).parents[1]
     return (root if (root / "Makefile").is_file() else Path()) / ".models"
 
@@ -89,15 +89,16 @@ def short_name(name: str) -> str:
 
 
 def full_name(name: str) -> str:
-    """The folder, GGUF file, embedded name or hub name that `name` stands for.
+    """Resolve `name` to a folder, GGUF file, embedded name or hub name.
 
-    A folder that holds a model wins, then the embedded models, what `make real` has brought, and the table (the name
-    without its organisation, in any case); anything else is taken to be a hub name and returned as it is.
+    A folder that holds a model comes first, then the embedded models, those that `make real` has downloaded, and the
+    table (by name without organisation, ignoring case); anything else is assumed to be a hub name and returned
+    unchanged.
     """
     if is_gguf(name):
         return name
     if (Path(name) / "config.json").is_file():
-        # Told from an embedded model of that name.
+        # Distinguishes the folder from an embedded model of that name.
         return f"./{name}" if name in embedded.names() else name
     short = short_name(name).lower()
     if name in embedded.names() or "/" in name:
@@ -110,7 +111,7 @@ def full_name(name: str) -> str:
 
 
 def location(name: str) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for a full name, which may end with a GGUF file of a folder or on the hub."""
+    """The arguments of `from_pretrained` for a full name, which may end with a GGUF file, local or on the hub."""
     if name in embedded.names():
         return {WHERE: embedded.model_path(name)}
     if name in REAL_MODELS:
@@ -118,7 +119,7 @@ def location(name: str) -> dict[str, Any]:
     if not is_gguf(name):
         return {WHERE: name}
     folder, _, file = name.rpartition("/")
-    if not Path(name).is_file() and name.count("/") > 1:  # OWNER/NAME/FILE, where the file may lie in a folder
+    if not Path(name).is_file() and name.count("/") > 1:  # OWNER/NAME/FILE, where FILE may include folders
         owner, repository, file = name.split("/", 2)
         folder = f"{owner}/{repository}"
     return {WHERE: folder or ".", "gguf_file": file}
@@ -130,16 +131,16 @@ def is_gguf(name: str) -> bool:
 
 
 def default_draft(target: str) -> str | None:
-    """The draft that goes with a target under any of its names; None for a target that the table lacks."""
+    """The default draft of a target under any of its names; None for a target that is not in the table."""
     return next(iter(known_drafts(target)), None)
 
 
 def known_drafts(target: str) -> tuple[str, ...]:
-    """All drafts that go with a target under any of its names; none for a target that the table lacks."""
+    """All drafts of a target under any of its names; empty for a target that is not in the table."""
     name = full_name(target)
     for pair in KNOWN_PAIRS:
-        # A folder or a mirror of a known model keeps its draft: only the last part of the name is compared. But an
-        # embedded model's name says nothing of a folder that has it by chance.
+        # Only the last part of the name is compared, so that folders and mirrors of a known model keep its drafts. A
+        # folder that has an embedded model's name is not that model.
         same = short_name(pair.target).lower() == short_name(name).lower()
         if name == pair.target or (same and "/" in pair.target):
             return pair.drafts
@@ -150,8 +151,8 @@ def stem(settings: Settings) -> str:
     """The name of a run's files, without suffix.
 
     `<task>-<target>[-<draft>][-<precision>][-draft_<precision>]-<strategy, or data set and split>-<greedy|sampling>`,
-    so that several pairs, precisions and data sets live in one folder. A sweep's drafts are named where they were
-    chosen, the draft's precision where it is not the target's.
+    so that a folder can hold several pairs, precisions and data sets. A sweep's drafts are named if they were given,
+    the draft's precision if it differs from the target's.
     """
     parts = [settings.task, full_name(settings.model_name)]
     drafts = settings.draft_models or ((settings.assistant_model,) if settings.assistant_model else ())

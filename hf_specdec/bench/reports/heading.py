@@ -1,4 +1,4 @@
-"""What every report begins and ends with: the set-up of the run, and remarks on how it went."""
+"""The first and last part of every report: the set-up of the run, and remarks on its reliability."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_specdec.bench.reports.markdown import bullets, percent
 
 # Tasks on prompts of exact lengths.
 _BY_LENGTH = ("benchmark", "decode", "engines")
-# Repeats of the same work that differ by more than this share of their median were disturbed.
+# If repeats of the same work differ by more than this share of their median, the run was disturbed.
 _CALM = 0.25
-_MOST_LENGTHS = 4  # that are told one by one
-_IDLE = 0.5  # cores at work at the start; a machine with more was not quiet
+_MOST_LENGTHS = 4  # most prompt lengths to list one by one
+_IDLE = 0.5  # busy cores at the start above which the machine was not quiet
 
 
 def heading(part: Part) -> str:
@@ -34,19 +34,19 @@ def heading(part: Part) -> str:
 
 
 def remarks(part: Part, *more: str) -> list[Block]:
-    """A section with notes of the run, and warnings where its times can't be trusted."""
+    """A section with notes on the run, and warnings if its times can't be trusted."""
     found = [*more, *part.result.notes, *quantized_note(part.result), *_busy(part.result), *_unsettled(part.result)]
     lines = [*found, *_unrest(part)]
     return section("Remarks", bullets(lines))
 
 
 def processor(environment: Environment) -> str:
-    """Its name and widest instructions."""
+    """The processor's name and widest instructions."""
     return f"{environment.cpu} ({environment.instructions})" if environment.instructions else environment.cpu
 
 
 def threads(environment: Environment) -> str:
-    """`2 threads`."""
+    """The number of threads: `2 threads`."""
     count = environment.torch_threads
     return f"{count} thread{'s' if count > 1 else ''}"
 
@@ -73,7 +73,7 @@ def _data(result: Result) -> str:
 
 
 def _prompts(part: Part) -> str:
-    """How many prompts of each length were decoded, by batch size where that differs."""
+    """The number of prompts of each length, by batch size if it differs."""
     lengths = {one.index: one.tokens for one in part.result.prompts}
     sizes: dict[str, list[str]] = {}
     for batch in part.batch_sizes:
@@ -108,7 +108,7 @@ def _shape(part: Part) -> str:
 
 
 def sampling_of(result: Result) -> dict[str, float]:
-    """The settings of sampling: as given, otherwise the target's own, otherwise those of transformers."""
+    """The sampling settings: those given, or else the target's, or else transformers' defaults."""
     own = result.models["target"].sampling
     return {"temperature": 1.0, "top_k": 50, "top_p": 1.0, **own, **result.settings.given_sampling()}
 
@@ -121,7 +121,7 @@ def _busy(result: Result) -> list[str]:
 
 
 def _unsettled(result: Result) -> list[str]:
-    cold = () if result.settings.task == "tune" else result.cold  # calls are few there, and said to be
+    cold = () if result.settings.task == "tune" else result.cold  # tune reports its few calls itself
     names = dict.fromkeys(one.method for one in cold if not one.settled)
     words = "Warm-up ended before two calls in a row were within 5% of each other"
     return [f"{words}: {', '.join(names)}."] if names else []
@@ -138,7 +138,7 @@ def _unrest(part: Part) -> list[str]:
 
 
 def unsteady(part: Part) -> str:
-    """That repeats of the same work differ much, for reports and pictures; empty where they don't."""
+    """A warning for reports and pictures that repeats of the same work differ much; empty if they don't."""
     spread = speed.spread(part.calls)
     if spread is None or spread <= _CALM:
         return ""
@@ -146,5 +146,5 @@ def unsteady(part: Part) -> str:
 
 
 def terminal(blocks: Sequence[Block]) -> str:
-    """What a report says in words and tables."""
+    """The texts and tables of a report, without pictures."""
     return "\n\n".join(block for block in blocks if isinstance(block, str) and block) + "\n"

@@ -1,4 +1,4 @@
-"""How tables and figures are written; – stands for a figure that is not defined."""
+"""Markdown for tables and figures; – means that a figure is not defined."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from hf_specdec.bench.records import Interval
 
-# How a cell with a figure begins, or one without; for the alignment of its column.
+# The start of a cell with a figure, or an empty one; such columns are aligned right.
 _FIGURE = re.compile(r"[*+-]*\d|–|$")
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """A markdown table of rows by column; columns of figures are aligned right, others left, and always the first."""
-    import pandas as pd  # here, since a run without tables does without it
+    """A markdown table; columns of figures are aligned right, others and the first one left."""
+    import pandas as pd  # imported here, since a run without tables doesn't need it
 
     frame = pd.DataFrame(rows).map(lambda cell: cell.replace("|", "\\|"))
     right = [place > 0 and all(map(_FIGURE.match, frame[name])) for place, name in enumerate(frame)]
@@ -27,17 +27,17 @@ def capital(title: str) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """Fixed point."""
+    """A number with a fixed number of decimals."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    """A share as a percentage with one digit."""
+    """A share as a percentage with one decimal."""
     return "–" if value is None else f"{100 * value:.1f}%"
 
 
 def ratio(found: Interval | None) -> str:
-    """`1.52 (1.40–1.66)`."""
+    """A ratio with its interval: `1.52 (1.40–1.66)`."""
     if found is None:
         return "–"
     ends = "" if found.low is None or found.high is None else f" ({found.low:.2f}–{found.high:.2f})"
@@ -54,17 +54,17 @@ def points(found: Interval | None, digits: int = 1) -> str:
 
 
 def approximate(value: float | None) -> str:
-    """A count to two significant digits: 1,300."""
+    """A count with two significant digits: 1,300."""
     return "–" if value is None else f"{float(f'{value:.2g}'):,.0f}"
 
 
 def size(parameters: int | None) -> str:
-    """A count of parameters with its unit."""
+    """A number of parameters with its unit: 162.8M."""
     if parameters is None:
         return "–"
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """A list."""
+    """A markdown list."""
     return "\n".join(f"- {line}" for line in lines)

@@ -1,8 +1,8 @@
-"""The parts of a README that are taken from results, between markers that name them.
+"""Fills the parts of a README that quote results, between markers.
 
-`<!-- summary PATH … -->`, `<!-- pays PATH … -->` and `<!-- picture PATH NAME -->` open a part, and `<!-- /summary -->`
-and so on close it. PATH is a result's path without its suffix, relative to the README, or the
-folder of several; NAME is a picture of it. Words may stand on several lines.
+`<!-- summary PATH … -->`, `<!-- pays PATH … -->` and `<!-- picture PATH NAME -->` open a part; `<!-- /summary -->` and
+so on close it. PATH is a result's path without suffix, relative to the README, or a folder of results; NAME is a
+picture of it. A marker may span several lines.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Linked = Mapping[str, Result]  # by path without suffix
 
 
 def filled(text: str, folder: Path, results: Mapping[Path, Result]) -> str:
-    """A README with its parts taken from results.
+    """Fill the parts of a README from results.
 
     Args:
-        text: of the README.
-        folder: where the README lies.
+        text: the README's text.
+        folder: the README's folder.
         results: by path without suffix.
 
     Raises:
-        KeyError: a part names a result that isn't there.
+        KeyError: a part names a missing result.
     """
     linked = {os.path.relpath(path, folder).replace(os.sep, "/"): result for path, result in results.items()}
 
@@ -45,12 +45,12 @@ def filled(text: str, folder: Path, results: Mapping[Path, Result]) -> str:
 
 
 def has_parts(text: str) -> bool:
-    """Whether a README takes anything from results."""
+    """Whether a README has parts to fill."""
     return _PART.search(text) is not None
 
 
 def _summary(linked: Linked, words: list[str]) -> str:
-    """What was measured where, on how many examples, and what drafting brings; a row for each result."""
+    """A table with a row per result: what, where, on how many examples, and the gain from drafting."""
     rows = []
     for path, result in _chosen(linked, words):
         part = whole(result)
@@ -65,7 +65,7 @@ def _summary(linked: Linked, words: list[str]) -> str:
 
 
 def _pays(linked: Linked, words: list[str]) -> str:
-    """When drafting pays: of each result and batch size, the engine that is fastest with drafts, at no loss."""
+    """A table of when drafting pays: for each result and batch size, the fastest engine with lossless drafts."""
     rows = []
     for _, result in _chosen(linked, words):
         for batch in whole(result).batch_sizes:
@@ -81,7 +81,7 @@ def _pays(linked: Linked, words: list[str]) -> str:
 
 
 def _chosen(linked: Linked, words: list[str]) -> Iterator[tuple[str, Result]]:
-    """The results that are named or lie in named folders, in that order; all without any."""
+    """The results that are named or in named folders, in that order; all results if nothing is named."""
     for word in words or [""]:
         inside = {path: result for path, result in linked.items() if os.path.dirname(path) == word}
         yield from (linked if not word else inside or {word: linked[word]}).items()
@@ -93,7 +93,7 @@ def _picture(linked: Linked, words: list[str]) -> str:
 
 
 def setting(result: Result) -> str:
-    """The pair, the target's weights if they are no float32, and how tokens were chosen."""
+    """The pair, the target's weights if they are not float32, and greedy or sampling."""
     names = [short_name(model.name) for model in result.models.values()]
     # A synthetic draft's name begins with its target's.
     pair = names[-1] if names[-1].startswith(f"{names[0]} (") else " + ".join(names)
@@ -111,7 +111,7 @@ def pair_sizes(result: Result) -> str:
 
 
 def machine(result: Result) -> str:
-    """Processor or GPUs, and threads."""
+    """The processor and its threads, or the GPUs."""
     environment = result.environment
     if environment.gpus and not result.models["target"].device.startswith("cpu"):
         return ", ".join(environment.gpus)
@@ -119,7 +119,7 @@ def machine(result: Result) -> str:
 
 
 def _weights(result: Result) -> str:
-    """What the target's weights are kept in, empty for float32."""
+    """The storage format of the target's weights; empty for float32."""
     kept = result.models["target"].dtype.split()[0]
     return "" if kept == "float32" else kept
 

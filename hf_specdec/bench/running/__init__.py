@@ -1,1 +1,1 @@
-"""The methods that are compared, and one timed call of each; computes no figures."""
+"""The methods to compare, and timed calls of them; computes no figures."""

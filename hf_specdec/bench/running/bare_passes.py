@@ -1,4 +1,4 @@
-"""Times of bare forward passes on each engine, at the shapes of a run: the least that its decoding can cost."""
+"""Times of bare forward passes on each engine, at the shapes of a run: a lower bound of its decoding time."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ from hf_specdec.prepared.engine_store import kept_engines
 
 # ("draft", draft steps in a row, seconds a step) and ("target", tokens of a pass, seconds)
 Times = list[tuple[str, int, float]]
-# A pass over so many tokens on a filled cache, which it leaves as it was.
+# A pass over a given number of tokens on a filled cache, which it leaves unchanged.
 Step = Callable[[int], None]
 
-# Rounds over all widths before any is counted: passes allocate and prove a recording; or are recorded first.
+# Uncounted rounds over all widths: the first passes allocate, are recorded, or check a recording.
 _WARM_UP, _WARM_UP_RECORDING = 3, 12
-# Of the target's passes, those that are timed as far as drafts reach; what lies between is interpolated.
+# Widths of the target's passes that are timed, up to the longest draft; those between are interpolated.
 _WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
-# Those of llama.cpp are not timed apart from its decoding.
+# llama.cpp's passes cannot be timed apart from its decoding.
 _ENGINES = (GENERATE, "eager", "recorded", "static", "compiled")
-_STEPS = 4  # draft steps before each verification at most; more of them tell nothing new
+_STEPS = 4  # most draft steps to time before each verification; more would not change the median
 _PREPARED_SAMPLES = 3
 
 
 class BarePasses:
-    """Times bare passes between calls, so that they meet the same state of the machine.
+    """Times bare passes between calls, so that both find the machine in the same state.
 
     Args:
-        pair: what is timed; without a draft the target alone.
-        new_tokens: half of them stand behind the prompt, as half-way through decoding.
-        widths: of the target's passes, 1 among them.
+        pair: the models to time; without a draft only the target.
+        new_tokens: new tokens of a call; the cache holds half of them after the prompt, as half-way through decoding.
+        widths: widths of the target's passes, including 1.
     """
 
     def __init__(self, pair: LoadedPair, new_tokens: int, widths: Sequence[int]) -> None:
         self.pair, self.new_tokens, self.widths = pair, new_tokens, sorted(widths)
-        self.behind = max(1, new_tokens // 2)
+        self.half = max(1, new_tokens // 2)
         self._steps: dict[tuple[str, int, int], dict[str, Step]] = {}
 
     def sample(self, engine: str, prompts: Sequence[Prompt]) -> Times:
-        """Each target pass after the draft steps that precede it in decoding; nothing where the engine has no passes.
+        """Time each target pass after the draft steps that precede it in decoding; empty if the engine has no passes.
 
-        In this order, since a model that was just run finds its weights in the processor's cache. Compiled and
-        captured passes are the very steps that the calls before have left. These choose and judge tokens, too,
-        which can't be parted from their passes.
+        The order matters, since a model that has just run finds its weights in the processor's cache. Compiled and
+        captured passes are the steps that the calls before have left. They also choose and judge tokens, which cannot
+        be separated from their passes.
         """
         if engine not in _ENGINES:
             return []
@@ -80,7 +80,7 @@ class BarePasses:
                 build = generate_step if engine == GENERATE else partial(our_step, always=engine == "static")
                 roles = {"target": self.pair.target} | ({} if self.pair.draft is None else {"draft": self.pair.draft})
                 self._steps[place] = {
-                    role: build(self.pair, model, cut, self.behind, self.widths[-1]) for role, model in roles.items()
+                    role: build(self.pair, model, cut, self.half, self.widths[-1]) for role, model in roles.items()
                 }
                 known = [recorded_passes(model) for model in self.pair.models]
                 recorded = all(passes is None or passes.made for passes in known)
@@ -89,7 +89,7 @@ class BarePasses:
             return self._round_of_each_width(self._steps[place])
 
     def _engines(self, compile: bool, prompts: Sequence[Prompt]) -> list[Engine]:
-        """Those that served these prompts: others, of longer or shorter texts, read caches of other sizes."""
+        """The engines that served these prompts; those for other lengths of text read caches of other sizes."""
         longest = max(len(prompt.token_ids) for prompt in prompts) + self.new_tokens
         models = self.pair.models if compile else []
         sizes = {prepared_capacity(longest + spare, *models) for spare in (1, self.widths[-1] + 1)}
@@ -119,26 +119,24 @@ def widths_for(contenders: Sequence[Contender]) -> list[int]:
     return sorted({1, widest, *fixed, *(width for width in _WIDTHS if width <= widest)})
 
 
-def generate_step(
-    pair: LoadedPair, model: PreTrainedModel, prompts: Sequence[Prompt], behind: int, widest: int
-) -> Step:
-    """Passes as in transformers' loops: calls of the model with a dynamic cache.
+def generate_step(pair: LoadedPair, model: PreTrainedModel, prompts: Sequence[Prompt], after: int, widest: int) -> Step:
+    """Return a step that passes as transformers' loops do: calls of the model with a dynamic cache.
 
     Args:
-        pair: whose context bounds the text in the cache.
+        pair: its context length limits the text in the cache.
         model: target or draft.
         prompts: of one length.
-        behind: tokens in the cache behind the prompt (of an encoder-decoder: in the decoder's).
-        widest: the most tokens of one pass.
+        after: tokens in the cache after the prompt (for an encoder-decoder: in the decoder's cache).
+        widest: the largest number of tokens in one pass.
     """
-    text = _text(model, prompts, behind + widest)
+    text = _text(model, prompts, after + widest)
     continuation = text[:, len(prompts[0].token_ids) :]
     fixed: dict[str, Any] = {}
     key, filled = "input_ids", _bounded(pair, text, widest)
     if model.config.is_encoder_decoder:
         read = model_inputs(pair, prompts, model)
         fixed = {"encoder_outputs": model.get_encoder()(**read), "attention_mask": read.get("attention_mask")}
-        key, filled = "decoder_input_ids", continuation[:, :behind]
+        key, filled = "decoder_input_ids", continuation[:, :after]
     cache = cache_of(model(**{key: filled}, **fixed, use_cache=True))
     cache.activate_past_recording()
     argument = cache_argument(model)
@@ -154,21 +152,23 @@ def our_step(
     pair: LoadedPair,
     model: PreTrainedModel,
     prompts: Sequence[Prompt],
-    behind: int,
+    after: int,
     widest: int,
     *,
     always: bool = False,
 ) -> Step:
-    """Passes as in this package's loop, recorded after some calls; as `generate_step` if it uses a dynamic cache.
+    """Return a step that passes as this package's loop does; `generate_step` if that uses a dynamic cache.
+
+    Its passes are recorded after some calls.
 
     Args:
-        always: from a static cache wherever the model takes one, as under `cache_implementation="static"`.
+        always: use a static cache if the model supports one, as under `cache_implementation="static"`.
     """
     recurrent = has_recurrent_layers(model)
     serves = supports_rows_cache if always or len(prompts) > 1 else supports_recorded_row
     if not recurrent and not serves(model, {}):
-        return generate_step(pair, model, prompts, behind, widest)
-    text = _text(model, prompts, behind + widest)
+        return generate_step(pair, model, prompts, after, widest)
+    text = _text(model, prompts, after + widest)
     prompt = _bounded(pair, text, widest)
     filled = prompt.shape[1]
     runner: StaticRunner | RecurrentRunner
@@ -189,9 +189,9 @@ def our_step(
 
 @contextmanager
 def keeping_engines(count: int, device: torch.device) -> Iterator[None]:
-    """Lets a target keep this many engines, on a GPU in up to half of its memory.
+    """Let a target keep this many engines, on a GPU in up to half of its memory.
 
-    Otherwise, methods that take turns would prepare their steps anew in each call.
+    Otherwise, methods that take turns would prepare their steps again in each call.
     """
     saved = engine_store.KEPT_ENGINES, engine_store.KEPT_BYTES
     room = torch.cuda.get_device_properties(device).total_memory // 2 if device.type == "cuda" else 0
@@ -203,7 +203,7 @@ def keeping_engines(count: int, device: torch.device) -> Iterator[None]:
 
 
 def _prepared_times(pair: LoadedPair, engines: Sequence[Engine]) -> Times:
-    """Of the prepared steps of engines, in the order of a round."""
+    """Time the prepared steps of engines, in the order of a round."""
     times: Times = []
     for engine in engines:
         for lookahead, steps in engine.steps.items():
@@ -221,7 +221,7 @@ def _prepared_times(pair: LoadedPair, engines: Sequence[Engine]) -> Times:
 
 
 def timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:
-    """A step's result and its seconds."""
+    """Run a step; return its result and its duration in seconds."""
     synchronize(pair)
     start = time.perf_counter()
     result = step()
@@ -230,7 +230,7 @@ def timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _text(model: PreTrainedModel, prompts: Sequence[Prompt], more: int) -> Tensor:
-    """`[B, P + more]`: prompts of one length, repeated until so many tokens stand behind them."""
+    """Prompts of one length, followed by their own repetition: `[B, P + more]`."""
     rows = [prompt.token_ids for prompt in prompts]
     prompt = torch.tensor(rows, device=model.device) % model.config.get_text_config().vocab_size
     length = prompt.shape[1]
@@ -238,7 +238,7 @@ def _text(model: PreTrainedModel, prompts: Sequence[Prompt], more: int) -> Tenso
 
 
 def _bounded(pair: LoadedPair, text: Tensor, widest: int) -> Tensor:
-    """What of a text is read before the timed passes, which have to fit into the context behind it."""
+    """The part of a text to read before the timed passes, which leaves room for them in the context."""
     room = context_length(pair)
     filled = text.shape[1] - widest
     return text[:, : filled if room is None else min(filled, room - widest)]

@@ -13,7 +13,7 @@ from hf_specdec.bench.records import Divergence
 
 
 def first_divergence(tokens: Sequence[int], reference_tokens: Sequence[int]) -> int | None:
-    """Index of the first token that differs; an output that ends earlier differs at its end. None where equal."""
+    """Index of the first token that differs, or None; an output that ends earlier differs at its end."""
     for i, (token, reference) in enumerate(zip(tokens, reference_tokens, strict=False)):
         if token != reference:
             return i
@@ -24,11 +24,11 @@ def first_divergence(tokens: Sequence[int], reference_tokens: Sequence[int]) -> 
 def divergence(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], tokens: Sequence[int], reference_tokens: Sequence[int]
 ) -> Divergence | None:
-    """The first divergence of two outputs, with the model's logits there, from one pass; None if they are equal.
+    """Find the first divergence of two outputs and the model's logits there, with one pass; None if they are equal.
 
     Args:
         model: the target.
-        inputs: what `generate` was given, of one row: `input_ids` `[1, P]`, and `attention_mask` if padded, or
+        inputs: the inputs of `generate` for one row: `input_ids` `[1, P]`, and `attention_mask` if padded, or
             `input_features` of a recording.
         tokens, reference_tokens: new tokens only, without the prompt.
     """
@@ -45,9 +45,9 @@ def divergence(
 
 @torch.no_grad()
 def next_logits(model: PreTrainedModel, inputs: Mapping[str, Tensor], new_tokens: Sequence[int]) -> Tensor:
-    """Float32 logits `[V]` for the token after `new_tokens`, from one pass over all, before any processor.
+    """Float32 logits `[V]` for the token after `new_tokens`, from one pass, before any processor.
 
-    Left padding is taken out first, so that no model needs to be told positions; an encoder keeps its padding.
+    Left padding is removed first, so that positions need not be passed; an encoder keeps its padding.
 
     Args:
         inputs: as in `divergence`.

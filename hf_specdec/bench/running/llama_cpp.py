@@ -14,29 +14,29 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-# What llama.cpp keeps keys and values in, and its attention: its defaults, but float32 throughout under float32
-# weights, where its fused attention computes in float16.
+# The dtype of keys and values, and the attention: llama.cpp's defaults, but float32 throughout for float32 weights,
+# since its fused attention computes in float16.
 _HALF = (llama_cpp.GGML_TYPE_F16, llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO)
 _ATTENTION = {
     "f32": (llama_cpp.GGML_TYPE_F32, llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED),
     "bf16": _HALF,
     "q8_0": _HALF,
-    "gguf": _HALF,  # a file as it is
+    "gguf": _HALF,  # the user's file, unchanged
 }
-_CHUNK = 2048  # tokens of a call of llama_decode, its default
+_CHUNK = 2048  # tokens per call of llama_decode, its default
 _SPARE = 64  # positions beyond the last token, for drafts: one cache serves every lookahead
 
-# Called with each row's new tokens whenever there are any for the caller.
+# Called with each row's new tokens whenever some are delivered.
 Delivered = Callable[[list[list[int]]], None]
 
-# Python must hold on to what C calls.
+# Callbacks that C calls: Python must keep a reference.
 _SILENCE = llama_cpp.llama_log_callback(lambda level, text, data: None)
 
 
 class Rows:
-    """A model read from a GGUF file, and a batch of rows with a cache each; given back with the last reference.
+    """A model loaded from a GGUF file, and a batch of rows with a cache each; freed with the last reference.
 
-    `lengths` says how many tokens of each row are in the cache. Raises RuntimeError where llama.cpp can't go on.
+    `lengths` is the number of each row's tokens in the cache. Raises RuntimeError if llama.cpp fails.
     """
 
     def __init__(self, path: Path, weights: str, threads: int):
@@ -44,7 +44,7 @@ class Rows:
         llama_cpp.llama_backend_init()
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if model is None:
-            raise RuntimeError(f"llama.cpp can't read {str(path)!r}")
+            raise RuntimeError(f"llama.cpp cannot read {str(path)!r}")
         self._model, self._weights, self._threads = model, weights, threads
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._batch = llama_cpp.llama_batch_init(_CHUNK, 0, 1)
@@ -59,7 +59,7 @@ class Rows:
         self.lengths: list[int] = []
 
     def prepare(self, rows: int, positions: int) -> None:
-        """Empty caches for so many rows of at least so many positions; made anew only where there are none."""
+        """Make empty caches for `rows` rows of at least `positions` positions, reusing existing ones if possible."""
         positions += _SPARE
         if self._room[0] != rows or self._room[1] < positions:
             self._context_held.close()
@@ -70,14 +70,14 @@ class Rows:
             params.type_k = params.type_v = cache_type
             self._context = llama_cpp.llama_init_from_model(self._model, params)
             if self._context is None:
-                raise RuntimeError(f"llama.cpp can't make a cache of {rows} x {positions} positions")
+                raise RuntimeError(f"llama.cpp cannot make a cache of {rows} x {positions} positions")
             self._context_held.callback(llama_cpp.llama_free, self._context)
             self._room = (rows, positions)
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         self.lengths = [0] * rows
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Cuts each row's cache to so many tokens; shorter ones stay as they are."""
+        """Cut each row's cache to at most `lengths` tokens."""
         memory = llama_cpp.llama_get_memory(self._context)
         for row, length in enumerate(lengths):
             if length < self.lengths[row]:
@@ -85,9 +85,9 @@ class Rows:
                 self.lengths[row] = length
 
     def feed(self, tokens: Sequence[Sequence[int]], last_only: bool = False) -> list[list[int]]:
-        """Each row's tokens, behind those it has; returns the likeliest token after each, or after each row's last.
+        """Append tokens to each row; return the likeliest token after each, or only after each row's last.
 
-        A row without tokens has no result. Rows differ in how many they are fed.
+        Rows may be given different numbers of tokens; a row without tokens has no result.
         """
         found: list[list[int]] = [[] for _ in tokens]
         queue = [
@@ -106,7 +106,7 @@ class Rows:
         return found
 
     def logits(self, index: int) -> np.ndarray[Any, Any]:
-        """Those after the token at a place in the last chunk of `feed`, `[V]`; valid until the next call."""
+        """Logits `[V]` after the token at `index` in the last chunk of `feed`; valid until the next call."""
         pointer = llama_cpp.llama_get_logits_ith(self._context, index)
         return np.ctypeslib.as_array(pointer, (self._vocabulary,))
 
@@ -123,7 +123,7 @@ class Rows:
             raise RuntimeError(f"llama_decode returned {status} for a batch of {len(chunk)} tokens")
 
     def propose(self, text: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
-        """Up to `room` tokens after each row's text; first reads what it has not read of the text."""
+        """Draft up to `room` tokens after each row's text, after reading its unread part."""
         drafts: list[list[int]] = [[] for _ in text]
         fed = [list(row[self.lengths[place] :]) if room[place] > 0 else [] for place, row in enumerate(text)]
         while any(fed):
@@ -135,7 +135,7 @@ class Rows:
 
 
 class Copies:
-    """The drafter of llama-cpp-python, in place of a draft: what followed the last two tokens before, or the last."""
+    """llama-cpp-python's drafter without a model: copies what followed the last two tokens, or the last, before."""
 
     def prepare(self, rows: int, positions: int) -> None:
         """Nothing is kept."""
@@ -144,19 +144,19 @@ class Copies:
         """Nothing is kept."""
 
     def propose(self, text: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
-        """Up to `room` tokens after each row's text."""
+        """Draft up to `room` tokens after each row's text."""
         return [self.after(row, most) for row, most in zip(text, room, strict=True)]
 
     @staticmethod
     def after(text: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens."""
+        """Copy up to `most` tokens."""
         ids = np.array(text, np.intc)
         return [] if most < 1 else LlamaPromptLookupDecoding.find_candidate_pred_tokens(ids, 2, most).tolist()
 
 
 @dataclass
 class Decoded:
-    """The new tokens of each row, and one list of counts a round (one entry a row, 0 for a finished one)."""
+    """The new tokens of each row, and a list of counts per round (one entry per row, 0 for a finished row)."""
 
     tokens: list[list[int]]
     drafted: list[list[int]] = field(default_factory=list)
@@ -167,7 +167,7 @@ class Decoded:
 def decode(
     target: Rows, prompts: Sequence[Sequence[int]], new_tokens: int, delivered: Delivered = lambda tokens: None
 ) -> Decoded:
-    """Greedy decoding of `new_tokens` a row."""
+    """Decode `new_tokens` tokens per row greedily."""
     target.prepare(len(prompts), max(map(len, prompts)) + new_tokens)
     text: list[list[int]] = [[] for _ in prompts]
     latest = target.feed(prompts, last_only=True)
@@ -188,7 +188,7 @@ def decode_with_draft(
     lookahead: int,
     delivered: Delivered = lambda tokens: None,
 ) -> Decoded:
-    """The same tokens, `lookahead` of them drafted a round; what is left to decode bounds a round's draft."""
+    """Decode the same tokens, drafting up to `lookahead` per round, but no more than are left to decode."""
     models: tuple[Rows | Copies, ...] = (target, draft)
     for model in models:
         model.prepare(len(prompts), max(map(len, prompts)) + new_tokens)
@@ -199,7 +199,7 @@ def decode_with_draft(
     while any(len(row) < goal for row, goal in zip(text, goals, strict=True)):
         room = [min(lookahead, goal - len(row) - 1) for row, goal in zip(text, goals, strict=True)]
         drafts = draft.propose(text, room)
-        # A finished row has a room of -1, and nothing is fed for it.
+        # A finished row has room -1 and is not fed.
         answers = target.feed(
             [[row[-1], *drafted] if most >= 0 else [] for row, drafted, most in zip(text, drafts, room, strict=True)]
         )
@@ -218,6 +218,6 @@ def decode_with_draft(
 
 
 def _agreeing(drafted: Sequence[int], answer: Sequence[int]) -> int:
-    """How many drafted tokens are the target's own before the first that is not."""
+    """The number of drafted tokens before the first that differs from the target's."""
     pairs = zip(drafted, answer, strict=False)
     return next((place for place, (one, other) in enumerate(pairs) if one != other), len(drafted))

@@ -1,4 +1,4 @@
-"""llama.cpp's rows of the task `engines`: the pair's own weights, plain and with its draft, on engines of its own."""
+"""llama.cpp as contenders of the task `engines`: the pair's own weights, plain and with its draft."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from hf_specdec.bench.running.llama_cpp import Copies, Decoded, Rows
 
 KIND = "llama.cpp"
-FILE = "llama.cpp-gguf"  # the target's GGUF file as it is
-# By how its weights are stored.
+FILE = "llama.cpp-gguf"  # uses the target's GGUF file itself
+# One engine per storage of the weights.
 LLAMA_CPP_ENGINES = {"llama.cpp-f32": "f32", "llama.cpp-bf16": "bf16", "llama.cpp-q8_0": "q8_0", FILE: "gguf"}
 
 
 class _Pair:
-    """A pair written for llama.cpp and read by it, or a file and copies, and what its last call decoded."""
+    """A pair (or a GGUF file that drafts by copying) loaded by llama.cpp, and the output of its last call."""
 
     def __init__(self, pair: LoadedPair, weights: str):
         self.draft: Rows | Copies | None
@@ -48,7 +48,7 @@ class _Pair:
     def generate(
         self, lookahead: int | None, input_ids: Tensor, max_new_tokens: int, streamer: BaseStreamer, **_: Any
     ) -> Tensor:
-        """What generate() would return: `[B, P + max_new_tokens]`, greedy; without a lookahead plain decoding."""
+        """Decode greedily like generate(): `[B, P + max_new_tokens]`; without a lookahead plain decoding."""
         from hf_specdec.bench.running import llama_cpp
 
         def delivered(tokens: list[list[int]]) -> None:
@@ -66,7 +66,7 @@ class _Pair:
         return torch.cat([input_ids, torch.tensor(self.last.tokens)], dim=1)
 
     def read_rounds(self, pair: LoadedPair, tokens: list[list[int]], puts: Sequence[int], log: Any) -> Rounds | None:
-        """Those of the last call."""
+        """The rounds of the last call."""
         done = self.last
         if done is None or not done.drafted:
             return None
@@ -77,7 +77,7 @@ class _Pair:
 
 
 def check_llama_cpp(settings: Settings) -> None:
-    """Raises `BenchError` where llama.cpp is asked for and its packages are not installed."""
+    """Raise `BenchError` if llama.cpp is requested and its packages are not installed."""
     asked = [engine for engine in settings.engines if engine in LLAMA_CPP_ENGINES]
     missing = [name for name in ("llama_cpp", "gguf") if asked and importlib.util.find_spec(name) is None]
     if missing:
@@ -88,7 +88,7 @@ def check_llama_cpp(settings: Settings) -> None:
 
 
 def llama_cpp_refusal(settings: Settings, pair: LoadedPair) -> str | None:
-    """Why llama.cpp can't take part though `engines` names it, in a sentence; None where it can."""
+    """A sentence on why llama.cpp cannot take part though `engines` names it; None if it can."""
     if not set(settings.engines) & set(LLAMA_CPP_ENGINES):
         return None
     from hf_specdec.bench.models.gguf_export import export_refusal
@@ -98,16 +98,16 @@ def llama_cpp_refusal(settings: Settings, pair: LoadedPair) -> str | None:
     if any(model.device.type != "cpu" for model in pair.models):
         return "llama.cpp is left out: it is compared on a CPU only."
     if processors := pair.describe()["target"].processors:
-        return f"llama.cpp is left out: it lacks the processors of the target ({', '.join(processors)})."
+        return f"llama.cpp is left out: it does not apply the target's processors ({', '.join(processors)})."
     if FILE in settings.engines:
-        return None if is_gguf(pair.target_name) else f"{FILE} is left out: the target is no GGUF file."
+        return None if is_gguf(pair.target_name) else f"{FILE} is left out: the target is not a GGUF file."
     return next((refusal for model in pair.models if (refusal := export_refusal(model))), None)
 
 
 def llama_cpp_methods(pair: LoadedPair, engine: str, lookaheads: Sequence[int]) -> list[Contender]:
     """Plain decoding (`role` plain), and speculative decoding at each lookahead (`role` fixed).
 
-    The models are written and read here, so that no call's time has that in it.
+    The models are written and loaded here, outside of any timed call.
     """
     loaded = _Pair(pair, LLAMA_CPP_ENGINES[engine])
     name = f"none {engine}"
@@ -131,5 +131,5 @@ def _loaded(model: PreTrainedModel, weights: str) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_gguf(model, path, weights)
-        # What is mapped stays readable after its name is gone.
+        # The mapped file stays readable after it is deleted.
         return Rows(path, weights, torch.get_num_threads())

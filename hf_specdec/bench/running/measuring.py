@@ -1,4 +1,4 @@
-"""Runs contenders in turn on batches of prompts; each record is on the disk before the next is measured."""
+"""Runs contenders in turn on batches of prompts; each record is on disk before the next is measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hf_specdec.bench.settings import Settings
 
 Item = Prompt | Question
 Batch = tuple[Item, ...]
-# Batches that a contender has to be warmed up for only once.
+# Batches for which a contender is warmed up once.
 Group = Sequence[Batch]
 
 _WITHOUT_DRAFT = ("plain", "none")  # kinds of methods
@@ -44,21 +44,21 @@ def measured(
     read_rate: Callable[[], float] | None = None,
     passes_of: set[tuple[int, ...]] | None = None,
 ) -> Result | None:
-    """All calls and bare passes of all processes; None in all processes but the main one.
+    """Measure all calls and bare passes; return the result of all processes in the main one, None in the others.
 
-    What an earlier start with the same arguments left unfinished is continued.
+    An unfinished run with the same arguments is continued.
 
     Args:
-        contenders: plain generate() first, whose outputs the others' are compared with.
+        contenders: plain generate() first; the others' outputs are compared with its outputs.
         groups: this process's share of the work.
-        read_rate: measures how fast memory is read, bytes per second; called after each plain call of one row.
-        passes_of: the indexes of the batches at which bare passes are timed; of all by default.
+        read_rate: measures memory bandwidth in bytes per second; called after each plain call of one row.
+        passes_of: the indexes of the batches at which bare passes are timed; all by default.
 
     Raises:
-        BenchError: the output folder holds a run of this name with other arguments, or the models refuse.
+        BenchError: the output folder holds a run of this name with other arguments, or the models refuse a call.
     """
     journal = Journal(settings, stem(settings), shared.count)
-    shared.wait()  # None writes before all have read.
+    shared.wait()  # no process writes before all have read
     work = _Work(settings, contenders, journal, shared, read_rate, passes_of)
     with keeping_engines(len(contenders), contenders[0].pair.target.device):
         work.run(groups)
@@ -72,10 +72,10 @@ def measured(
 def measured_questions(
     settings: Settings, contenders: Sequence[Contender], dialogues: Sequence[Sequence[Question]], shared: Processes
 ) -> Result | None:
-    """`measured`, on dialogues: all contenders answer the same prompts.
+    """Like `measured`, on dialogues: all contenders answer the same prompts.
 
-    Where a question has turns before it, the answers between are those that the first contender gave in the first
-    repeat. Bare passes are timed of each subtask at the batch of middling length.
+    The answers to a question's earlier turns are those of the first contender in the first repeat. Bare passes are
+    timed once per subtask, at the batch of median length.
     """
     fitting = [one for one in contenders if one.takes(settings.batch_size)]
     listed = batches(dialogues, settings.batch_size)
@@ -97,7 +97,7 @@ def measured_questions(
 
 
 def batches(dialogues: Sequence[Sequence[Question]], size: int) -> list[list[tuple[Question, ...]]]:
-    """Up to `size` dialogues of one subtask and number of turns, turn by turn: `[group][turn][row]`."""
+    """Group up to `size` dialogues of one subtask and number of turns, turn by turn: `[group][turn][row]`."""
     same: dict[tuple[str, int], list[Sequence[Question]]] = {}
     for dialogue in dialogues:
         same.setdefault((dialogue[0].subtask, len(dialogue)), []).append(dialogue)
@@ -106,12 +106,12 @@ def batches(dialogues: Sequence[Sequence[Question]], size: int) -> list[list[tup
 
 
 def batches_of(prompts: Sequence[Prompt], settings: Settings, most: int) -> list[list[Batch]]:
-    """The prompts of each length and batch size in batches; those with lengths of their own in the order given.
+    """Batches of prompts for each length and batch size; prompts with individual lengths keep their order.
 
-    Where there are fewer than a batch holds, they come again.
+    Prompts are repeated if there are fewer than a batch holds.
 
     Args:
-        most: about as many rows at every batch size; one batch at least.
+        most: approximate number of rows at every batch size; at least one batch is made.
     """
     found: list[list[Batch]] = []
     by_length = [[one for one in prompts if len(one.token_ids) == length] for length in settings.prompt_lengths]
@@ -126,11 +126,11 @@ def batches_of(prompts: Sequence[Prompt], settings: Settings, most: int) -> list
 def in_turn(
     contenders: Sequence[Contender], groups: Sequence[Group], repeats: int
 ) -> Iterator[tuple[int, int, Batch, list[Contender]]]:
-    """(group, repeat, batch, its contenders): they take turns on each batch, each time in another order, see `turn`.
+    """Yield (group, repeat, batch, contenders); contenders take turns on each batch, each time in another order.
 
-    So drift of the machine hits all alike, and so does what the method before leaves in the processor's caches. All
-    repeats of one group come before the next: only they are compared, and what an engine has compiled for them need
-    not be kept for long. Turns go on from one length to the next: figures pool the lengths.
+    So the machine's drift and leftovers in the processor's caches affect all alike, see `turn`. All repeats of a group
+    come before the next group: only they are compared, and what was compiled for them need not be kept for long. Turns
+    are counted across lengths, since figures pool the lengths.
     """
     begun: dict[int, int] = {}  # turns by batch size
     for group, same in enumerate(groups):
@@ -146,7 +146,7 @@ def new(settings: Settings, contenders: Sequence[Contender], shared: Processes =
     """A result without calls."""
     pair = contenders[0].pair
     models = pair.describe()
-    for one in contenders:  # plain decoding may have been given the target alone
+    for one in contenders:  # the plain contender's pair may lack the draft
         models |= {role: model for role, model in one.pair.describe().items() if role not in models}
     return Result(
         settings,
@@ -158,14 +158,14 @@ def new(settings: Settings, contenders: Sequence[Contender], shared: Processes =
         lookahead(settings, pair),
         processes=shared.count,
         encoder_decoder=pair.encoder_decoder,
-        notes=[] if pair.synthetic is None else [f"{pair.synthetic}. Timings are real, texts mean nothing."],
+        notes=[] if pair.synthetic is None else [f"{pair.synthetic}. Timings are real, texts are meaningless."],
     )
 
 
 def conclude(result: Result, journal: Journal, records: dict[Key, object]) -> Result:
-    """Puts records into a result, in an order that doesn't depend on who measured when.
+    """Add records to a result, in an order that doesn't depend on which process measured when.
 
-    The environment is that in which measuring began; a restart in another one is noted.
+    The environment is the one in which measuring began; a restart in another one is noted.
     """
     order = {method.name: number for number, method in enumerate(result.methods)}
     kinds: dict[str, list] = {kind: [] for kind in ("call", "asked", "cold", "passes")}
@@ -181,7 +181,7 @@ def conclude(result: Result, journal: Journal, records: dict[Key, object]) -> Re
 
 
 class _Work:
-    """What one process measures; what the journal holds is not run again."""
+    """One process's share of the measuring; calls that the journal holds are not repeated."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _Work:
         self.batch_of: dict[int, tuple[int, ...]] = {}
 
     def run(self, groups: Sequence[Group]) -> None:
-        """Measures all that is missing."""
+        """Measure whatever is missing."""
         self.batch_of = {item.index: _indexes(batch) for group in groups for batch in group for item in batch}
         work = list(in_turn(self.contenders, groups, self.settings.repeats))
         done = sum(
@@ -232,7 +232,7 @@ class _Work:
         return described and called and not self._untimed(repeat, batch, order)
 
     def _warm_up(self, group: Group) -> None:
-        """In the order in which they are listed: what methods of an engine share is prepared by the first of them."""
+        """Warm up in the order listed, so that the first method of an engine prepares what the others share."""
         places = list(product((_indexes(batch) for batch in group), range(self.settings.repeats)))
         prompts = [prompt for prompt, _ in self._prompts(group[0])]
         for one in self.contenders:
@@ -243,7 +243,7 @@ class _Work:
                     self.journal.keep("cold", cold)
 
     def _prompts(self, batch: Batch) -> list[tuple[Prompt, int]]:
-        """The prompts, and how many tokens were cut of each."""
+        """The prompts, each with the number of tokens that were cut."""
         found = []
         for row, item in enumerate(batch):
             if isinstance(item, Prompt):
@@ -268,11 +268,11 @@ class _Work:
                 call = replace(call, read_rate=self.read_rate())
             self.journal.keep("call", with_texts(call, one.pair) if isinstance(batch[0], Question) else call)
             bar.update()
-        # After the last method of each batch, so that bare passes meet the same state of the machine as calls do.
+        # After the last method of each batch, so that bare passes find the machine in the same state as calls do.
         for engine, passes in self._untimed(repeat, batch, order):
             length = max(len(prompt.token_ids) for prompt in prompts)
             about = {"engine": engine, "draft": passes.pair.draft_name, "prompts": indexes, "repeat": repeat}
-            # No times where the engine could not be had and rounds ran without it.
+            # Empty if the engine was not available and rounds ran without it.
             times = [(length, *one) for one in passes.sample(engine, prompts)]
             self.journal.keep("passes", about | {"times": times})
         if repeat == 0:
@@ -303,7 +303,7 @@ class _Work:
         return Asked(item.index, first, item.subtask, tokens, cut, len(item.turns), item.references, divergences)
 
     def _divergences(self, batch: Batch, row: int, prompt: Prompt, order: Sequence[Contender]) -> dict[str, Divergence]:
-        """Of each contender whose greedy output leaves the baseline's: where, and by which margin of logits."""
+        """Where each contender's greedy output first differs from the baseline's, and by which margin of logits."""
         if self.settings.sampling or self.settings.endless:
             return {}
         tokens = {}

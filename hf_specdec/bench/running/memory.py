@@ -1,4 +1,4 @@
-"""What memory allows: bytes that a decoding step has to read, and how fast the device reads."""
+"""The memory limit: bytes that a decoding step must read, and how fast the device reads memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hf_specdec.models.cache_names import cache_argument
 from hf_specdec.models.stored_tensors import stored_tensors
 from hf_specdec.prepared.huge_pages import HugePages
 
-# Well beyond any cache of the device.
+# Larger than any cache of the device.
 BUFFER = {"cpu": 256 * 2**20, "other": 2 * 2**30}
 _READS = 15
 
 
 def describe(pair: LoadedPair, context: int) -> Memory:
-    """Bytes of a step of the target at batch size 1 and a context of so many tokens."""
+    """Bytes that a step of the target reads at batch size 1 with `context` tokens in the cache."""
     cache = None if pair.encoder_decoder else cache_bytes(pair.target, context)
     return Memory(context, weight_bytes(pair.target), cache)
 
@@ -35,9 +35,9 @@ def has_room(size: int) -> bool:
 
 
 def weight_bytes(model: PreTrainedModel) -> int | None:
-    """Bytes of the weights that every step reads; None for mixtures of experts, whose text chooses what is read.
+    """Bytes of the weights that every step reads; None for mixtures of experts, where this depends on the text.
 
-    Of tables of tokens and positions a step reads a row, unless the output head is such a table.
+    Embedding tables count only if they are the output head too: a step reads a single row of the others.
     """
     if any(name.endswith(".experts") for name, _ in model.named_modules()):
         return None
@@ -48,13 +48,13 @@ def weight_bytes(model: PreTrainedModel) -> int | None:
 
 
 def stored_bytes(weight: Tensor) -> int:
-    """Those of the tensors that a quantized weight consists of; its own are those of the dtype that it stands for."""
+    """Bytes of the tensors that make up a weight; a quantized weight itself reports the size of its unpacked dtype."""
     return sum(part.nbytes for part in stored_tensors(weight)) or weight.nbytes
 
 
-@torch.no_grad()  # int4 weights of quanto fail in `inference_mode`
+@torch.no_grad()  # quanto's int4 weights fail under `inference_mode`
 def cache_bytes(model: PreTrainedModel, context: int) -> int:
-    """Bytes of keys and values of one row of `context` tokens: `context` times those of one token."""
+    """Bytes of the keys and values of one row of `context` tokens: `context` times those of one token."""
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model(input_ids=token, **{cache_argument(model): cache}, use_cache=True)
@@ -62,17 +62,17 @@ def cache_bytes(model: PreTrainedModel, context: int) -> int:
 
 
 def device_rate(device: torch.device) -> float:
-    """Bytes per second at which a device reads its memory, beyond its caches."""
+    """Bytes per second at which a device reads its main memory."""
     return read_rate(device, BUFFER["cpu" if device.type == "cpu" else "other"])
 
 
 def read_rate(device: torch.device, size: int) -> float:
-    """Bytes per second of reading `size` bytes of the device's memory, in the fastest of several sums over them.
+    """Measure the bandwidth in bytes per second: the fastest of several sums over `size` bytes of the device's memory.
 
-    The fastest, because the figure is a limit: what slows a sum down slows decoding down as well.
+    The fastest, because the figure is a limit: whatever slows down a sum slows down decoding as well.
     """
     numbers = torch.ones(size // 4, device=device)
-    HugePages([numbers]).gather()  # where the fastest methods have their weights
+    HugePages([numbers]).gather()  # as for the weights of the fastest methods
     return size / min(_seconds_to_sum(numbers) for _ in range(_READS))
 
 

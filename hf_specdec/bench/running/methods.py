@@ -1,4 +1,4 @@
-"""The contenders: this package's methods on their models, how they are called, and how their rounds are read."""
+"""The contenders: this package's methods with their models, how to call them and how to read their rounds."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ GENERATE = "generate"  # the engine of transformers' own loops
 
 ReadRounds = Callable[[LoadedPair, list[list[int]], Sequence[int], Any], Rounds | None]
 
-# How our loop can run, as keywords of generate(), and `recordings`, which stays here: see `without_recordings`.
+# How our loop can run, as keywords of generate(), plus `recordings`, which is handled here: see `without_recordings`.
 ENGINES: Mapping[str, dict[str, Any]] = {
     "eager": {"recordings": False},
     "recorded": {},
     "static": {"cache_implementation": "static"},
     "compiled": {"compile": True},
 }
-# A draft that stops where it is not sure, as transformers' default does; chosen on the embedded split train.
+# Ends drafts where the draft is unsure, as transformers' default does; chosen on the embedded split train.
 STOP_LOOKAHEAD, STOP_ENTROPY = 12, 0.55
 
-# How strategies are called in reports.
+# Names of strategies in reports.
 STRATEGY_TITLES = {
     "speculative": "speculative decoding",
     "bild": "BiLD",
@@ -48,12 +48,12 @@ class Contender:
     """A method, the models that it runs on, and how it is called.
 
     Args:
-        longest: the most tokens of a draft.
+        longest: the longest possible draft, in tokens.
         models: arguments of generate() that are models or tokenizers.
-        most_rows: the largest batch that it takes; None: any.
-        surroundings: entered around the call, outside the clock.
-        generate: what is called with generate()'s arguments; by default the target's own.
-        read_rounds: `read_rounds(pair, tokens, puts, log)` with what `surroundings` yielded.
+        most_rows: the largest batch that it accepts; None for any.
+        surroundings: context manager around the call, outside the timed part.
+        generate: called with generate()'s arguments; by default the target's own generate().
+        read_rounds: `read_rounds(pair, tokens, puts, log)`, where `log` is what `surroundings` yielded.
     """
 
     method: Method
@@ -71,43 +71,43 @@ class Contender:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of generate() that make it this method."""
+        """The arguments of generate() that select this method."""
         return {**self.models, **self.method.keywords}
 
     def takes(self, rows: int) -> bool:
-        """Whether it takes batches of this many rows."""
+        """Whether it accepts batches of this many rows."""
         return self.most_rows is None or rows <= self.most_rows
 
     def told(self, **facts: Any) -> Contender:
-        """The same under another name or title, or with further facts for reports."""
+        """A copy with some fields of its `Method` replaced."""
         return replace(self, method=replace(self.method, **facts))
 
 
 def plain(pair: LoadedPair) -> Contender:
-    """generate() without a draft."""
+    """Plain generate(), without a draft."""
     return Contender(Method("plain", "plain generate()", "plain"), pair)
 
 
 def engine_of(keywords: Mapping[str, Any], pair: LoadedPair) -> str:
-    """The engine that these keywords choose."""
+    """The engine that these keywords select."""
     if keywords.get("compile"):
         return "compiled"
     if keywords.get("cache_implementation") == "static":
         return "static"
-    # Passes are recorded on a CPU only, which is also what a model without weights stands for.
+    # Passes are recorded on a CPU only; a model without weights is treated as one on a CPU.
     on_cpu = pair.target.device.type in ("cpu", "meta")
     return "recorded" if keywords.get("recordings", True) and on_cpu else "eager"
 
 
 @contextmanager
 def without_recordings() -> Iterator[None]:
-    """Passes run eagerly, as with a torch that can't record them."""
+    """Run passes eagerly within the block, as with a torch version that cannot record them."""
     with patch.object(recorded_passes, "can_trace", lambda: False):
         yield
 
 
 def plain_on_engine(keywords: Mapping[str, Any], pair: LoadedPair) -> Contender:
-    """Our loop without a draft, on the engine that these keywords ask for."""
+    """Our loop without a draft, on the engine that these keywords select."""
     kept = {name: keywords[name] for name in ("compile", "cache_implementation") if keywords.get(name)}
     engine = engine_of(kept | {"recordings": keywords.get("recordings", True)}, pair)
     method = Method(
@@ -127,9 +127,9 @@ def ours(
 
     Args:
         strategy: a key of `STRATEGY_TITLES`.
-        keywords: of generate(), those of `KEYWORDS`; None or False leaves one out.
-        name: by default the strategy's.
-        title: by default what is special about the keywords.
+        keywords: arguments of generate() among `KEYWORDS`; those that are None or False are left out.
+        name: by default the strategy's name.
+        title: by default the strategy and its settings that differ from the defaults.
     """
     kept = {key: keywords[key] for key in KEYWORDS if keywords.get(key) is not None and keywords[key] is not False}
     kept = {key: value for key, value in kept.items() if key not in others_settings(strategy)}
@@ -148,13 +148,13 @@ def ours(
     )
     if draft is None:
         return _of_our_loop(method, pair)
-    # Tokenizers are compared; if they agree, nothing is translated.
+    # Tokenizers are always passed; if they agree, nothing is translated.
     tokenizers = {"tokenizer": pair.tokenizer, "assistant_tokenizer": pair.draft_tokenizer}
     return _of_our_loop(method, pair, {"assistant_model": draft, **tokenizers})
 
 
 def named(strategy: str, keywords: Mapping[str, Any], pair: LoadedPair) -> Contender:
-    """`ours`, with all settings in its name, and draft and lookahead in its title, for tasks that compare many."""
+    """Like `ours`, with all settings in the name, and draft and lookahead in the title, for tasks that compare many."""
     one = ours(strategy, keywords, pair)
     method = one.method
     told = [f"{key}={value}" for key, value in method.keywords.items() if key != "generation_strategy"]
@@ -170,13 +170,13 @@ def others_settings(strategy: str) -> set[str]:
 
 
 def chosen_keywords(settings: Settings, pair: LoadedPair) -> dict[str, Any]:
-    """The keywords of generate() that `settings` ask for, the lookahead filled in."""
+    """The keywords of generate() that `settings` select, with the lookahead filled in."""
     keywords = {name: getattr(settings, name) for name in KEYWORDS}
     return keywords | {"num_assistant_tokens": lookahead(settings, pair)}
 
 
 def lookahead(settings: Settings, pair: LoadedPair) -> int | str:
-    """Draft tokens per round (γ): as given, otherwise the default of the drafter or of the target's family."""
+    """Draft tokens per round (γ): the given number, or the default of the drafter or of the target's family."""
     config = hf_specdec.SpeculationConfig(
         num_assistant_tokens=cast(Any, settings.num_assistant_tokens), drafter=settings.drafter or "model"
     )
@@ -184,7 +184,7 @@ def lookahead(settings: Settings, pair: LoadedPair) -> int | str:
 
 
 def fixed_lookahead(settings: Settings, pair: LoadedPair) -> int:
-    """`lookahead`, or the family's default where it is "auto"."""
+    """`lookahead`, or the family's default if it is "auto"."""
     found = lookahead(settings, pair)
     if isinstance(found, int):
         return found

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all: `rank` from 0 of `count`; `accelerator` is None where there is only one."""
+    """This process among all: `rank` from 0 of `count`; `accelerator` is None if there is only one."""
 
     rank: int = 0
     count: int = 1
@@ -24,22 +24,22 @@ class Processes:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """Every `count`-th item, so that all processes get some of each subtask."""
+        """This process's share: every `count`-th item, so that all processes get some of each subtask."""
         return list(items[self.rank :: self.count])
 
     def wait(self) -> None:
-        """Returns once every process is here."""
+        """Wait until every process has called this."""
         if self.accelerator is not None:
             self.accelerator.wait_for_everyone()
 
     def end(self) -> None:
-        """Closes the connections between processes, once all are here: one that exits with them open can crash."""
+        """Close the connections between processes once all have called this; exiting with open ones can crash."""
         self.wait()
         if self.accelerator is not None:
             self.accelerator.end_training()
 
     def gather(self, items: list[T]) -> list[T]:
-        """The items of all processes, in each of them."""
+        """Return the items of all processes, in every process."""
         if self.accelerator is None:
             return items
         from accelerate.utils import gather_object
@@ -48,7 +48,7 @@ class Processes:
 
 
 def processes(cpu: bool) -> Processes:
-    """The processes that `torchrun` or `accelerate launch` started; `cpu` keeps accelerate from looking for a GPU."""
+    """Join the processes that `torchrun` or `accelerate launch` started; `cpu` stops accelerate from using a GPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return Processes()
     from accelerate import Accelerator

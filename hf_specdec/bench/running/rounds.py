@@ -1,4 +1,4 @@
-"""The rounds of a call, summed up: of this package's loop, and of transformers' loops, seen from outside."""
+"""Sums over the rounds of a call, of this package's loop and, observed from outside, of transformers' loops."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def summary(rounds: Sequence[Round], *, overlap: bool = True, times: bool = Fals
     """The rounds of a call; those of a row after its end count nowhere.
 
     Args:
-        overlap: whether the rounds tell it.
-        times: whether the rounds tell them.
+        overlap: whether the rounds hold the overlap.
+        times: whether the rounds hold times.
     """
     rows = [
         row
@@ -41,31 +41,31 @@ def summary(rounds: Sequence[Round], *, overlap: bool = True, times: bool = Fals
 
 
 def _counts(values: Sequence[int]) -> tuple[int, ...]:
-    """How often each number from 0 occurs."""
+    """Count how often 0, 1, 2, … occur."""
     return tuple(values.count(number) for number in range(max(values, default=-1) + 1))
 
 
 def _at_least(values: Sequence[int]) -> tuple[int, ...]:
-    """How many values are at least 1, at least 2, and so on."""
+    """Count the values that are at least 1, at least 2, …."""
     return tuple(sum(value > place for value in values) for place in range(max(values, default=0)))
 
 
 def streamed_rounds(
     tokens: Sequence[int], puts: Sequence[int], drafts: Sequence[Sequence[int]], *, greedy: bool, draft_passes: bool
 ) -> Rounds:
-    """From what transformers' loop streamed and its generator drafted, at batch size 1.
+    """Reconstruct rounds from what transformers' loop streamed and its generator drafted, at batch size 1.
 
-    It streams one round a put; the last token of each is the target's own, the others accepted. A last token that
-    the draft had at its place was accepted, too: there the text ended, as at an accepted EOS. A token of the
-    target's own is never the one that it refused. With a single token left transformers does not ask the draft, so
-    there may be fewer drafts. In greedy decoding the overlap at a position is whether the target agrees; in sampling
-    transformers doesn't tell.
+    The loop streams one round per put; its last token is the target's own, the others were accepted. If the draft
+    proposed the last token too, it was accepted: the text ended there, as at an accepted EOS, since the target's own
+    token never equals the one it rejected. With a single token left, transformers does not ask the draft, so there may
+    be fewer drafts than rounds. In greedy decoding the overlap at a position is whether the target agrees; in sampling
+    it is unknown.
 
     Args:
-        tokens: all new ones.
-        puts: how many each round streamed.
-        drafts: of each round.
-        draft_passes: whether a drafted token takes a forward pass.
+        tokens: all new tokens.
+        puts: number of tokens streamed in each round.
+        drafts: drafted tokens of each round.
+        draft_passes: whether each drafted token takes a forward pass.
     """
     found, end = [], 0
     for place, new in enumerate(puts):
@@ -77,6 +77,6 @@ def streamed_rounds(
 
 
 def counted_round(drafted: Sequence[int], accepted: Sequence[int], new: Sequence[int], steps: int, width: int) -> Round:
-    """A round that is known by its counts, in greedy decoding, where the overlap is the number of tokens accepted."""
+    """Build a `Round` from counts, in greedy decoding, where the overlap is the number of accepted tokens."""
     overlap = tuple(map(float, accepted))
     return hf_specdec.Round(tuple(drafted), tuple(accepted), tuple(new), overlap, steps, width, 0.0, 0.0, 0.0)

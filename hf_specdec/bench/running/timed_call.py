@@ -1,4 +1,4 @@
-"""One timed call of generate() on a batch of prompts, with everything that figures need from it."""
+"""One timed call of generate() on a batch of prompts, with all data that figures need."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hf_specdec.bench.records import Call
 from hf_specdec.bench.running.methods import Contender
 from hf_specdec.bench.settings import Settings
 
-_REPEATS_APART = 1_000_003  # between their seeds, where each repeat draws anew
+_REPEATS_APART = 1_000_003  # distance between the seeds of repeats, if each has its own
 
 
 class TimingStreamer(BaseStreamer):
-    """Notes when new tokens reach the caller, and passes everything on to `inner` where there is one.
+    """Notes when new tokens reach the caller, and passes everything on to `inner` if there is one.
 
     The first put of every method is the prompt, of which only the length is noted. `times` are clock readings in
     seconds.
@@ -53,7 +53,7 @@ class TimingStreamer(BaseStreamer):
 
 
 def synchronize(pair: LoadedPair) -> None:
-    """Waits until every device of the pair has finished its queued work."""
+    """Wait until every device of the pair has finished its queued work."""
     for device in {model.device for model in pair.models}:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
@@ -68,13 +68,13 @@ def timed_call(
     position: int = 0,
     inner: BaseStreamer | None = None,
 ) -> Call:
-    """Times generate() on `prompts`, shorter ones padded on the left.
+    """Time generate() on `prompts`, padded on the left to one length.
 
-    With `settings.endless` no text ends before `max_new_tokens`, and each repeat draws anew: few texts are compared
-    there, and no method must live by one that suits it. Otherwise all repeats draw the same.
+    With `settings.endless` no text ends before `max_new_tokens`, and each repeat has its own seed: few texts are
+    compared there, and none must favour a method. Otherwise all repeats use the same seed.
 
     Args:
-        inner: a streamer of the caller's own, at batch size 1.
+        inner: the caller's streamer, at batch size 1.
 
     Raises:
         RuntimeError: the tokens returned are not those that were streamed.
@@ -85,14 +85,14 @@ def timed_call(
         # Whisper would cut what it returns, and may decode a recording again.
         inputs |= {"force_unique_generate_call": True}
     streamer = TimingStreamer(inner)
-    # From the example's index: the same draws whatever ran before, and whoever else shares the examples.
+    # Seeded by the example's index, so that draws do not depend on what ran before or in other processes.
     torch.manual_seed(seed_of(settings, prompts[0], repeat if settings.endless else 0))
     with _ending(pair, settings.endless), contender.surroundings(pair) as log:
         synchronize(pair)
         _reset_peak(pair)
         generate = contender.generate or pair.target.generate
         start = time.perf_counter()
-        # Without a dict: it would hand out the cache, which static ones have to be copied for.
+        # No dict is requested: it would return the cache, and static caches would have to be copied for that.
         sequences = generate(
             **inputs,
             max_new_tokens=settings.max_new_tokens,
@@ -125,18 +125,18 @@ def timed_call(
 
 
 def seed_of(settings: Settings, prompt: Prompt, repeat: int) -> int:
-    """Of the draws for a prompt; each repeat has another one."""
+    """The seed of the draws for a prompt in a repeat."""
     return settings.seed + prompt.index + _REPEATS_APART * repeat
 
 
 def with_texts(call: Call, pair: LoadedPair) -> Call:
-    """A call with its answers as texts."""
+    """Add the answers as texts to a call."""
     decode = pair.tokenizer.decode
     return replace(call, texts=tuple(decode(row, skip_special_tokens=True).strip() for row in call.tokens or ()))
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """The same for the same tokens only."""
+    """A hash of the tokens."""
     return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=6).hexdigest()
 
 
@@ -144,13 +144,13 @@ def _reset_peak(pair: LoadedPair) -> None:
     if pair.target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(pair.target.device)
         return
-    # Where it can't be reset, as outside Linux, the peak is that of the process so far.
+    # Where it cannot be reset, such as outside Linux, the peak is that of the process so far.
     with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def _peak(pair: LoadedPair) -> int:
-    """Bytes in use at most since `_reset_peak`: of the target's GPU, or of this process."""
+    """Peak bytes since `_reset_peak`, of the target's GPU or of this process."""
     if pair.target.device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(pair.target.device))
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -158,7 +158,7 @@ def _peak(pair: LoadedPair) -> int:
 
 @contextmanager
 def _ending(pair: LoadedPair, endless: bool) -> Iterator[None]:
-    """Without EOS where texts are endless, so that all methods decode the same number of tokens; put back later."""
+    """Disable EOS within the block if `endless`, so that all methods decode the same number of tokens."""
     saved = [model.generation_config.eos_token_id for model in pair.models]
     for model in pair.models if endless else ():
         model.generation_config.eos_token_id = None

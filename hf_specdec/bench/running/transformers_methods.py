@@ -1,4 +1,4 @@
-"""transformers' own ways of speculating, at each of their settings, and how their rounds are observed."""
+"""transformers' own speculative methods, at each of their settings, and how to observe their rounds."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hf_specdec.models.eagle_draft import Eagle3Draft
 from hf_specdec.models.mtp_runner import mtp_layers
 from hf_specdec.models.traits import drafts_blocks
 
-# As Spec-Bench runs it; a look-up costs nothing, so that it pays to draft more than a model would.
+# As Spec-Bench runs it; look-ups are nearly free, so longer drafts pay than with a model.
 LOOKUP_TOKENS = 10
 CONSTANT_LENGTHS = (2, 4, 6, 8)
-# Of the draft's most likely token.
+# Thresholds on the probability of the draft's most likely token.
 CONFIDENCES = (0.2, 0.4, 0.6)
-_GROWN = 12  # tokens that a heuristic schedule may well come to
+_GROWN = 12  # a typical length that a heuristic schedule grows to, in tokens
 ENSEMBLE_WEIGHT = 0.5  # the target's share in the mixture by which drafts are judged
 
 
@@ -37,9 +37,9 @@ class Schedule:
     """How transformers' assisted generation chooses a draft's length.
 
     Args:
-        tokens: to begin each call with.
+        tokens: the length at the start of each call.
         kind: `"constant"` or `"heuristic"`.
-        confidence: drafts end behind a token with a lower probability; 0 for no such stop.
+        confidence: drafts end after a token with a lower probability; 0 disables this.
     """
 
     tokens: int
@@ -48,13 +48,13 @@ class Schedule:
 
     @property
     def words(self) -> str:
-        """For titles and names."""
+        """A description for titles and names."""
         if self.confidence:
             return f"confidence {self.confidence:g}"
         return f"{self.kind} {self.tokens}" if self.kind == "constant" else f"{self.kind} from {self.tokens}"
 
 
-DEFAULT = Schedule(20, confidence=0.4)  # what transformers does unless told otherwise
+DEFAULT = Schedule(20, confidence=0.4)  # transformers' default
 SCHEDULES = (
     *(Schedule(tokens) for tokens in CONSTANT_LENGTHS),
     Schedule(5, "heuristic"),
@@ -63,9 +63,9 @@ SCHEDULES = (
 
 
 def assisted_refusal(settings: Settings, pair: LoadedPair) -> str | None:
-    """Why transformers' own assisted generation can't be a baseline here, in a sentence; None where it can."""
+    """A sentence on why transformers' assisted generation cannot be a baseline here; None if it can."""
     if max(settings.batch_sizes) > 1 and min(settings.batch_sizes) > 1:
-        return "transformers' assisted generation and prompt lookup are left out: they take one row at a time."
+        return "transformers' assisted generation and prompt lookup are left out: they need batch size 1."
     if settings.sampling and pair.draft is not None and not _same_vocabulary(pair):
         return (
             "transformers' assisted generation is left out: the vocabularies of target and draft differ in size, and "
@@ -75,9 +75,9 @@ def assisted_refusal(settings: Settings, pair: LoadedPair) -> str | None:
 
 
 def assisted(settings: Settings, pair: LoadedPair, schedule: Schedule | None = None) -> Contender:
-    """transformers' own assisted generation, without a schedule with our lookahead, constant, without an early stop.
+    """transformers' assisted generation; the default schedule is our lookahead, constant, without an early stop.
 
-    Where vocabularies differ in size, transformers wants both tokenizers and drafts through text.
+    If vocabularies differ in size, transformers needs both tokenizers and drafts through text.
     """
     chosen = schedule or Schedule(fixed_lookahead(settings, pair))
     models: dict[str, Any] = {}
@@ -90,9 +90,9 @@ def assisted(settings: Settings, pair: LoadedPair, schedule: Schedule | None = N
 
 
 def assisted_baselines(settings: Settings, pair: LoadedPair) -> list[Contender]:
-    """With our lookahead and with transformers' own default, which means nothing where texts are random.
+    """Assisted generation with our lookahead and with transformers' default, except for random texts.
 
-    With a drafter that the target brings along: that one in transformers' loop.
+    For a target with its own drafter: that drafter in transformers' loop.
     """
     if settings.drafter in OWN_DRAFTERS:
         return own_drafts(settings, pair)
@@ -103,7 +103,7 @@ def assisted_baselines(settings: Settings, pair: LoadedPair) -> list[Contender]:
 
 
 def ensemble(settings: Settings, pair: LoadedPair, weight: float = ENSEMBLE_WEIGHT) -> Contender:
-    """transformers' lossy relaxation: drafts are judged by weight · target + (1 - weight) · draft."""
+    """transformers' lossy ensemble: drafts are judged by weight · target + (1 - weight) · draft."""
     title = f"transformers' assisted generation, ensemble weight {weight:g} (lossy)"
     method = Method("ensemble", title, "ensemble", keywords={"assistant_ensemble_weight": weight})
     return _with_draft(settings, pair, Schedule(fixed_lookahead(settings, pair)), method, {})
@@ -126,23 +126,23 @@ def _with_draft(
         {"assistant_model": pair.draft, **models},
         most_rows=1,
         surroundings=lambda loaded: _watched_drafts(loaded, schedule),
-        # What an ensemble accepts isn't what the target agrees with.
+        # An ensemble also accepts tokens with which the target disagrees.
         read_rounds=_reader(settings, tells_overlap=method.kind != "ensemble", draft_passes=True),
     )
 
 
 def can_assist(pair: LoadedPair) -> bool:
-    """Whether there is a draft that transformers' loop takes without being told more."""
+    """Whether there is a draft that transformers' loop supports without further arguments."""
     return pair.draft is not None and not isinstance(pair.draft, Eagle3Draft) and not drafts_blocks(pair.draft)
 
 
 def can_ensemble(pair: LoadedPair) -> bool:
-    """Whether target and draft have the distributions over one vocabulary that an ensemble mixes."""
+    """Whether target and draft share one vocabulary, so that an ensemble can mix their distributions."""
     return can_assist(pair) and _same_vocabulary(pair)
 
 
 def prompt_lookup(settings: Settings, pair: LoadedPair) -> Contender:
-    """transformers' own prompt lookup: drafts are what followed the same words earlier in the text."""
+    """transformers' prompt lookup, which drafts what followed the same words earlier in the text."""
     title = f"transformers' prompt lookup ({LOOKUP_TOKENS} tokens)"
     keywords = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
     return Contender(
@@ -158,7 +158,7 @@ def prompt_lookup(settings: Settings, pair: LoadedPair) -> Contender:
 def own_drafts(settings: Settings, pair: LoadedPair) -> list[Contender]:
     """transformers' loop with the target's multi-token-prediction layers, or with its DFlash draft.
 
-    None where it refuses them: for recurrent targets. It loads the layers anew in each call.
+    Empty for recurrent targets, which transformers refuses. It loads the layers again in each call.
     """
     if is_stateful(pair.target):
         return []
@@ -201,10 +201,10 @@ def _reader(settings: Settings, *, tells_overlap: bool, draft_passes: bool) -> R
 
 @contextmanager
 def _watched_drafts(pair: LoadedPair, schedule: Schedule) -> Iterator[list[Tensor]]:
-    """Sets the draft's generation_config for transformers' loop; yields a list of what it drafts, `[length]` a round.
+    """Set the draft's generation_config for transformers' loop; yield a list that collects its drafts, one per round.
 
-    transformers reads lookahead, schedule and confidence threshold from there only. It calls the draft's
-    generate() once a round, so looking there costs a microsecond a round. Both are put back.
+    transformers reads lookahead, schedule and confidence threshold only from there. It calls the draft's generate()
+    once a round, so watching that costs a microsecond a round. Both are restored.
     """
     draft: Any = pair.draft
     saved, generate = draft.generation_config, draft.generate
@@ -226,7 +226,7 @@ def _watched_drafts(pair: LoadedPair, schedule: Schedule) -> Iterator[list[Tenso
 
 @contextmanager
 def _watched(generator: Any) -> Iterator[list[Tensor]]:
-    """Yields a list of what one of transformers' generators proposes, `[length]` a round."""
+    """Yield a list that collects the proposals of a candidate generator of transformers, `[length]` per round."""
     get_candidates = generator.get_candidates
     found: list[Tensor] = []
 

@@ -10,10 +10,11 @@ Item = TypeVar("Item")
 
 
 def turn(items: Sequence[Item], number: int) -> list[Item]:
-    """The items in the order of turn `number`, so that no item always comes early, or always behind the same other.
+    """The items in the order of turn `number`, so that no item always comes early, or always after the same other.
 
-    Over `cycle(len(items))` turns in a row, each stands equally often in each place, and within the turns equally often
-    behind each other (the Latin squares of Williams, 1949). What a turn begins with follows what ended the one before.
+    Over `cycle(len(items))` turns in a row, each item takes each place equally often, and within turns it follows each
+    other item equally often (the Latin squares of Williams, 1949). The first item of a turn follows the last of the
+    turn before.
     """
     count = len(items)
     zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
@@ -22,19 +23,19 @@ def turn(items: Sequence[Item], number: int) -> list[Item]:
 
 
 def cycle(count: int) -> int:
-    """After how many turns the orders of so many items come again."""
+    """The number of turns after which the orders of `count` items repeat."""
     return count * (1 + count % 2)
 
 
 def turn_number(repeat: int, place: int, places: int, count: int) -> int:
-    """The number of the turn that `count` items take on one of several examples in one of the repeats.
+    """The number of the turn that `count` items take on one example in one repeat.
 
-    Each repeat has the next `places` numbers, so that all numbers up to there are used once. An example gets another
-    order in every repeat, up to `cycle(count)` of them: otherwise the order would be a part of its ratios.
+    Each repeat uses the next `places` numbers, so that every number is used once. An example gets another order in
+    every repeat, for up to `cycle(count)` repeats: otherwise the order would bias its ratios.
 
     Args:
-        place: the example's, of so many `places`.
+        place: index of the example among `places`.
     """
-    # Without the shift an example's orders would come again as soon as its numbers are a multiple of the cycle apart.
+    # Without the shift an example's order would repeat whenever its numbers are a multiple of the cycle apart.
     shift = repeat * places // math.lcm(places, cycle(count))
     return repeat * places + (place + shift) % places

@@ -1,4 +1,4 @@
-"""Warm-up: calls are repeated until their times have settled; the times before that are kept as cold times."""
+"""Warm-up: calls are repeated until their times settle; the times until then are kept as cold times."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from hf_specdec.prepared.engine_store import STORE, kept_engines
 
 SETTLED = 0.05  # two warm-up calls in a row differ by less than this share
 MOST_WARM_UPS = 12
-MOST_SECONDS = 60.0  # of warm-up calls behind the first, which may compile; two calls are made at least
-MOST_AGAIN = 4  # times that a call is made anew because something was prepared in it
+MOST_SECONDS = 60.0  # limit for warm-up calls after the first, which may compile; at least two calls are made
+MOST_AGAIN = 4  # how often a call is repeated because something was prepared in it
 
 
 def warm_up(
     contender: Contender, prompts: Sequence[Prompt], settings: Settings, *, most: int | None = None, number: int = 0
 ) -> ColdStart:
-    """Calls until times have settled, at most `most` times, by default `MOST_WARM_UPS`, or for `MOST_SECONDS`.
-
-    The first use of the models is also where they refuse what they can't do.
+    """Call until times settle, at most `most` times (default: `MOST_WARM_UPS`) or for `MOST_SECONDS`.
 
     Args:
-        number: of the record.
+        number: the record's place in the order of warm-ups.
 
     Raises:
-        BenchError: such a refusal, in one line.
+        BenchError: the models refuse the call; the reason in one line.
     """
     pair = contender.pair
     seconds: list[float] = []
@@ -53,7 +51,7 @@ def warm_up(
 
 
 def warm_call(contender: Contender, prompts: Sequence[Prompt], settings: Settings, **place: Any) -> Call:
-    """`timed_call` in which nothing was recorded or compiled: a call in which something was is made again."""
+    """Repeat `timed_call` until nothing was recorded or compiled in it."""
     thrown_away: list[float] = []
     while True:
         before = prepared_so_far(contender.pair)
@@ -65,7 +63,7 @@ def warm_call(contender: Contender, prompts: Sequence[Prompt], settings: Setting
 
 
 def prepared_so_far(pair: LoadedPair) -> tuple[int, ...]:
-    """How many graphs were compiled in this process, steps and passes prepared, and passes of each model recorded."""
+    """Count the graphs compiled in this process, the prepared steps and passes, and each model's recorded passes."""
     compiled = sys.modules.get("torch._dynamo.utils")
     graphs = 0 if compiled is None else compiled.counters["stats"]["unique_graphs"]
     kept = (engine for compile in (False, True) for engine in kept_engines(pair.target, compile=compile))

@@ -1,6 +1,6 @@
-"""The tasks of the script: what each takes, and the module that does it.
+"""The tasks of the script: the arguments of each, and the module that runs it.
 
-A task's module has `run(settings, shared)`, and `render(result)` if it measures. What tasks take stands here, so that
+A task's module has `run(settings, shared)`, and `render(result)` if it measures. Arguments are declared here, so that
 `--help` imports neither torch nor pandas.
 """
 
@@ -29,14 +29,14 @@ from hf_specdec.bench.settings import KEYWORDS, BenchError, Settings
 
 @dataclass(frozen=True)
 class Task:
-    """What a task takes.
+    """A task's arguments.
 
     Args:
         description: one sentence for `--help`.
-        defaults: of its arguments.
-        names: of its arguments, fields of `Settings`.
-        several: arguments that take several values; keywords of generate() are then crossed, see `Settings.grid`.
-        help: of arguments that mean something else to this task.
+        defaults: their default values.
+        names: their names, fields of `Settings`.
+        several: arguments that accept several values; keywords of generate() are then crossed, see `Settings.grid`.
+        help: help texts of arguments that mean something else in this task.
         shared: whether several processes may share the work.
     """
 
@@ -48,14 +48,14 @@ class Task:
     shared: bool = False
 
     def parser(self) -> OneLineParser:
-        """Of its command line."""
+        """The parser of the task's command line."""
         limit = f"examples per subtask (default: all; embedded: {self.defaults.embedded_limit})"
         help = {"limit": limit, **self.help}
         return task_parser(self.defaults, self.names, self.description, [*TASKS], several=self.several, help=help)
 
 
 PROMPTS_PER_LENGTH = {"benchmark": 5, "engines": 8}
-JUDGED_LIMIT = 50  # a sweep's examples of each embedded subtask, where quality is judged
+JUDGED_LIMIT = 50  # examples that a sweep uses of each embedded subtask if it judges quality
 
 
 _PROMPTS = "prompts of each length, at least a batch (default: {})"
@@ -107,7 +107,7 @@ TASKS: Mapping[str, Task] = {
         several=("batch_sizes", "engines"),
     ),
     "replay": Task(
-        "Tells what each drafter would have brought on answers that the target gave before, without decoding.",
+        "Predicts what each drafter would have gained on answers that the target gave before, without decoding.",
         Settings(task="replay", max_new_tokens=128, assisted_generation=True, engines=("recorded",), embedded_limit=3),
         (
             *MODELS, "num_assistant_tokens", "drafter", *SAMPLING, *DATA, "answer_column", "engines", "check",
@@ -175,12 +175,12 @@ TASKS: Mapping[str, Task] = {
 
 
 def task_module(name: str) -> Any:
-    """A task's module, imported when it is needed: some need packages that others do without."""
+    """Import a task's module; done only when it runs, since some need packages that others don't."""
     return import_module(f"hf_specdec.bench.tasks.{name}")
 
 
 def run_task(settings: Settings) -> None:
-    """Runs `settings.task`; raises `BenchError` for what the user can put right."""
+    """Run `settings.task`; raise `BenchError` for what the user can correct."""
     import torch
 
     from hf_specdec.bench import results
@@ -188,11 +188,11 @@ def run_task(settings: Settings) -> None:
     from hf_specdec.bench.running.processes import processes
 
     task = task_module(settings.task)
-    # Before any model is loaded, so that each process of several gets a GPU of its own.
+    # Before any model is loaded, so that each process of several gets its own GPU.
     shared = processes(cpu=settings.device == "cpu" or not torch.cuda.is_available())
     if shared.count > 1 and not TASKS[settings.task].shared:
         raise BenchError(
-            f"--task: {settings.task!r} times one process alone, and was started with {shared.count}; start it without "
+            f"--task: {settings.task!r} runs in one process only, but {shared.count} were started; start it without "
             f"torchrun, or choose one of {', '.join(name for name, one in TASKS.items() if one.shared)}"
         )
     if settings.task != "report":

@@ -34,13 +34,13 @@ LEGEND = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measures all rows, writes the result and its report into `settings.output_dir`, prints the table.
+    """Measure all rows, write the result and its report into `settings.output_dir`, print the table.
 
-    Raises `BenchError` for what the user can put right, a model without Better Transformer included.
+    Raises `BenchError` for what the user can correct, such as a model without Better Transformer.
     """
     dialogues = questions.dialogues(settings)
     pair = load_pair(settings)
-    # Refuses before anything is measured; the rows switch it on and off themselves.
+    # Called only to refuse early; the rows switch it on and off themselves.
     better_transformer(pair)
     result = measured_questions(settings, rows(settings, pair), dialogues, shared)
     if result is not None:
@@ -52,9 +52,9 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def rows(settings: Settings, pair: LoadedPair) -> list[Contender]:
-    """With and without KV cache and Better Transformer: plain generate(), plain on our loop, ours.
+    """Plain generate(), plain on our loop and our strategy, each with and without KV cache and Better Transformer.
 
-    With a cache, without which it refuses, transformers' assisted generation too.
+    transformers' assisted generation takes part with a cache only, since it refuses to run without.
     """
     keywords = chosen_keywords(settings, pair)
     listed = [plain(pair), plain_on_engine(keywords, pair), ours(settings.generation_strategy, keywords, pair)]
@@ -73,7 +73,7 @@ def _switched(one: Contender, cache: bool, better: bool) -> Contender:
     @contextmanager
     def surroundings(loaded: LoadedPair) -> Iterator[Any]:
         for model in loaded.models:
-            # Without this, rows of both kinds would use SDPA: it is transformers' default.
+            # SDPA is transformers' default, so rows without Better Transformer must ask for eager attention.
             (to_better_transformer if better else to_eager_attention)(model)
         with inner(loaded) as log:
             yield log
@@ -91,7 +91,7 @@ def _switched(one: Contender, cache: bool, better: bool) -> Contender:
 
 
 def render(result: Result) -> list[Block]:
-    """The report."""
+    """Compose the report."""
     part = whole(result)
     drafted = [method for method in part.methods if method.ours]
     picture = Picture("gains", "gains.of_methods", (part, drafted, ("engine", part.methods[0].name)))
@@ -99,14 +99,14 @@ def render(result: Result) -> list[Block]:
 
 
 def ablation_table(part: Part) -> str:
-    """One row per combination."""
+    """A table with one row per combination."""
     first = part.methods[0].name
 
     def over_first(part: Part, method: Method) -> str:
         return "–" if method.name == first else ratio(speed.speedup(part, method.name, first))
 
     shown: Columns = {
-        # Cache and attention have columns of their own.
+        # Cache and attention have their own columns.
         "Method": lambda part, method: capital(method.title.split(", with")[0]),
         **columns.N,
         "Speculative decoding": lambda part, method: _yes(method.draft is not None),

@@ -50,9 +50,9 @@ _SOURCES = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measures, writes the result and its report into `settings.output_dir`, prints the report.
+    """Measure, write the result and its report into `settings.output_dir`, print the report.
 
-    Raises `BenchError` for what the user can put right, before heavy work where that can be known before.
+    Raises `BenchError` for what the user can correct, if possible before heavy work.
     """
     pair = load_pair(settings)
     count = max(settings.limit or PROMPTS_PER_LENGTH[settings.task], settings.batch_size)
@@ -71,7 +71,7 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
-    """The chosen strategy after its baselines; without assistance plain generate() alone."""
+    """The baselines and the chosen strategy; without assistance plain generate() alone."""
     if not settings.assisted_generation:
         return [plain(pair)]
     strategy = ours(settings.generation_strategy, chosen_keywords(settings, pair), pair)
@@ -88,7 +88,7 @@ def baselines(settings: Settings, pair: LoadedPair) -> list[Contender]:
 
 
 def _trimmed(settings: Settings, pair: LoadedPair, prompts: Sequence[Prompt]) -> list[LoadedPair]:
-    """The pair with a draft whose head is trimmed, where that is asked for."""
+    """The pair with trimmed output heads of the draft, one for each `draft_vocabulary`."""
     if settings.draft_vocabulary is None or pair.draft is None:
         return []
     # Drafts may go on beyond the last token.
@@ -101,7 +101,7 @@ def _trimmed(settings: Settings, pair: LoadedPair, prompts: Sequence[Prompt]) ->
 
 
 def render(result: Result) -> list[Block]:
-    """The report, of the task decode too."""
+    """Compose the report, for the task decode too."""
     part = whole(result)
     found: list[Block] = [heading(part)]
     if len(result.methods) > 1:
@@ -120,7 +120,7 @@ def render(result: Result) -> list[Block]:
 
 
 def by_length(part: Part) -> Mapping[str, Part]:
-    """The calls of each prompt length, and all; where lengths vary from prompt to prompt, only all."""
+    """Group calls by prompt length, plus all together; only all together if every prompt has its own length."""
     lengths = sorted(map(int, part.calls["length"].unique()))
     settings = part.result.settings
     found = {} if settings.task == "decode" or settings.own_lengths else {str(n): part.where(length=n) for n in lengths}
@@ -128,7 +128,7 @@ def by_length(part: Part) -> Mapping[str, Part]:
 
 
 def example_table(part: Part, method: Method) -> str:
-    """One row per example and one for all; the last columns only for methods that draft."""
+    """A table with one row per example and one for all; only methods that draft have the last columns."""
     typical = speed.typical_calls(part.of(method.name))
     rows = [_row(str(one["indexes"].iloc[0][0] + 1), one) for _, one in typical.groupby(typical["indexes"].str[0])]
     return table([*rows, _row("all", typical)])
@@ -151,12 +151,12 @@ def _row(name: str, calls: pd.DataFrame) -> dict[str, str]:
 
 
 def chosen_method(part: Part) -> Method:
-    """The method of the chosen strategy; plain decoding if there is none."""
+    """The method of the chosen strategy, or plain decoding if none was chosen."""
     return next((method for method in part.methods if method.ours), part.methods[0])
 
 
 def gains_of_trimming(part: Part) -> dict[str, Interval]:
-    """How much faster the chosen strategy is with each trimmed draft than with the whole one, by what is compared."""
+    """Speedup of the chosen strategy with each trimmed head over the full head, by a description of the comparison."""
     full, gains = chosen_method(part), {}
     for method in [one for one in part.methods if one.ours and one.draft != full.draft]:
         head = str(method.draft).removeprefix(f"{full.draft}, ")
@@ -167,7 +167,7 @@ def gains_of_trimming(part: Part) -> dict[str, Interval]:
 
 
 def conclusions(part: Part) -> list[str]:
-    """Sentences: equality of outputs, speedups of the chosen strategy over each baseline, gains of trimmed drafts."""
+    """Sentences on equality of outputs, the strategy's speedup over each baseline, and gains of trimmed heads."""
     chosen, lines = chosen_method(part), []
     if not part.result.settings.sampling:
         lines = [f"Outputs of {method.title}: {_equal(part, method)}." for method in part.methods[1:]]
@@ -192,7 +192,7 @@ def _equal(part: Part, method: Method) -> str:
 
 
 def _short_heads(result: Result) -> list[str]:
-    """Why a head has fewer tokens than were asked for."""
+    """Notes on heads that have fewer tokens than requested."""
     asked = result.settings.draft_vocabulary
     return [
         f"{method.draft}: --draft_vocabulary {asked} asks for more, but these texts hold no other tokens."

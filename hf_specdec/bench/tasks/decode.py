@@ -21,13 +21,13 @@ render = benchmark.render
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Shows the answers of the chosen strategy, or of plain decoding; then compares it with its baselines.
+    """Show the answers of the chosen strategy, or of plain decoding; then compare it with its baselines.
 
-    Prints and writes the report as `benchmark` does. Raises `BenchError` for what the user can put right.
+    Prints and writes the report like `benchmark`. Raises `BenchError` for what the user can correct.
     """
     for number, text in enumerate(settings.prompts, start=1):
         if not text.strip():
-            raise BenchError(f"--prompt: prompt {number} is empty ({text!r}); give some text to go on from")
+            raise BenchError(f"--prompt: prompt {number} is empty ({text!r}); give some text to continue")
     pair = load_pair(settings)
     prompts, notes = decode_prompts(pair, settings.prompts, settings.max_new_tokens)
     for note in notes:
@@ -44,7 +44,7 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def _show(contender: Contender, batch: Sequence[Prompt], settings: Settings) -> None:
-    """The answers to one batch; that to a single prompt as it is written."""
+    """Print the answers to one batch; a single answer is streamed."""
     tokenizer = contender.pair.tokenizer
     if len(batch) == 1:
         print(_heading(batch[0]))

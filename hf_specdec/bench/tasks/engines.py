@@ -66,19 +66,19 @@ LLAMA_CPP_LEGEND = (
     "ours have in the dtype named above."
 )
 WIDE_HEAD = " The output head of our int8 models keeps its dtype, while q8_0 stores it in 8 bits."
-CHOSEN = "It was chosen on the calls that it is measured on, which flatters it a little."
+CHOSEN = "It was chosen on the calls that it is measured on, which flatters it slightly."
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measures calls, bare passes and the memory's bandwidth; writes the result and its report, and prints it.
+    """Measure calls, bare passes and memory bandwidth; write the result and its report, and print the report.
 
-    Raises `BenchError` for what the user can put right.
+    Raises `BenchError` for what the user can correct.
     """
     check_llama_cpp(settings)
     pair = load_pair(settings)
     rows = settings.limit or len(settings.prompts) or PROMPTS_PER_LENGTH[settings.task]
     contenders = compared(settings, pair)
-    # Room for the drafts beyond the last token, too.
+    # Drafts may go on beyond the last token.
     spare = max(one.longest for one in contenders)
     count = max(rows, *settings.batch_sizes)
     prompts, notes = asked_prompts(settings, pair, count, spare=spare)
@@ -93,8 +93,8 @@ def run(settings: Settings, shared: Processes) -> None:
 def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     """Plain generate(), transformers' own at each setting, then ours on each engine, and llama.cpp.
 
-    `role` of ours: fixed, auto, stopped, block, or floor, for which drafting can't pay. A synthetic pair leaves out
-    what depends on texts or on the draft's confidence, which mean nothing there.
+    The `role` of ours is fixed, auto, stopped, block, or floor (the worst case: drafting cannot pay). With a synthetic
+    pair, methods that depend on texts or on the draft's confidence are left out, since they mean nothing there.
     """
     found = [plain(pair)]
     on_gpu = pair.target.device.type != "cpu"
@@ -102,7 +102,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
         wide = replace(pair, target=_in_float32(settings, pair))
         found.append(plain(wide).told(name="plain float32", title="plain generate(), float32 weights"))
     if on_gpu or "compiled" in settings.engines:
-        # Compiling takes half a minute or more, anew for each batch size.
+        # Compiling takes half a minute or more for each batch size.
         static = plain(pair).told(
             name="plain static", title="plain generate(), static cache, compiled", keywords=ENGINES["static"]
         )
@@ -119,7 +119,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
             found.append(prompt_lookup(settings, pair))
     lengths = [
         n for n in settings.grid.get("num_assistant_tokens") or LOOKAHEADS if n != "auto"
-    ]  # has a row of its own
+    ]  # added above with its own title
     # On a GPU nothing is recorded, so that "recorded" is "eager".
     for engine in dict.fromkeys("eager" if on_gpu and one == "recorded" else one for one in settings.engines):
         if engine not in LLAMA_CPP_ENGINES:
@@ -130,7 +130,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
         return found
     if pair.synthetic is not None:
         return [one for one in found if one.method.role not in ("stopped", "block")]
-    # No draft can cost more: what is left to lose where drafting never pays.
+    # The costliest possible draft: shows how much "auto" loses when drafting never pays.
     own = replace(pair, draft=pair.target, draft_name=pair.target_name)
     floor = ours("speculative", {"num_assistant_tokens": "auto"}, own, name="floor")
     title = f"speculative, auto, the target as its own draft, {floor.method.engine}"
@@ -157,14 +157,14 @@ def _on_engine(settings: Settings, pair: LoadedPair, engine: str, lengths: list[
 def _drafting(
     settings: Settings, pair: LoadedPair, engine: str, lengths: list[int]
 ) -> list[tuple[str, str, dict[str, Any]]]:
-    """Role, title and keywords of generate() of each way of drafting."""
+    """The role, title and keywords of generate() for each way of drafting."""
     if settings.drafter == "none":
         return []
     rows: list[tuple[str, str, dict[str, Any]]] = [
         *(("fixed", f"speculative, γ = {tokens}", {"num_assistant_tokens": tokens}) for tokens in lengths),
         ("auto", "speculative, auto", {"num_assistant_tokens": "auto"}),
     ]
-    if settings.drafter in COPYING:  # which are never unsure of what they copy
+    if settings.drafter in COPYING:  # copies have no confidence to stop at
         return rows
     tokens = fixed_lookahead(settings, pair)
     words, judged = f"γ = {tokens}", {"num_assistant_tokens": tokens}
@@ -175,13 +175,13 @@ def _drafting(
         rows.append(("stopped", f"speculative, auto, {stop}", stopping | {"num_assistant_tokens": "auto"}))
         words, judged = stop, stopping
     if settings.sampling:
-        # Drafts judged together; in greedy decoding that is the same rule.
+        # In greedy decoding block verification is the same rule.
         rows.append(("block", f"speculative, {words}, block", judged | {"verification": "block"}))
     return rows
 
 
 def render(result: Result) -> list[Block]:
-    """The report."""
+    """Compose the report."""
     part = whole(result)
     sizes = {str(batch): part.where(batch=batch) for batch in part.batch_sizes}
     found: list[Block] = [heading(part), f"{columns.SPEED} No text ends early here: all decode equally many tokens."]
@@ -197,12 +197,12 @@ def render(result: Result) -> list[Block]:
 
 
 def llama_cpp_legend(target: Model) -> str:
-    """What the table shows. Synthetic models have a quantized head, models that transformers quantizes do not."""
+    """The table's legend. The heads of synthetic models are quantized; transformers leaves heads as they are."""
     return LLAMA_CPP_LEGEND + (WIDE_HEAD if target.dtype.startswith("int8") and target.synthetic is None else "")
 
 
 def over_llama_cpp(part: Part) -> str:
-    """One row per batch size and engine of this package, plain and with drafts; empty without llama.cpp."""
+    """A table with one row per batch size and engine, plain and with drafts; empty without llama.cpp."""
     theirs = dict.fromkeys(method.engine for method in part.methods if method.kind == "llama.cpp")
     if not theirs:
         return ""
@@ -219,14 +219,14 @@ def over_llama_cpp(part: Part) -> str:
 
 
 def fastest_of_ours(part: Part) -> Iterator[Method]:
-    """This package's fastest methods, plain and with drafts on each engine."""
+    """Yield this package's fastest methods on each engine, plain and with drafts."""
     for engine in speed.engines_of(part):
         alone = [method for method in part.methods if (method.kind, method.engine) == ("none", engine)]
         yield from filter(None, (speed.fastest(part, alone), speed.fastest(part, speed.drafting(part, engine))))
 
 
 def _over(part: Part, own: Method, engine: str) -> str:
-    """A method's speedup over llama.cpp, which drafts if the method does."""
+    """A method's speedup over llama.cpp, which drafts if the method drafts."""
     theirs = [method for method in part.methods if (method.kind, method.engine) == ("llama.cpp", engine)]
     fit = [method for method in theirs if (method.lookahead is None) == (own.lookahead is None)]
     best = speed.fastest(part, fit)
@@ -234,13 +234,13 @@ def _over(part: Part, own: Method, engine: str) -> str:
 
 
 def conclusions(part: Part) -> list[str]:
-    """Where drafting pays, the share of the memory's bandwidth, and what could not be measured."""
+    """Sentences on where drafting pays, the share of the memory's bandwidth, and what could not be measured."""
     lines = [_where_it_pays(part, engine) for engine in speed.engines_of(part)]
     return [*filter(None, lines), *_not_compiled(part), *_without_rate(part), *_bandwidth(part)]
 
 
 def _where_it_pays(part: Part, engine: str) -> str:
-    """At which batch sizes the fastest draft is faster, or slower, than plain decoding on the same engine."""
+    """A sentence on the batch sizes at which the fastest draft is faster, or slower, than plain on the same engine."""
     sizes: dict[str, list[str]] = {}
     for batch in part.batch_sizes:
         here = part.where(batch=batch)
@@ -262,18 +262,18 @@ def _verdict(gain: Interval) -> str:
 
 
 def _not_compiled(part: Part) -> list[str]:
-    """Batch sizes at which nothing could be compiled, so that the methods named compiled ran without it."""
+    """A note on the batch sizes at which nothing could be compiled."""
     compiled = part.calls[part.calls["method"].isin([m.name for m in part.methods if m.engine == "compiled"])]
     left = [n for n in sorted(map(int, compiled["batch"].unique())) if not passes.costs(part.result, "compiled", n)]
     if not left:
         return []
-    why = "these models, this machine or its compiler don't allow it; a warning on stderr said why"
+    why = "these models, this machine or its compiler don't support it; a warning on stderr said why"
     sizes = ", ".join(map(str, left))
-    return [f"Nothing was compiled at batch size {sizes}: {why}. So the methods named compiled ran without it."]
+    return [f"Nothing was compiled at batch size {sizes}: {why}. The methods named compiled ran uncompiled."]
 
 
 def _without_rate(part: Part) -> list[str]:
-    """The methods that have no Tokens/Sec, and why."""
+    """Notes on methods without Tokens/Sec, with the reason."""
     lines = []
     for batch in part.batch_sizes:
         here = part.where(batch=batch)
@@ -285,7 +285,7 @@ def _without_rate(part: Part) -> list[str]:
 
 
 def _bandwidth(part: Part) -> list[str]:
-    """The share of the memory's bandwidth that plain decoding reaches; none if the CPU's caches may hold the model."""
+    """Sentences on the share of memory bandwidth that plain decoding reaches; none if the model may fit into caches."""
     found, on_cpu = part.result.memory, part.result.models["target"].device.startswith("cpu")
     rates = part.calls["read_rate"].dropna() / 1e9
     if found is None or found.weight_bytes is None or not len(rates):

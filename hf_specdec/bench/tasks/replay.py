@@ -1,4 +1,4 @@
-"""Tells what each drafter would have brought on answers that are known: tokens per round, acceptance and speed."""
+"""Predicts what each drafter would have gained on known answers: tokens per round, acceptance and speed."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from hf_specdec.drafting.two_vocabularies import needs_translation
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16, "auto")
 
 LEGEND = (
-    "Nothing was decoded with a draft: drafters drafted along answers that are known, and a draft counts as accepted "
-    "as far as it agrees with the answer. n: different examples. Tokens/Round includes the target's own token. α: "
-    "share of the drafted positions reached that were accepted; in sampling with a draft model, the overlap of both "
-    "distributions. Predicted: from what rounds took in a few short calls on one prompt, by tokens drafted and "
-    "verified, or from the times of passes that were given. As in every task, the first round doesn't count in speeds."
+    "Nothing was decoded with a draft: drafters drafted along known answers, and a draft counts as accepted as far as "
+    "it agrees with the answer. n: different examples. Tokens/Round includes the target's own token. α: share of the "
+    "drafted positions reached that were accepted; in sampling with a draft model, the overlap of both distributions. "
+    "Predicted: from the times of rounds in a few short calls on one prompt, by tokens drafted and verified, or from "
+    "the given times of passes. As in every task, the first round doesn't count in speeds."
 )
-COMPARED = "The same methods, decoded: what was replayed, what was measured, and how far the first is from the second."
+COMPARED = "The same methods, decoded: the replayed figure, the measured one, and the difference between them."
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Replays; writes the result and its report, and prints the tables.
+    """Replay, write the result and its report, print the tables.
 
-    Raises `BenchError` for what the user can put right.
+    Raises `BenchError` for what the user can correct.
     """
     check(settings)
     pair = load_pair(settings, weights=runs_target(settings))
@@ -63,15 +63,15 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def check(settings: Settings) -> None:
-    """Raises `BenchError` for arguments that don't go together."""
+    """Raise `BenchError` for arguments that don't go together."""
     if beyond := sorted(set(settings.engines) & set(LLAMA_CPP)):
         raise BenchError(f"--engines: {beyond[0]} is for --task engines; leave it out")
     if is_synthetic(settings.model_name):
-        raise BenchError(f"--model_name: {settings.model_name!r} writes texts that mean nothing; give a trained model")
+        raise BenchError(f"--model_name: {settings.model_name!r} has random weights; give a trained model")
 
 
 def check_pair(pair: LoadedPair) -> None:
-    """Raises `BenchError` for models whose answers can't be replayed."""
+    """Raise `BenchError` for models whose answers cannot be replayed."""
     if pair.encoder_decoder:
         raise BenchError(f"--model_name: {pair.target_name!r} is an encoder-decoder model; give a decoder-only one")
     if pair.draft is not None and needs_translation(pair.target, pair.draft, pair.tokenizer, pair.draft_tokenizer):
@@ -79,7 +79,7 @@ def check_pair(pair: LoadedPair) -> None:
 
 
 def runs_target(settings: Settings) -> bool:
-    """Whether the target's weights are needed; otherwise its tokenizer and settings do."""
+    """Whether the target's weights are needed; otherwise its tokenizer and settings suffice."""
     reads = settings.sampling and settings.uses_draft
     return settings.check or settings.answer_column is None or not settings.pass_times or reads
 
@@ -87,14 +87,14 @@ def runs_target(settings: Settings) -> bool:
 def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     """Plain generate(), then on each engine plain decoding and every drafter at every lookahead.
 
-    Drafters that need a draft model take part where there is one.
+    Drafters that need a draft model take part only if there is one.
     """
     has_model, known = pair.draft is not None, [name for name in DRAFTERS if name not in OWN_DRAFTERS]
     names = settings.grid.get("drafter") or known
     asked = [SpeculationConfig(drafter=name).choosing(has_model=has_model) for name in names]
     lacking = [one.drafter for one in asked if one.drafts_by_model and pair.draft is None]
     if lacking and "drafter" in settings.grid:
-        raise BenchError(f"--drafter: {lacking[0]!r} needs a draft model here; give it by --assistant_model")
+        raise BenchError(f"--drafter: {lacking[0]!r} needs a draft model here; give one with --assistant_model")
     drafters = dict.fromkeys(one.drafter for one in asked if one.drafter not in ("none", *lacking))
     found = [plain(pair)]
     for engine in settings.engines:
@@ -109,7 +109,7 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
 def answered(
     settings: Settings, contenders: Sequence[Contender], log: Sequence[Logged]
 ) -> tuple[Result, list[tuple[Logged, Known]]]:
-    """A result, with the calls that were made; and the answers, logged or measured."""
+    """The result with the calls that were made, and the answers, logged or just decoded."""
     pair = contenders[0].pair
     answers = [one.answer for one in log]
     if settings.check or settings.answer_column is None:
@@ -123,7 +123,7 @@ def answered(
             answers = [rows[0] for rows in own if rows is not None]
         else:
             same = sum(rows is not None and rows[0] == answer for rows, answer in zip(own, answers, strict=True))
-            result.notes.append(f"Plain generate() gave {same} of {len(log)} answers as they are logged.")
+            result.notes.append(f"Plain generate() reproduced {same} of {len(log)} logged answers.")
     else:
         result = new(settings, contenders)
         result.prompts = [
@@ -141,7 +141,7 @@ def answered(
 def timed(
     settings: Settings, contenders: Sequence[Contender], known: Sequence[tuple[Logged, Known]]
 ) -> tuple[dict[str, dict[str, Costs]], list[str]]:
-    """The times of rounds by engine and drafter, given or measured on the prompt with the longest answer; and notes."""
+    """The times of rounds by engine and drafter, given or measured on the prompt with the longest answer; notes."""
     found: dict[str, dict[str, Costs]] = {}
     longest, text = max(known, key=lambda one: len(one[1].answer))
     for engine in dict.fromkeys(one.method.engine for one in contenders[1:]):
@@ -168,7 +168,7 @@ def _milliseconds(seconds: Mapping[int, float]) -> str:
 
 
 def render(result: Result) -> list[Block]:
-    """The report."""
+    """Compose the report."""
     part, calls = Part(result, frame(result.replayed, result.prompts)), whole(result)
     found: list[Block] = [heading(part), LEGEND]
     shown = COLUMNS if len(speed.engines_of(part)) > 1 else {k: v for k, v in COLUMNS.items() if k != "Engine"}
@@ -185,7 +185,7 @@ def _best(part: Part, engine: str) -> str:
     best = speed.fastest(part, speed.drafting(part, engine))
     gain = None if best is None else speed.over(part, best, "engine")
     if best is None or gain is None:
-        return f"{capital(engine)}: no answer is long enough to tell."
+        return f"{capital(engine)}: no answer is long enough to predict a speed."
     pays = "" if gain.value > 1 else " Drafting does not pay there."
     return f"{capital(best.title)}: {ratio(gain)} times plain decoding on the same engine.{pays}"
 
@@ -234,13 +234,13 @@ def _difference(title: str, calls: Part, part: Part, method: Method) -> str:
 
 
 def _apart(title: str, part: Part, calls: Part, method: Method) -> float | None:
-    """How far what was replayed is from what was measured, as a share of the latter."""
+    """(replayed − measured) / measured, or None if either is missing."""
     ours, theirs = (FIGURES[title](side, method) for side in (part, calls))
     return None if ours is None or not theirs else ours / theirs - 1
 
 
 def _differences(part: Part, calls: Part, methods: Sequence[Method]) -> list[str]:
-    """The largest difference of each figure."""
+    """Sentences on the largest difference of each figure."""
     lines = []
     for words in ("fixed", "automatic"):
         some = [method for method in methods if (method.lookahead == "auto") == (words == "automatic")]

@@ -1,4 +1,4 @@
-"""Renders tables and pictures again from saved results, and fills the READMEs that quote them."""
+"""Renders tables and pictures again from saved results, and updates the READMEs that quote them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hf_specdec.bench.tasks import task_module
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Renders all results under `settings.output_dir` beside them; prints what was written.
+    """Render each result under `settings.output_dir` next to its JSON; print what was written.
 
-    A README.md in the folder or above it gets the parts that it takes from results.
+    The parts of README.md files, in the folder or above it, that quote results are updated.
 
     Raises:
-        BenchError: there is nothing to render, or a file can't be read, rendered or written. The other results are
-            rendered nevertheless.
+        BenchError: there is nothing to render, or a file cannot be read, rendered or written. The other results are
+            rendered all the same.
     """
     folder = settings.output_dir
     paths = sorted(folder.rglob(f"*{results.SUFFIX}"))
@@ -55,7 +55,7 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def differences(loaded: Mapping[Path, Result]) -> Sequence[str]:
-    """A warning for each difference that makes times of results in one folder incomparable."""
+    """Warnings about differences that make times of results in one folder incomparable."""
     lines = []
     folders: dict[Path, list[tuple[str, Result]]] = {}
     for path, result in loaded.items():
@@ -72,7 +72,7 @@ def differences(loaded: Mapping[Path, Result]) -> Sequence[str]:
 
 
 def _fill(path: Path, loaded: Mapping[Path, Result]) -> None:
-    """A README's parts, where it has any."""
+    """Update the parts of a README that quote results."""
     if not path.is_file() or not readme.has_parts(before := path.read_text(encoding="utf-8")):
         return
     resolved = {name.resolve(): result for name, result in loaded.items()}

@@ -25,7 +25,7 @@ from hf_specdec.bench.running.transformers_methods import assisted_refusal, prom
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks.benchmark import baselines
 
-# How the terminal calls the kinds of methods.
+# Short names of the kinds of methods, as printed to the terminal.
 SHORT = {
     "plain": "AS", "none": "AS, our loop", "speculative": "SPS", "bild": "BiLD", "assisted": "HF assisted",
     "ensemble": "HF ensemble", "lookup": "Lookup",
@@ -53,9 +53,9 @@ DRAWN = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measures, writes the result and its report into `settings.output_dir`, prints the lines of each subtask.
+    """Measure, write the result and its report into `settings.output_dir`, print the lines of each subtask.
 
-    Raises `BenchError` for what the user can put right.
+    Raises `BenchError` for what the user can correct.
     """
     dialogues = questions.dialogues(settings)
     pair = load_pair(settings)
@@ -69,14 +69,14 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
-    """Speculative decoding and BiLD after their baselines, and transformers' prompt lookup."""
+    """The baselines, speculative decoding, BiLD, and transformers' prompt lookup."""
     keywords = chosen_keywords(settings, pair)
     strategies = [ours(strategy, keywords, pair) for strategy in ("speculative", "bild")]
     return [*baselines(settings, pair), prompt_lookup(settings, pair), *strategies]
 
 
 def render(result: Result) -> list[Block]:
-    """The report."""
+    """Compose the report."""
     part, drawn = whole(result), DRAWN if result.settings.sampling else ""
     groups = by_subtask(part)
     found: list[Block] = [heading(part)]
@@ -111,13 +111,13 @@ def render(result: Result) -> list[Block]:
 
 
 def by_subtask(part: Part) -> Mapping[str, Part]:
-    """The calls of each subtask, and all."""
+    """Group calls by subtask, plus all together."""
     labels = part.labels if len(part.labels) > 1 else []
     return {**{label: part.where(label=label) for label in labels}, "overall": part}
 
 
 def speedup_table(groups: Mapping[str, Part], shown: list[Method], which: str) -> str:
-    """One row per subtask and one column per method: micro speedups over a baseline."""
+    """A table of micro speedups over a baseline: one row per subtask, one column per method."""
     rows = []
     for name, part in groups.items():
         cells = {capital(method.title): ratio(speed.over(part, method, which)) for method in shown}
@@ -134,7 +134,7 @@ def _differences() -> Columns:
 
 
 def quality_table(result: Result) -> str:
-    """One row per subtask and method: the quality of outputs against the references."""
+    """A table of the quality of outputs against the references: one row per subtask and method."""
     order = [*whole(result).labels, None]
     rows = []
     for score in sorted(result.quality, key=lambda one: order.index(one.subtask)):
@@ -145,7 +145,7 @@ def quality_table(result: Result) -> str:
 
 
 def divergence_table(part: Part) -> str:
-    """One row per method: how many outputs differ from plain decoding's, where first, and how close the choice was."""
+    """One row per method: how many outputs differ from plain decoding's, where first, and by what margin."""
     rows = []
     for method in part.methods[1:]:
         found = [one.divergences[method.name] for one in part.result.prompts if method.name in one.divergences]
@@ -163,14 +163,14 @@ def divergence_table(part: Part) -> str:
 
 
 def average_alpha(part: Part) -> str:
-    """α over all examples, for each method that reports it."""
+    """A line with α over all examples, for each method that reports it."""
     found = [(SHORT[method.kind], alpha(part.of(method.name))) for method in part.methods]
     values = [f"{name} {value:.3f}" for name, value in found if value is not None]
     return "Average alpha: " + (", ".join(values) if values else "– (nothing was drafted)")
 
 
 def bild_table(groups: Mapping[str, Part]) -> str:
-    """One row per subtask: BiLD's speed over speculative decoding's, its change in quality over plain, the verdict."""
+    """One row per subtask: BiLD's speed over speculative decoding, its quality difference to plain, the verdict."""
     rows = []
     for name, part in groups.items():
         found = quality.verdict(part, "bild", "speculative")
@@ -182,13 +182,13 @@ def bild_table(groups: Mapping[str, Part]) -> str:
 
 
 def count_line(part: Part) -> str:
-    """A sentence: the number of subtasks on which BiLD is faster with quality kept, and at no loss."""
+    """A sentence on how many subtasks BiLD is faster with quality kept, and at no loss."""
     found = [quality.verdict(part.where(label=label), "bild", "speculative") for label in part.labels]
     if all(one.differences is None for one in found):
-        return "Whether BiLD loses quality is not known: the data have no references."
+        return "Whether BiLD loses quality is unknown: the data have no references."
     excluded = sum(one.faster and one.as_good for one in found)
     without = sum(not one.known for one in found)
-    rest = f"; {without} can't be judged, for want of references or rates" if without else ""
+    rest = f"; {without} cannot be judged, for lack of references or rates" if without else ""
     return (
         f"{part.result.method('bild').title} is faster than speculative decoding on {sum(one.won for one in found)} of "
         f"{len(found)} subtasks with no answer worse, or a loss of more than one point excluded (excluded on "
@@ -201,7 +201,7 @@ def _both(part: Part) -> bool:
 
 
 def terminal(part: Part) -> str:
-    """The configuration, one line a method for all examples and for each subtask, and the average alpha."""
+    """The terminal's text: configuration, one line per method overall and by subtask, average alpha."""
     settings, models = part.result.settings, part.result.models
     temperature = f"{sampling_of(part.result)['temperature']:g}"
     lines = [

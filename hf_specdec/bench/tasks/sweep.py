@@ -63,9 +63,9 @@ AUTOMATIC = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measures, writes the result and its report into `settings.output_dir`, prints the tables and the best settings.
+    """Measure, write the result and its report into `settings.output_dir`, print the tables and the best settings.
 
-    Raises `BenchError` for what the user can put right.
+    Raises `BenchError` for what the user can correct.
     """
     dialogues = questions.dialogues(asked(settings))
     pairs = load_pairs(settings, drafts_of(settings)) if settings.uses_draft else [load_pair(settings)]
@@ -80,20 +80,20 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def asked(settings: Settings) -> Settings:
-    """With more examples of the embedded data where quality is judged."""
+    """The settings, with more examples of the embedded data if quality is judged."""
     return replace(settings, embedded_limit=JUDGED_LIMIT) if settings.lossy_strategies else settings
 
 
 def drafts_of(settings: Settings) -> tuple[str, ...]:
-    """The drafts to compare, by full name: those named, or all that are known for the target.
+    """The full names of the drafts to compare: the given ones, or all that are known for the target.
 
-    Raises `BenchError` without any, or if two have the same last part of their names.
+    Raises `BenchError` if there are none, or if the last parts of two names are equal.
     """
     if settings.draft_models:
         short = [short_name(name) for name in settings.draft_models]
         if same := next((name for name in short if short.count(name) > 1), None):
             raise BenchError(
-                f"--draft_models: several are called {same!r}, which is how reports name them; rename a folder"
+                f"--draft_models: several are called {same!r}, so reports could not tell them apart; rename a folder"
             )
         return tuple(full_name(name) for name in settings.draft_models)
     if settings.assistant_model:
@@ -111,7 +111,7 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
     """Plain generate(), plain on every engine of the grid, transformers' assisted, then ours at every setting.
 
     By default speculative decoding at `LOOKAHEADS`, "auto" included, with the entropy stop, and with both. A lossy
-    strategy takes part, with all values of its own settings, if it is named or if any of these settings is given.
+    strategy takes part, with all values of its own settings, if it is named or one of these settings is given.
     """
     lossy = settings.lossy_strategies
     listed = [one for pair in pairs for one in _speculative(settings, pair, bool(lossy))]
@@ -119,7 +119,7 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
         for keywords in _crossed(settings, pair, strategy):
             if strategy != "ensemble" or keywords["drafter"] not in COPYING:
                 listed.append(named(strategy, keywords, pair))
-    contenders = list({one.name: one for one in listed}.values())  # methods without a draft come with every pair
+    contenders = list({one.name: one for one in listed}.values())  # each pair lists the methods without a draft
     engines = {one.method.same_engine: plain_on_engine(one.method.keywords, pairs[0]) for one in contenders}
     found = [plain(pairs[0]), *engines.values()]
     for pair in pairs:
@@ -133,7 +133,7 @@ def grid(settings: Settings, pairs: list[LoadedPair]) -> list[Contender]:
 def _speculative(settings: Settings, pair: LoadedPair, lossy: bool) -> Iterator[Contender]:
     for keywords in _crossed(settings, pair, "speculative", every=not lossy):
         yield named("speculative", keywords, pair)
-    # A grid of thresholds is wide enough: its lookahead is the usual one unless several are asked for.
+    # A grid of thresholds is large enough, so its lookahead is fixed unless several are given.
     stops = pair.draft is not None and not lossy
     if stops and not _chosen(settings, "num_assistant_tokens") and not _chosen(settings, "entropy_threshold"):
         for lookahead in (STOP_LOOKAHEAD, "auto"):
@@ -142,11 +142,11 @@ def _speculative(settings: Settings, pair: LoadedPair, lossy: bool) -> Iterator[
 
 
 def _crossed(settings: Settings, pair: LoadedPair, strategy: str, *, every: bool = False) -> Iterator[dict[str, Any]]:
-    """Keywords of generate(), all values of the grid crossed.
+    """Yield keywords of generate(), with all values of the grid crossed.
 
     Args:
-        strategy: whose settings to cross; those of others are left out.
-        every: all of `LOOKAHEADS`, where no lookahead is given.
+        strategy: the strategy whose settings are crossed; those of others are left out.
+        every: use all of `LOOKAHEADS` if no lookahead is given.
     """
     names = [name for name in KEYWORDS if name not in others_settings(strategy)]
     values = {name: settings.values(name) for name in names}
@@ -161,7 +161,7 @@ def _chosen(settings: Settings, name: str) -> bool:
 
 
 def render(result: Result) -> list[Block]:
-    """The report."""
+    """Compose the report."""
     part = whole(result)
     found: list[Block] = [heading(part), f"{columns.SPEED} {LEGEND}", *_tables(part)]
     found += section("Cold cost", columns.COLD_LEGEND, method_table({"": part}, columns.COLD))
@@ -170,7 +170,7 @@ def render(result: Result) -> list[Block]:
 
 
 def _tables(part: Part) -> list[Block]:
-    """Drafts and lookaheads; BiLD's thresholds; lossy strategies over all and by subtask."""
+    """The tables: drafts and lookaheads; BiLD's thresholds; lossy strategies overall and by subtask."""
     lossy = quality.lossy_methods(part)
     lossless = [method for method in part.methods if method not in lossy]
     shown = method_table({"": part}, _draft_columns(part.result), methods=lambda _: lossless)
@@ -194,7 +194,7 @@ def _tables(part: Part) -> list[Block]:
 
 
 def best_fixed(part: Part, method: Method) -> Method | None:
-    """The fastest on a method's engine without automatic lookahead: of its draft, of none, or plain decoding."""
+    """The fastest method on the same engine without automatic lookahead: with the same draft, no draft, or plain."""
     drafts = (None, method.draft)
     fit = [one for one in part.methods if one.same_engine == method.same_engine and one.lookahead != "auto"]
     alike = [one for one in fit if one.kind == "speculative" and one.draft in drafts]
@@ -212,7 +212,7 @@ def _over_fixed(part: Part, method: Method) -> str:
 
 
 def _name(part: Part, method: Method) -> str:
-    """The draft's name, and settings that have no column of their own."""
+    """The draft's name, and settings that have no column."""
     return capital(method.title.partition(" with ")[0])
 
 
@@ -229,7 +229,7 @@ def _draft_columns(result: Result) -> Columns:
 
 
 def _threshold_columns(result: Result) -> Columns:
-    """Speed and quality by BiLD's thresholds, beside the lossless rows."""
+    """Columns of speed and quality by BiLD's thresholds, next to the lossless rows."""
     thresholds = {word.capitalize(): _threshold(f"{word}_threshold") for word in ("fallback", "rollback")}
     over = {title: cell for which in ("plain", "engine") for title, cell in columns.over(result, which).items()}
     figures = {"Mean acceptance rate": columns.ACCEPTANCE["Acceptance"], **over, **columns.TOKENS, **columns.RATE}
@@ -250,7 +250,7 @@ def _score(name: str) -> Cell:
 
 
 def _won(part: Part, method: Method) -> str:
-    """On how many subtasks a row of BiLD beats the fastest speculative row with quality kept."""
+    """How many subtasks a row of BiLD wins: faster than the fastest speculative row, with quality kept."""
     base = speed.fastest(part, [one for one in part.methods if one.kind == "speculative"])
     count = quality.won(part, method.name, base.name) if method.kind == "bild" and base is not None else None
     return "–" if count is None else f"{count} of {len(part.labels)}"

@@ -54,9 +54,9 @@ SERVERS = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measures for `settings.minutes`; writes the result, its report and a generation_config.json; prints the choice.
+    """Measure for `settings.minutes`; write the result, its report and a generation_config.json; print the choice.
 
-    Raises `BenchError` for what the user can put right.
+    Raises `BenchError` for what the user can correct.
     """
     if beyond := sorted(set(settings.engines) & set(LLAMA_CPP)):
         raise BenchError(f"--engines: {beyond[0]} is for --task engines; leave it out")
@@ -80,7 +80,7 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def conclude(result: Result, contests: Sequence[Contest]) -> None:
-    """Puts the contests' methods, calls and outcomes into the result."""
+    """Add the contests' methods, calls and outcomes to the result."""
     contenders = {name: one for contest in contests for name, one in contest.contenders.items()}
     result.methods = [one.method for one in contenders.values()]
     result.calls = [call for contest in contests for call in contest.calls]
@@ -89,18 +89,18 @@ def conclude(result: Result, contests: Sequence[Contest]) -> None:
 
 
 def _saved(result: Result, tuned: Tuned) -> Path:
-    """Where the choice for a batch size is kept."""
+    """The file to which the choice for a batch size is saved."""
     settings = result.settings
     return settings.output_dir / f"{results.stem(settings)}-batch-{tuned.batch}" / GENERATION_CONFIG_NAME
 
 
 def save_configuration(model: PreTrainedModel, settings: Mapping[str, Any], folder: Path) -> None:
-    """Writes a `generation_config.json` with which the model speculates wherever it is loaded.
+    """Write a `generation_config.json` with which the model speculates wherever it is loaded.
 
-    It is the model's own configuration with keywords of generate() added; the model stays as it is. Raises
-    `BenchError` where it can't be written.
+    It is the model's own configuration plus keywords of generate(); the loaded model is not changed. Raises
+    `BenchError` if the file cannot be written.
     """
-    # A new object: transformers drops what was added to one that it derived from the model's configuration.
+    # A new object: transformers drops additions to one that it derived from the model's configuration.
     own = {name: value for name, value in model.generation_config.to_dict().items() if not name.startswith("_")}
     folder.mkdir(parents=True, exist_ok=True)
     text = GenerationConfig(**{**own, **settings}).to_json_string()
@@ -108,15 +108,15 @@ def save_configuration(model: PreTrainedModel, settings: Mapping[str, Any], fold
 
 
 def _pairs(settings: Settings) -> list[LoadedPair]:
-    """The target with each of its drafts; alone where none is named or known."""
+    """Load the target with each of its drafts, or alone if no draft is named or known."""
     if settings.draft_models or settings.assistant_model or known_drafts(settings.model_name):
         return load_pairs(settings, drafts_of(settings))
-    print("No draft is known for the target: only methods without one are tried; name one by --assistant_model")
+    print("No draft is known for the target: only methods without one are tried; name one with --assistant_model")
     return [load_pair(replace(settings, assisted_generation=False))]
 
 
 def _prompts(settings: Settings, pair: LoadedPair, asked: Sequence[questions.Question]) -> list[tuple[Prompt, Asked]]:
-    """First turns, the subtasks in turn."""
+    """The first turns of the questions, alternating between subtasks."""
     found = []
     for one in in_turn_by_subtask(asked):
         prompt, cut = question_prompt(pair, one, (), settings.max_new_tokens)
@@ -126,13 +126,13 @@ def _prompts(settings: Settings, pair: LoadedPair, asked: Sequence[questions.Que
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
-    """Full batches in this order; the prompts again and again where there are fewer than a batch holds."""
+    """Full batches in this order; prompts are repeated if there are fewer than a batch holds."""
     listed = list(prompts) * -(-size // len(prompts))
     return [tuple(listed[start : start + size]) for start in range(0, len(listed) - size + 1, size)]
 
 
 def render(result: Result) -> list[Block]:
-    """The report."""
+    """Compose the report."""
     part = whole(result)
     found: list[Block] = [heading(part), _legend(result.settings)]
     for tuned in result.tuned:
@@ -156,7 +156,7 @@ def _legend(settings: Settings) -> str:
 
 
 def choice(part: Part, tuned: Tuned) -> list[str]:
-    """The choice, its settings, its cost of preparation, and what was as fast; or why there is none.
+    """Sentences on the choice, its settings, its cost of preparation and its close rivals; or why there is none.
 
     Args:
         part: the calls at this batch size.
@@ -203,7 +203,7 @@ def _no_choice(part: Part, tuned: Tuned) -> str:
 
 
 def _candidates(part: Part, tuned: Tuned) -> str:
-    """All that were tried."""
+    """A table of all candidates that were tried."""
     return table(
         [
             {
@@ -220,7 +220,7 @@ def _candidates(part: Part, tuned: Tuned) -> str:
 
 
 def tried(part: Part, tuned: Tuned) -> list[Method]:
-    """All candidates that were measured: those that the choice was made from, then those with most calls."""
+    """All measured candidates: first the finalists, then the others by number of calls."""
     counts = part.calls["method"].value_counts()
     others = [method for method in part.methods if method.kind != "plain" and method.name not in tuned.ratios]
     others.sort(key=lambda method: -counts[method.name])
@@ -228,14 +228,14 @@ def tried(part: Part, tuned: Tuned) -> list[Method]:
 
 
 def servers(result: Result) -> list[str]:
-    """Commands with the chosen draft of the first batch size that has one; none without a draft model."""
+    """Server commands with the draft that was chosen at the first batch size that has one; empty without a draft."""
     if result.synthetic or result.encoder_decoder or "draft" not in result.models:
         return []
     for tuned in result.tuned:
         draft = None if tuned.choice is None else result.method(tuned.choice).draft
         if draft is not None:
             listed = tried(whole(result).where(batch=tuned.batch), tuned)
-            # The lookahead of the fastest with this draft that drafts equally many tokens in every round.
+            # The fastest fixed lookahead with this draft.
             fixed = [one.keywords["num_assistant_tokens"] for one in listed if is_fixed(one) and one.draft == draft]
             tokens = next(iter(fixed), 4)
             found = server_commands(result.models["target"].name, draft, tokens, sampling=result.settings.sampling)
@@ -244,7 +244,7 @@ def servers(result: Result) -> list[str]:
 
 
 def server_commands(target: str, draft: str, lookahead: int, *, sampling: bool) -> list[tuple[str, str]]:
-    """(engine and version, command) of vLLM, SGLang and llama.cpp; the last one reads GGUF files.
+    """(engine and version, command) for vLLM, SGLang and llama.cpp, which reads GGUF files.
 
     Option names are those of the named versions and may change in others.
     """

@@ -35,7 +35,7 @@ Batch = tuple[Prompt, ...]
 Keywords = Mapping[str, Any]
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12)
-# The most promising first: where the time is short, the last ones are not tried.
+# The most promising first: if time is short, the last ones are not tried.
 _STOP: Keywords = {"entropy_threshold": STOP_ENTROPY}
 _FIRST: Keywords = {"num_assistant_tokens": 4}
 _COPIES: Sequence[Keywords] = [{"num_assistant_tokens": "auto", "drafter": "suffix"}]
@@ -54,22 +54,22 @@ _BILD: Sequence[Keywords] = [
     for tokens in (8, 4)
 ]
 
-_FIRST_SHARE = 0.4  # of the time, for the engine that needs no preparation, where others follow
-_PREPARING_SHARE = 0.5  # of what is left then, for preparing the other engines
-_ASSUMED_SECONDS = {"static": 5.0, "compiled": 30.0}  # to prepare a candidate, before one has been
-_WARM_UPS = 2  # calls; what is prepared later is not measured either
-_FINALISTS = 3  # of the first engine that meet those of the others
+_FIRST_SHARE = 0.4  # share of the time for the engine that needs no preparation, if others follow
+_PREPARING_SHARE = 0.5  # share of the remaining time for preparing the other engines
+_ASSUMED_SECONDS = {"static": 5.0, "compiled": 30.0}  # for preparing a candidate, until one was prepared
+_WARM_UPS = 2  # calls; later calls that prepare something are not measured either
+_FINALISTS = 3  # candidates of the first engine that compete with those of the others
 
 
 def unprepared_engine(settings: Settings, pair: LoadedPair) -> str:
-    """The engine on which settings are compared first: recorded, on a GPU static caches where they are asked for."""
+    """The engine on which settings are compared first: recorded, or on a GPU static caches if requested."""
     return "static" if pair.target.device.type == "cuda" and "static" in settings.engines else "recorded"
 
 
 def candidates(settings: Settings, pairs: Sequence[LoadedPair]) -> list[Contender]:
     """Every draft and setting on the engine that needs no preparation, the most promising first.
 
-    BiLD is among them where `max_quality_loss` allows for it.
+    BiLD is included if `max_quality_loss` is given.
     """
     engine = unprepared_engine(settings, pairs[0])
     drafting = [pair for pair in pairs if pair.draft is not None]
@@ -80,16 +80,16 @@ def candidates(settings: Settings, pairs: Sequence[LoadedPair]) -> list[Contende
     found = [plain_on_engine(ENGINES[engine], pairs[0]), *crossed("speculative", [_FIRST])]
     found += crossed("speculative", _COPIES, pairs[:1]) + crossed("speculative", _SPECULATIVE)
     if settings.max_quality_loss is not None:
-        # In the middle, so that a short time leaves out some of both.
+        # In the middle, so that a short time drops some lossless and some lossy candidates.
         found[len(found) // 2 : len(found) // 2] = crossed("bild", _BILD)
     return found
 
 
 def on_engine(engine: str, ranking: Sequence[Contender]) -> list[Contender]:
-    """What of another engine's ranking is worth preparing on this one, the most promising first.
+    """The candidates of another engine's ranking that are worth preparing on this one, the most promising first.
 
-    The fastest of each way of drafting; two other lookaheads beside the fastest fixed one, since another engine may
-    favour another length; and no draft, first where drafts don't pay.
+    These are the fastest of each way of drafting; two lookaheads near the fastest fixed one, since engines may favour
+    different lengths; and no draft, which comes first if drafts don't pay.
     """
     found: list[Contender] = []
     ways: set[tuple[Any, ...]] = set()
@@ -99,7 +99,7 @@ def on_engine(engine: str, ranking: Sequence[Contender]) -> list[Contender]:
         by_model = method.draft is not None and "drafter" not in method.keywords
         length = "stopped" if "entropy_threshold" in method.keywords else method.lookahead == "auto"
         way = (method.kind, method.draft, method.keywords.get("drafter"), length)
-        # Compiled rounds draft with a model alone.
+        # Compiled rounds need a draft model as the only drafter.
         if method.kind == "none" or way in ways or (engine == "compiled" and not by_model):
             continue
         ways.add(way)
@@ -116,7 +116,7 @@ def on_engine(engine: str, ranking: Sequence[Contender]) -> list[Contender]:
 
 
 def _again(one: Contender, engine: str, tokens: int | None = None) -> Contender:
-    """A candidate on another engine, with another lookahead if one is given."""
+    """The same candidate on another engine, with another lookahead if one is given."""
     engines = {name for given in ENGINES.values() for name in given}
     kept = {name: value for name, value in one.method.keywords.items() if name not in engines}
     more = {} if tokens is None else {"num_assistant_tokens": tokens}
@@ -124,7 +124,7 @@ def _again(one: Contender, engine: str, tokens: int | None = None) -> Contender:
 
 
 def is_fixed(method: Method) -> bool:
-    """Whether it drafts equally many tokens with the draft model in every round, losslessly."""
+    """Whether a method drafts a fixed number of tokens per round with the draft model, losslessly."""
     by_model = method.draft is not None and not {"entropy_threshold", "drafter"} & set(method.keywords)
     return by_model and method.kind == "speculative" and isinstance(method.lookahead, int)
 
@@ -133,7 +133,7 @@ class Contest:
     """The races at one batch size, and their outcome.
 
     Args:
-        result: its prompts are those of the batches.
+        result: holds the prompts of the batches.
         clock: in seconds.
     """
 
@@ -153,10 +153,10 @@ class Contest:
         self._part: Part | None = None
 
     def run(self, seconds: float) -> None:
-        """Compares on the engine that needs no preparation, then the best of it with what they become on others."""
+        """Compare candidates on the engine that needs no preparation, then the best of them on all engines."""
         start, first = self.clock(), unprepared_engine(self.settings, self.pairs[0])
         engines = [engine for engine in self.settings.engines if engine not in (first, "eager")]
-        # Warms up what all share; here the target refuses what it can't do.
+        # Warms up what all share; a target that refuses a setting does so here.
         self._warm_up(self.contenders["plain"], self.batches[0])
         share = _FIRST_SHARE if engines else 1.0
         ranking = self._race(list(self.contenders)[1:], self.batches, start + share * seconds - self.clock())
@@ -171,14 +171,14 @@ class Contest:
         self.seconds = self.clock() - start
 
     def part(self, first: int = 0) -> Part:
-        """The calls from a repeat on, which then is the first."""
+        """The calls from repeat `first` on, renumbered from 0."""
         if self._part is None or len(self._part.calls) != len(self.calls):
             self._part = Part(self.result, frame(self.calls, self.result.prompts))
         calls = self._part.calls[self._part.calls["repeat"] >= first]
         return Part(self.result, calls.assign(repeat=calls["repeat"] - first))
 
     def _race(self, names: list[str], batches: Sequence[Batch], seconds: float) -> list[str]:
-        """Measures and halves candidates; returns all that were measured, those that got furthest first."""
+        """Measure and halve candidates; return all that were measured, those that got furthest first."""
         first = 1 + max((call.repeat for call in self.calls), default=-1)
         refused: dict[str, str] = {}
 
@@ -207,7 +207,7 @@ class Contest:
         return measured
 
     def _measure(self, one: Contender, batch: Batch, repeat: int) -> None:
-        """One call. A contender's very first call is not kept: passes are recorded in it, and "auto" learns."""
+        """Time one call. A contender's first call is discarded: passes are recorded in it, and "auto" learns."""
         where = {"repeat": repeat, "position": len(self.calls)}
         if one.name not in self.warm:
             warm_call(one, batch, self.settings, **where)
@@ -218,12 +218,12 @@ class Contest:
         self.cold.append(warm_up(one, batch, self.settings, most=_WARM_UPS, number=len(self.cold)))
 
     def _prepare(self, engines: Sequence[str], ranking: Sequence[str], batch: Batch, seconds: float) -> list[str]:
-        """Records, captures or compiles candidates on other engines while the time allows; returns the ready ones."""
+        """Record, capture or compile candidates on other engines while time allows; return those that are ready."""
         end = self.clock() + seconds
-        took: dict[str, float] = {}  # of the costliest so far: a longer lookahead takes longer than the first one
+        took: dict[str, float] = {}  # the longest preparation so far: longer lookaheads take longer than the first one
         ready, left_out, without = list[str](), list[str](), set[str]()
         best = [self.contenders[name] for name in ranking]
-        # In turn, so that each engine has its most promising ones prepared.
+        # Alternating between engines, so that each has its most promising candidates prepared.
         in_turn = zip_longest(*(on_engine(engine, best) for engine in engines))
         for one in (one for row in in_turn for one in row if one is not None and one.method.engine not in without):
             self.contenders[one.name] = one
@@ -245,13 +245,11 @@ class Contest:
             ready.append(one.name)
             self.warm.add(one.name)
         if left_out:
-            self.notes.append(
-                f"Left out, since the time does not pay for preparing them (raise --minutes): {_some(left_out)}"
-            )
+            self.notes.append(f"Left out, since there is no time to prepare them (raise --minutes): {_some(left_out)}")
         return ready
 
     def choose(self) -> Tuned:
-        """The outcome of the last race on enough examples for an interval, else of the last that ranks any."""
+        """Choose by the last race with enough examples for an interval, or else by the last race with a ranking."""
         found = [(self.part(first), ranking) for first, ranking in self._results if ranking]
         sure = [one for one in found if _ratio(one[0], one[1][0]).low is not None]
         if sure and sure[-1] is not found[-1]:
@@ -275,20 +273,20 @@ class Contest:
         return self.contenders[name].method.kind == "bild"
 
     def _allowed(self, found: Difference | None) -> bool:
-        """Whether a greater loss than is allowed is excluded."""
+        """Whether a loss beyond `max_quality_loss` is excluded."""
         most = self.settings.max_quality_loss
         return most is not None and found is not None and found.excludes(most)
 
 
 def _ratio(part: Part, name: str, base: str = "plain") -> Interval:
-    """Of two ranked candidates, which have examples in common."""
+    """The end-to-end speedup between two ranked candidates, which have examples in common."""
     found = speed.speedup(part, name, base, "end to end")
     assert found is not None
     return found
 
 
 def _of_one_capacity(batches: Sequence[Batch], new_tokens: int) -> list[Batch]:
-    """The batches whose texts share prepared rounds with most others: each other length would be prepared anew."""
+    """The largest group of batches that share prepared rounds; each other length would need its own preparation."""
     same: dict[int, list[Batch]] = {}
     for batch in batches:
         longest = max(len(prompt.token_ids) for prompt in batch)
@@ -297,6 +295,6 @@ def _of_one_capacity(batches: Sequence[Batch], new_tokens: int) -> list[Batch]:
 
 
 def _some(titles: Sequence[str]) -> str:
-    """The first three names, and how many more there are."""
+    """The first three titles and the number of further ones, as text."""
     more = [f"and {len(titles) - 3} more"] if len(titles) > 3 else []
     return "; ".join([*titles[:3], *more])

@@ -14,9 +14,9 @@ from hf_specdec.bench.figures.bootstrap import ENOUGH
 from hf_specdec.bench.records import Interval
 from hf_specdec.bench.running.turns import turn
 
-# `measure(name, example)` measures once.
+# `measure(name, example)` times one call.
 Measure = Callable[[str, int], None]
-# `ratio(a, b)`: the speed of a over that of b, on the examples that both were measured on.
+# `ratio(a, b)`: the speed of a over that of b, on the examples measured for both.
 Ratio = Callable[[str, str], Interval | None]
 
 
@@ -30,21 +30,21 @@ def successive_halving(
     group: Callable[[str], Any] = lambda name: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[str]]:
-    """Finds the fastest candidate by measuring all on the same examples, fewer and fewer candidates on more examples.
+    """Find the fastest candidate: all run on the same examples, fewer and fewer candidates on more and more examples.
 
-    No candidate drops out for its speed before `ENOUGH` examples. Where the time is too short for so many of all, fewer
-    candidates are tried, and where it is too short even so, the race ends with what it has.
+    No candidate drops out for its speed before `ENOUGH` examples. If there is not enough time for that, fewer
+    candidates are tried; if there is still not enough, the race ends with what it has.
 
-    Each stage has an equal share of the time that is left. A candidate goes on if it is among the faster half and its
+    Each stage gets an equal share of the remaining time. A candidate goes on if it is among the faster half and its
     interval against the fastest one does not lie below 1.
 
     Args:
-        candidates: names, the most promising first: those at the end are not tried if the time is too short for all.
-        baseline: the name of what every ratio is over; it is measured on every example, but is no candidate.
-        measure: is called with examples counted from 0.
-        ratio: its interval has to hold for few examples.
-        seconds: for everything; one measurement that has begun is always finished.
-        group: the fastest of every group goes on, however slow.
+        candidates: names, the most promising first: the last ones are not tried if the time is too short for all.
+        baseline: the denominator of the ratios; measured on every example, but no candidate.
+        measure: called with examples counted from 0.
+        ratio: its interval must be valid for few examples.
+        seconds: total time; a measurement that has begun is always finished.
+        group: the fastest candidate of every group goes on, however slow.
         clock: in seconds.
 
     Returns:
@@ -69,7 +69,7 @@ def successive_halving(
 
 
 def _kept(ranking: Sequence[str], ratio: Ratio, group: Callable[[str], Any]) -> list[str]:
-    """The faster half without those that are surely slower than the fastest, and the fastest of every group."""
+    """The faster half, except those surely slower than the fastest, plus the fastest of every group."""
     firsts = {group(name): name for name in reversed(ranking)}.values()
     half = ranking[: math.ceil(len(ranking) / 2)]
     slower = {name for name in half[1:] if (against := ratio(name, ranking[0])) is not None and against.slower}
@@ -77,14 +77,14 @@ def _kept(ranking: Sequence[str], ratio: Ratio, group: Callable[[str], Any]) -> 
 
 
 def _begin(names: list[str], measure: Measure, clock: Callable[[], float], end: float) -> tuple[list[str], int]:
-    """Measures on the first `ENOUGH` examples, the baseline and as many candidates as the time allows.
+    """Measure the baseline and as many candidates as time allows on the first `ENOUGH` examples.
 
     Returns:
-        The candidates that were measured on all of them, and the number of the next example. Those for which there was
-        no time are the last ones, not the slowest.
+        The candidates measured on all of these examples, and the number of the next example. Candidates are dropped
+        from the end of the list, not by speed.
     """
     for example in range(ENOUGH):
-        # One share more than there are examples: with the first ones come calls that warm up.
+        # One more share than examples: the first calls are preceded by warm-up calls.
         limit = clock() + (end - clock()) / (ENOUGH - example + (example == 0))
         done: list[str] = []
         for name in names:
@@ -94,7 +94,7 @@ def _begin(names: list[str], measure: Measure, clock: Callable[[], float], end: 
             measure(name, example)
             done.append(name)
         over = clock() >= end
-        # What the end cuts short has figures of the examples before, but for the first; the last one is for choices.
+        # After a cut, candidates still have figures of the examples before, except after the first example.
         names = done if not over or example in (0, ENOUGH - 1) else names
         if over:
             return names[1:], example + 1
@@ -102,7 +102,7 @@ def _begin(names: list[str], measure: Measure, clock: Callable[[], float], end: 
 
 
 def _measure_all(names: Sequence[str], measure: Measure, example: int, clock: Callable[[], float], stop: float) -> int:
-    """Example after example until the time would be exceeded; returns the number of the next example."""
+    """Measure example after example until the next would exceed the time; return the number of the next example."""
     took = 0.0
     while (start := clock()) + took < stop:
         for name in turn(names, example):

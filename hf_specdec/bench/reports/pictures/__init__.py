@@ -1,1 +1,1 @@
-"""Pictures, one module a question; matplotlib is imported here only."""
+"""Pictures, one module per question; the only folder that imports matplotlib."""

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, sizes, intervals and captions."""
+"""Shared parts of pictures: colours, sizes, intervals and captions."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ ENGINES = {
 }  # fmt: skip
 LINES = (BLUE, VERMILION, ORANGE, SKY, PURPLE, GREEN, GREY, BLACK)
 
-# Names come from data sets, where a dollar sign begins no formula.
+# Names come from data sets, where a dollar sign does not begin a formula.
 matplotlib.rcParams["text.parse_math"] = False
 
 WIDTH, DPI = 8.0, 80  # inches; GitHub shows a page about 840 pixels wide
 _LEGEND_ROW = 0.25  # inches
-_COLOURS = 64  # of a PNG: a third of the bytes of all colours
+_COLOURS = 64  # colours of a PNG: a third of the bytes of one with all colours
 
 
 def new_figure(
@@ -54,8 +54,8 @@ def new_figure(
     """A figure as wide as a page with axes side by side.
 
     Args:
-        height: of what lies between title and caption, with these, in inches.
-        explain: methods the colours of whose kinds a legend above the axes explains; it adds to the height.
+        height: height in inches, including title and caption.
+        explain: methods whose colours are explained by a legend above the axes, which adds to the height.
     """
     present = {method.kind for method in explain}
     kinds = [kind for kind in KINDS if kind in present]
@@ -75,10 +75,10 @@ def new_figure(
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a small PNG with few colours."""
+    """Render the figure as a small PNG with few colours."""
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
-    # An octree keeps thin coloured lines apart, which the default merges with others.
+    # An octree preserves thin coloured lines, which the default quantizer merges with others.
     image = Image.open(drawn).convert("RGB")
     image = image.quantize(_COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     image.save(small, format="png", optimize=True)
@@ -86,20 +86,20 @@ def png(figure: Figure) -> bytes:
 
 
 def errors(found: Interval) -> list[list[float]]:
-    """The interval as matplotlib takes it: [[below], [above]]."""
+    """The interval in matplotlib's form: [[below], [above]]."""
     low = found.value if found.low is None else found.low
     high = found.value if found.high is None else found.high
     return [[max(0.0, found.value - low)], [max(0.0, high - found.value)]]
 
 
 def face(found: Interval, colour: str, neutral: float = 1.0) -> str:
-    """The colour inside a point: white, which makes it hollow, if the interval includes the neutral value."""
+    """The fill colour of a point: white, for a hollow point, if the interval includes the neutral value."""
     hollow = found.low is not None and found.high is not None and found.low <= neutral <= found.high
     return "white" if hollow else colour
 
 
 def draw_ratio(axes: Axes, place: float, found: Interval, colour: str, *, label: str | None = None) -> None:
-    """A point with its interval on a horizontal axis; hollow where the interval includes 1."""
+    """Draw a point with its interval on a horizontal axis; hollow if the interval includes 1."""
     axes.errorbar(
         found.value, place, xerr=errors(found), marker="o", markersize=5, color=colour,
         markerfacecolor=face(found, colour), capsize=2, linestyle="none", label=label,
@@ -107,7 +107,7 @@ def draw_ratio(axes: Axes, place: float, found: Interval, colour: str, *, label:
 
 
 def ratio_panel(axes: Axes, rows: Sequence[tuple[str, Interval | None, str]]) -> None:
-    """One row per (name, ratio, colour), the first on top, with a line at 1 and the figures at the right edge."""
+    """Draw one row per (name, ratio, colour), the first on top, with a line at 1 and the figures at the right edge."""
     for place, (_, found, colour) in enumerate(rows):
         if found is not None:
             draw_ratio(axes, place, found, colour)
@@ -127,7 +127,7 @@ def offset(place: float, number: int, count: int) -> float:
 
 
 def caption(figure: Figure, part: Part, *sentences: str) -> None:
-    """Sentences beneath the picture, with the number of examples, what bars are, and that times were unsteady."""
+    """Add sentences below the picture, with the number of examples, the bars' meaning and a warning if unsteady."""
     count = examples(part.calls)
     bars = "Bars: 95% intervals, paired bootstrap; hollow points: the interval includes no difference."
     told = [f"{count} different example{'s' if count > 1 else ''}.", bars if count >= ENOUGH else ""]
@@ -136,7 +136,7 @@ def caption(figure: Figure, part: Part, *sentences: str) -> None:
 
 
 def legend(axes: Axes, width: int = 100) -> None:
-    """Between the axes and the figure's title, at most so many characters wide."""
+    """Add a legend between the axes and the figure's title, at most `width` characters wide."""
     handles, labels = axes.get_legend_handles_labels()
     labels = [_broken(label, width) for label in labels]
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.3}
@@ -144,12 +144,12 @@ def legend(axes: Axes, width: int = 100) -> None:
 
 
 def _columns(labels: Sequence[str], width: int) -> int:
-    """How many labels, with what they explain, stand side by side in so many characters."""
+    """The number of labels with their keys that fit side by side into `width` characters."""
     return max(1, min(len(labels), int(width / (max(map(len, labels), default=1) + 8))))
 
 
 def title_of(method: Method, width: int = 50) -> str:
-    """A method's title for an axis, on several lines."""
+    """A method's title for an axis, broken into lines."""
     return _broken(capital(method.title), width)
 
 

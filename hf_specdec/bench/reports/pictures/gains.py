@@ -1,4 +1,4 @@
-"""What the engine brings and what drafting brings, over all and on each subtask."""
+"""The gain from the engine and the gain from drafting, overall and on each subtask."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from hf_specdec.bench.reports.pictures.drawing import (
 )
 
 _DRAFTS = {"none": "plain", "speculative": "speculative", "bild": "BiLD"}
-_MOST = 3  # batch sizes side by side
+_MOST = 3  # most batch sizes side by side
 
 Step = tuple[Method, "Method | None"]
 
 
 def by_engine(part: Part) -> Figure:
-    """Tokens/s of plain generate(), and of plain and drafting decoding on each engine; a panel for each batch size."""
+    """Tokens/s of plain generate(), and on each engine without and with a draft; a panel per batch size."""
     sizes = part.batch_sizes[:_MOST]
     figure, panels = new_figure(3.9, columns=len(sizes))
     for axes, batch in zip(panels, sizes, strict=True):
@@ -48,7 +48,7 @@ def by_engine(part: Part) -> Figure:
 
 
 def steps(part: Part) -> list[Step]:
-    """Each bar's method and what its ratio is over: plain generate(), then each engine without and with a draft."""
+    """Each bar's method and its baseline: plain generate(), then each engine without and with a draft."""
     plain = speed.fastest(part, [method for method in part.methods if method.kind == "plain"])
     found: list[Step] = [] if plain is None else [(plain, None)]
     for engine in speed.engines_of(part):
@@ -86,7 +86,7 @@ def _name(method: Method) -> str:
 
 
 def of_methods(part: Part, methods: Sequence[Method], which: Sequence[str], by: str = "micro") -> Figure:
-    """The speedups of methods over baselines, a panel each, sorted by the last.
+    """The speedups of methods over baselines, a panel per baseline, sorted by the last.
 
     Args:
         which: keys of `speed.BASELINES`, or a method's name.
@@ -115,7 +115,7 @@ def of_methods(part: Part, methods: Sequence[Method], which: Sequence[str], by: 
 
 
 def by_subtask(part: Part, which: str = "plain") -> Figure:
-    """The speedup of each drafting method over a baseline on each subtask, and over all."""
+    """The speedup of each drafting method over a baseline on each subtask and overall."""
     labels: list[str | None] = [*part.labels, None]
     shown = [method for method in drafted(part) if speed.baseline(part, method, which)]
     figure, (axes,) = new_figure(1.6 + 0.13 * len(labels) * max(2, len(shown)))
@@ -126,7 +126,7 @@ def by_subtask(part: Part, which: str = "plain") -> Figure:
         if place % 2:
             axes.axhspan(place - 0.5, place + 0.5, color="0.96", zorder=0)
         for number, method in enumerate(shown):
-            # The baseline is the one over all examples.
+            # The same baseline on every subtask: the fastest over all examples.
             base = speed.baseline(part, method, which)
             gain = None if base is None else speed.speedup(here, method.name, base.name)
             if gain is not None:

@@ -15,8 +15,8 @@ from hf_specdec.bench.reports.columns import drafted
 from hf_specdec.bench.reports.markdown import capital, size
 from hf_specdec.bench.reports.pictures.drawing import KINDS, LINES, caption, errors, legend, new_figure, offset
 
-_ENOUGH = 3  # points that make a line
-FEW = 30  # drafted tokens; positions that fewer reached are drawn faded
+_ENOUGH = 3  # the fewest points for a line
+FEW = 30  # drafted tokens; positions reached by fewer are drawn faded
 
 
 def lookaheads(part: Part) -> list[int]:
@@ -27,7 +27,7 @@ def lookaheads(part: Part) -> list[int]:
 def by_lookahead(part: Part) -> Figure | None:
     """The speedup over plain decoding on the same engine by lookahead, measured and predicted; `auto` at the right.
 
-    Squares: drafts may also end by the entropy stop. None for fewer than three lookaheads.
+    Squares mark drafts with the entropy stop. None for fewer than three lookaheads.
     """
     rows, numbers = _speculative(part), lookaheads(part)
     if len(numbers) < _ENOUGH:
@@ -80,7 +80,7 @@ def _points(
     label: str | None = None,
     marker: str = "o",
 ) -> None:
-    """Points with their intervals; a line through them where they have a label."""
+    """Draw points with their intervals, joined by a line if they have a label."""
     found = [(x, gain) for x, method in places if (gain := speed.over(part, method, "engine")) is not None]
     for x, gain in found:
         axes.errorbar(x, gain.value, yerr=errors(gain), color=colour, marker=marker, markersize=4, capsize=2)
@@ -91,7 +91,7 @@ def _points(
 def by_position(part: Part) -> Figure | None:
     """Share of drafted tokens accepted at each position among the rounds that reached it, with counts and intervals.
 
-    None where no draft has two positions.
+    None if no draft has two positions.
     """
     found = {method.name: acceptance_by_position(part.of(method.name)) for method in drafted(part)}
     shown = [method for method in drafted(part) if len(found[method.name]) > 1]

@@ -1,4 +1,4 @@
-"""What speed costs in quality."""
+"""The quality lost for speed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hf_specdec.bench.reports.markdown import capital
 from hf_specdec.bench.reports.pictures.drawing import KINDS, LINES, caption, errors, face, legend, new_figure
 
 _CROWDED = 12  # methods
-_SPAN = 4.0  # points that the axis shows at least, so that noise doesn't look like a difference
+_SPAN = 4.0  # smallest range of the axis in points, so that noise doesn't look like a difference
 _MARKERS = ("D", "o", "s", "^", "v")
 
 
 def differs(part: Part) -> bool:
-    """Whether any method's answers have another score than plain decoding's."""
+    """Whether any method's answers score differently from plain decoding's."""
     found = (quality.difference(part, method.name, "plain", "rougeL") for method in part.methods)
     return any(one is not None and (one.value or one.worse) for one in found)
 
 
 def speed_against_quality(part: Part) -> Figure | None:
-    """The speedup over plain generate() and the change in ROUGE-L of every method; None where no answer changes."""
+    """The speedup over plain generate() and the change in ROUGE-L of every method; None if no answer changes."""
     if not differs(part):
         return None
     figure, (axes,) = new_figure(4.8)
@@ -57,7 +57,7 @@ def speed_against_quality(part: Part) -> Figure | None:
 
 
 def _named(method: Method, drafts: list[str]) -> tuple[str, str]:
-    """(label, colour): where there are several drafts, of ours by strategy and draft, otherwise by method."""
+    """(label, colour): by strategy and draft if there are several drafts, otherwise by method."""
     colour, words = KINDS[method.kind]
     if not method.ours:
         return capital(method.title), colour
