@@ -52,12 +52,12 @@ class Trials:
         return max(found, key=lambda layers: found[layers])
 
     def _shapes(self) -> list[tuple[int, ...]]:
-        """Two to six layers that change most, and four of which three are the first."""
+        """The first alone, two to six that change most, and four of which three are the first."""
         batch = Collator(self.target)(list(self.held_out.select(range(min(_SAMPLE, len(self.held_out))))))
         changes = layer_changes(self.target.target, batch)
         counts = [count for count in _COUNTS if count <= len(changes)]
         found = [layers_that_change_most(changes, count) for count in counts]
-        return list(dict.fromkeys([*found, (*range(min(3, len(changes))), len(changes))]))
+        return list(dict.fromkeys([(0,), *found, (*range(min(3, len(changes))), len(changes))]))
 
     def _speed(self, layers: tuple[int, ...], seconds: float) -> float:
         folder = self.folder / "-".join(map(str, layers))
