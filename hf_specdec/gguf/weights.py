@@ -92,6 +92,8 @@ def _linear(input: Tensor, weight: GgufWeight, bias: Tensor | None = None) -> Te
         result: Tensor = product(input.contiguous(), weight.blocks, bias)
         return result
     rows = max(1, PANEL // weight.shape[1])
+    if rows >= len(weight):
+        return _product(input, _dequantize(weight).to(input.dtype), bias)
     output = input.new_empty(*input.shape[:-1], len(weight))
     for at in range(0, len(weight), rows):
         panel = _widened(weight, torch.arange(at, min(at + rows, len(weight)))).to(input.dtype)
@@ -99,11 +101,11 @@ def _linear(input: Tensor, weight: GgufWeight, bias: Tensor | None = None) -> Te
     return output if bias is None else output.add_(bias)
 
 
-def _product(input: Tensor, panel: Tensor) -> Tensor:
+def _product(input: Tensor, panel: Tensor, bias: Tensor | None = None) -> Tensor:
     if linear_pointwise() is None:
-        return functional.linear(input, panel)
+        return functional.linear(input, panel, bias)
     with OneDnnLinears():
-        return functional.linear(input, panel)
+        return functional.linear(input, panel, bias)
 
 
 def _embedding(indices: Tensor, weight: GgufWeight, *args: Any, **kwargs: Any) -> Tensor:
