@@ -19,7 +19,7 @@ class OwnDrafter(ModelDrafter):
     """As `ModelDrafter`, once the target has read the prompts.
 
     Multi-token-prediction layers run at least once in every round, also for shorter drafts; the last one makes longer
-    drafts. A DFlash draft makes one pass a round.
+    drafts. A DFlash draft makes one pass a round, an EAGLE-3 draft one a token.
 
     Args:
         own: runs what drafts.
