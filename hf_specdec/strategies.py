@@ -8,7 +8,8 @@ from typing import Literal
 
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.host.relaxations import BildRollback, Ensemble, LenientArgmax, Relaxation, TypicalAcceptance
-from hf_specdec.lengths.auto_length import AutoLength, LengthHistory
+from hf_specdec.lengths.auto_length import AutoLength
+from hf_specdec.lengths.history import LengthHistory
 from hf_specdec.lengths.stop_rules import ConfidenceStop, EntropyStop, Fallback, FirstOf, StopRule
 from hf_specdec.rules.verification import Lenient, Rule
 

@@ -26,7 +26,7 @@ from hf_specdec.drafting.tolerant import TolerantDrafter
 from hf_specdec.drafting.two_vocabularies import TwoVocabularies, needs_translation
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
-from hf_specdec.lengths.auto_length import LengthHistory, length_history
+from hf_specdec.lengths.history import LengthHistory, length_history
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.block_runner import BlockRunner, check_block_draft
 from hf_specdec.models.cache_names import cache_argument, cache_of

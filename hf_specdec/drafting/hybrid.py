@@ -69,7 +69,7 @@ class HybridDrafter(BaseDrafter):
         self.copies.use_prepared(is_ready)
         found, choice = self._chosen(ids, lengths, room)
         self._copied = [row for row, copied in enumerate(found) if copied]
-        return Copies(found, choice.modelled, self.copies.fitting(choice.copied))
+        return Copies(found, choice.modelled, choice.copied)
 
     def for_prepared_rounds(self) -> PreparedDrafting | None:
         """Prepared rounds of the model, with copies in some rounds."""
@@ -135,8 +135,7 @@ class HybridDrafter(BaseDrafter):
         accepted, limit = self.copies.known.accepted, min(self._lengths.limit, MAX_ASSISTANT_TOKENS)
         modelled = [row for row, count in enumerate(finished.drafted) if count and row not in self._copied]
         for row in modelled:
-            accepted.add(min(finished.accepted[row], limit), limit, 1.0 / len(modelled))
-        accepted.fade()
+            accepted.learn_draft(finished.accepted[row], limit, 1.0 / len(modelled))
 
 
 def _widened(tokens: Tensor, width: int) -> Tensor:

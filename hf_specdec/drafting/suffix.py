@@ -5,7 +5,6 @@ Look-ups need no forward pass. Copies are verified as point masses, which every 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,9 +24,9 @@ from hf_specdec.drafting.drafter import (
 from hf_specdec.drafting.suffix_automaton import Step, SuffixAutomaton
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.relaxations import CertainWhereKept
-from hf_specdec.lengths.auto_length import LOOK_UP_SHARE, PREPARED_LENGTHS, UNPREPARED_PENALTY, LengthHistory
+from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, UNPREPARED_PENALTY, choosable
 from hf_specdec.lengths.choice import Choice, best_choice
-from hf_specdec.lengths.copy_chances import CopyChances
+from hf_specdec.lengths.history import LOOK_UP_SHARE, LengthHistory
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 
@@ -102,13 +101,14 @@ class SuffixDrafter(BaseDrafter):
         self.known = known or LengthHistory()
         self.measures = known is not None
         self._remembered = remembered
-        self._chances = CopyChances(None if known is None else known.copies)
+        self._chances = self.known.copies
+        self._chances.begin()
         self._texts = SuffixAutomaton()
         for source in {} if sources is None else {tuple(row): None for row in sources.tolist()}:
             self._texts.extend(0, source)
         self._rows: list[_Row] = []
         self.prepares = False
-        self._widths: Sequence[int] = range(rule.limit + 1)
+        self._widths: Sequence[int] = range(1, rule.limit + 1)
         self._is_ready: Callable[[int], bool] = lambda width: True
         self._timed = False  # whether the round that reads the prompts is over
         self._looked = True  # whether this round's copies were looked up
@@ -125,17 +125,12 @@ class SuffixDrafter(BaseDrafter):
         """The best choice for the rows that have room; other arguments as in `best_choice`."""
         reaches = {row: copies[row].reach[: self._widths[-1]] for row, space in enumerate(room) if space > 0}
         with self.known.lock:
-            best = best_choice(reaches, drafted, steps, self._seconds)
+            best = best_choice(reaches, drafted, steps, self._seconds, self._widths)
             self.known.pay_look_up(best.saved)
         return best
 
     def _seconds(self, copied: int, steps: int) -> float:
-        width = copied if copied <= steps else self.fitting(copied)
-        return self.known.seconds(width, steps) * (1.0 if self._is_ready(width) else UNPREPARED_PENALTY)
-
-    def fitting(self, copied: int) -> int:
-        """The lookahead of a round that copies `copied` tokens."""
-        return self._widths[bisect_left(self._widths, copied)] if self.prepares else copied
+        return self.known.seconds(copied, steps) * (1.0 if self._is_ready(copied) else UNPREPARED_PENALTY)
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
         """Choose for compiled rounds: among few widths, none much wider than those that are ready.
@@ -146,8 +141,7 @@ class SuffixDrafter(BaseDrafter):
             self.prepares, self.known = True, self.known.of_prepared_rounds()
             self._is_ready = is_ready if self.measures else self._is_ready
         widths = [n for n in PREPARED_LENGTHS if n < self.rule.limit] + [self.rule.limit]
-        longest = max((at for at, n in enumerate(widths) if self._is_ready(n)), default=0)
-        self._widths = widths[: longest + 2]
+        self._widths = choosable(widths, self._is_ready)[1:]
 
     def choose_prepared(
         self, ids: Tensor, lengths: Sequence[int], room: Sequence[int], is_ready: Callable[[int], bool]
@@ -158,7 +152,7 @@ class SuffixDrafter(BaseDrafter):
         self.use_prepared(is_ready)
         copies = self.find(ids, lengths, room)
         count = self.choice(copies, room).copied
-        return Copies([copy.tokens[:count] for copy in copies], (), self.fitting(count))
+        return Copies([copy.tokens[:count] for copy in copies], (), count)
 
     def for_prepared_rounds(self) -> PreparedDrafting:
         """Prepared rounds with copies."""
@@ -179,7 +173,7 @@ class SuffixDrafter(BaseDrafter):
 
         A two-hundredth of all time is still spent on look-ups. To be called once per round.
         """
-        self._looked = not self._timed or not self.measures or self.known.credit > 0.0
+        self._looked = not self._timed or not self.measures or self.known.look_up_credit > 0.0
         return not self._looked
 
     def find(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> list[Copy]:
@@ -201,23 +195,22 @@ class SuffixDrafter(BaseDrafter):
         """Learn the time of a pass. What was accepted follows from the text."""
         if self.measures and self._timed and self._looked:
             with self.known.lock:
-                self.known.times.add(finished, 0.0)
-                self.known.elapsed += finished.seconds
+                self.known.learn(finished)
         self.observe_look_up(finished)
 
     def observe_look_up(self, finished: Round) -> None:
         """Learn the time of look-ups from rounds in which no model drafts, and count time while look-ups pause."""
         if self.measures and self._timed:
             with self.known.lock:
-                self.known.credit += 0.0 if self._looked else LOOK_UP_SHARE
-                if not finished.draft_steps:
-                    self.known.times.add_look_up(finished.draft_seconds, self._looked)
+                self.known.look_up_credit += 0.0 if self._looked else LOOK_UP_SHARE
+                if self._looked and not finished.draft_steps:
+                    self.known.add_look_up(finished.draft_seconds)
         self._timed = True
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
         """Append new tokens of a row, and learn whether they were predicted."""
         for step, token in zip(row.foreseen, tokens, strict=False):
-            self._chances.learn(step, step.token == token)
+            self._chances.learn(step.situation, step.token == token)
             if step.token != token:
                 break
         row.read += len(tokens)
@@ -234,7 +227,7 @@ class SuffixDrafter(BaseDrafter):
         for one in found:
             steps, reach, reached = [], [], 1.0
             for step in islice(one, self.rule.limit):
-                reached *= self._chances.chance(step)
+                reached *= self._chances[step.situation]
                 steps.append(step)
                 reach.append(reached)
                 if reached < LEAST_REACH:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hf_specdec.lengths.copy_chances import Step
+from hf_specdec.lengths.chances import Step
 
 # A token is counted after at most this many contexts, the longest first. There are usually fewer, unless a text repeats
 # itself many times: then the short contexts are left alone, which it would otherwise fill with one continuation.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -22,7 +22,11 @@ class Choice(NamedTuple):
 
 
 def best_choice(
-    copies: Mapping[int, Sequence[float]], drafted: float, steps: int, seconds: Callable[[int, int], float]
+    copies: Mapping[int, Sequence[float]],
+    drafted: float,
+    steps: int,
+    seconds: Callable[[int, int], float],
+    counts: Iterable[int],
 ) -> Choice:
     """The choice with the most expected tokens per second, over all rows together.
 
@@ -31,23 +35,25 @@ def best_choice(
         drafted: how many of the model's tokens are expected to be accepted in a row.
         steps: of the model's draft; 0 if there is none.
         seconds: the time of a round, by the most tokens that a row copies and by the model's steps.
+        counts: of copied tokens to choose from, ascending.
     """
     rows, by_model = len(copies), drafted if steps else 0.0
     best = Choice(0, frozenset(copies) if steps else ())
     rate = without = max((rows + rows * by_model) / seconds(0, steps), rows / seconds(0, 0))
-    found = dict.fromkeys(copies, 0.0)
-    for count, chances in enumerate(zip_longest(*copies.values(), fillvalue=0.0), start=1):
-        for row, chance in zip(copies, chances, strict=True):
-            found[row] += chance
+    sums = {row: list(accumulate(chances, initial=0.0)) for row, chances in copies.items()}
+    longest = max(map(len, copies.values()), default=0)
+    for count in counts if longest else ():
+        found = {row: reached[min(count, len(reached) - 1)] for row, reached in sums.items()}
         copied = seconds(count, 0)
         alone = (rows + sum(found.values())) / copied
         if alone > rate:
             best, rate = Choice(count, (), copied * (alone / without - 1.0)), alone
-        if not steps:
-            continue
-        both = seconds(count, steps)
-        beside = (rows + sum(max(tokens, by_model) for tokens in found.values())) / both
-        if beside > rate:
-            by = frozenset(row for row, tokens in found.items() if tokens <= by_model)
-            best, rate = Choice(count, by, both * (beside / without - 1.0)), beside
+        if steps:
+            both = seconds(count, steps)
+            beside = (rows + sum(max(tokens, by_model) for tokens in found.values())) / both
+            if beside > rate:
+                by = frozenset(row for row, tokens in found.items() if tokens <= by_model)
+                best, rate = Choice(count, by, both * (beside / without - 1.0)), beside
+        if count >= longest:
+            break
     return best

@@ -8,7 +8,7 @@ import pytest
 from helpers.pairwise import pairwise
 from helpers.simulated_texts import World, auto, hybrid, model, plain, suffix
 
-from hf_specdec.lengths.auto_length import LengthHistory
+from hf_specdec.lengths.history import LengthHistory
 
 FIXED = [plain, *map(model, (1, 2, 4, 8, 16)), *map(suffix, (2, 8)), hybrid(4)]
 NAMES = "right", "spans", "step", "wider"

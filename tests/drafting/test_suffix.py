@@ -17,7 +17,7 @@ from hf_specdec.drafting.drafter import BaseDrafter, DraftProposal
 from hf_specdec.drafting.hybrid import HybridDrafter
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.drafting.suffix import SuffixDrafter
-from hf_specdec.lengths.auto_length import LengthHistory
+from hf_specdec.lengths.history import LengthHistory
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 

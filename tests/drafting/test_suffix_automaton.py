@@ -11,7 +11,7 @@ import pytest
 
 from hf_specdec.drafting import suffix_automaton
 from hf_specdec.drafting.suffix_automaton import SuffixAutomaton
-from hf_specdec.lengths.copy_chances import Step
+from hf_specdec.lengths.chances import Step
 
 
 def searched(texts: Sequence[Sequence[int]], end: Sequence[int], order: Sequence[tuple[int, int]]) -> Step | None:

@@ -9,7 +9,7 @@ import torch
 from helpers.families import pair, prompts
 
 import hf_specdec
-from hf_specdec.lengths import auto_length
+from hf_specdec.lengths import history
 from hf_specdec.prepared import cuda_graphs
 
 
@@ -24,9 +24,9 @@ def test_experience_is_a_situation_s_own() -> None:
             target.generate(**prompts(rows), **call | settings)
         draft.to(torch.float32)
         target.generate(**prompts(1), **call)
-    known = auto_length._histories.all_of(target)
+    known = history._histories.all_of(target)
     assert len(known) == len(apart) + 1, "the draft in another dtype"
-    assert all(each.elapsed > 0.0 for each in known.values())
+    assert all(each.plain < 1.0 for each in known.values())
 
 
 @pytest.mark.parametrize("end", ["length", "EOS"])
@@ -42,8 +42,8 @@ def test_what_a_text_s_end_cuts_off_is_not_held_against_the_draft(kind: str, end
         for text, written in zip(texts, plain, strict=True):
             ends = {"max_new_tokens": 4} if end == "length" else {"eos_token_id": int(written[0, -1])}
             target.generate(**settings | text | {"max_new_tokens": 40} | ends)
-    (known,) = auto_length._histories.all_of(target).values()
-    known = known.prepared or known
+    (known,) = history._histories.all_of(target).values()
+    known = known._prepared or known
     assert min(list(known.accepted.reach())[:4]) > 0.85
 
 
@@ -54,13 +54,13 @@ def test_prepared_rounds_have_an_experience_of_their_own(monkeypatch) -> None:
     settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False, "num_assistant_tokens": "auto"}
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         target.generate(**settings)
-        (known,) = auto_length._histories.all_of(target).values()
-        elapsed = known.elapsed
-        assert elapsed > 0.0 and known.prepared is None
+        (known,) = history._histories.all_of(target).values()
+        plain = known.plain
+        assert plain < 1.0 and known._prepared is None
         target.generate(**settings, cache_implementation="static")
-        (known,) = auto_length._histories.all_of(target).values()
-    assert known.elapsed == elapsed
-    assert known.prepared is not None and known.prepared.elapsed > 0.0 and known.prepared.prepared is None
+        (known,) = history._histories.all_of(target).values()
+    assert known.plain == plain
+    assert known._prepared is not None and known._prepared.plain < 1.0 and known._prepared._prepared is None
 
 
 def test_auto_and_entropy_are_arguments_of_generate() -> None:

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_specdec.lengths.auto_length import AutoLength, LengthHistory
+from hf_specdec.lengths.auto_length import AutoLength
+from hf_specdec.lengths.history import LengthHistory
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from hf_specdec.drafting.drafter import BaseDrafter, Drafter, DraftProposal, NoDrafter
 from hf_specdec.drafting.hybrid import HybridDrafter
 from hf_specdec.drafting.suffix import Copy, SuffixDrafter
-from hf_specdec.lengths.auto_length import AutoLength, LengthHistory
+from hf_specdec.lengths.auto_length import AutoLength
+from hf_specdec.lengths.history import LengthHistory
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 

@@ -36,22 +36,39 @@ def test_no_other_choice_brings_more_tokens_for_its_time(seed: int) -> None:
     most = max(map(rate, every))
     if steps and most == 3.0:
         most = rate(Choice(0, frozenset(copies)))
-    assert rate(best_choice(copies, drafted, steps, seconds)) == pytest.approx(most)
+    assert rate(best_choice(copies, drafted, steps, seconds, range(1, 17))) == pytest.approx(most)
 
 
 def test_a_model_that_was_told_to_draft_drafts_unless_copies_are_better() -> None:
     """Also where nothing would be faster: it is a fixed length, or a probe."""
-    dear = {"drafted": 0.0, "steps": 4, "seconds": lambda copied, steps: 1.0 + steps + 0.1 * copied}
+    dear = {
+        "drafted": 0.0,
+        "steps": 4,
+        "seconds": lambda copied, steps: 1.0 + steps + 0.1 * copied,
+        "counts": range(1, 17),
+    }
     assert best_choice({0: [], 1: [0.05]}, **dear) == Choice(0, frozenset({0, 1}))
     assert best_choice({0: [], 1: [0.9]}, **dear)[:2] == (1, ())
 
 
 def test_what_copies_save_is_the_time_that_their_tokens_would_have_taken() -> None:
     """Two of three tokens are expected, which plain rounds of 1.0 would make in 3.0."""
-    choice = best_choice({0: [0.9, 0.7, 0.4]}, 0.0, 0, lambda copied, steps: 1.0 + 0.1 * copied)
+    choice = best_choice({0: [0.9, 0.7, 0.4]}, 0.0, 0, lambda copied, steps: 1.0 + 0.1 * copied, range(1, 17))
     assert choice.copied == 3 and choice.saved == pytest.approx(3.0 - 1.3)
 
 
 def test_nothing_found_is_worth_nothing() -> None:
     for copies in ({}, {0: [], 1: []}):
-        assert best_choice(copies, 0.0, 0, lambda copied, steps: 1.0 + copied) == Choice(0, ())
+        assert best_choice(copies, 0.0, 0, lambda copied, steps: 1.0 + copied, range(1, 17)) == Choice(0, ())
+
+
+def test_counts_are_those_that_rounds_are_prepared_for() -> None:
+    """The first that holds all that was found may be longer than it; none beyond is looked at."""
+    reach = [0.9, 0.9, 0.9]
+
+    def seconds(copied: int, steps: int) -> float:
+        assert copied < 8
+        return 1.0 + 0.1 * copied
+
+    assert best_choice({0: reach}, 0.0, 0, seconds, (1, 2, 4, 8)).copied == 4
+    assert best_choice({0: reach}, 0.0, 0, seconds, (1, 2)).copied == 2

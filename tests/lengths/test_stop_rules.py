@@ -22,8 +22,10 @@ def test_the_first_of_several_rules_to_stop_stops() -> None:
     auto = AutoLength()
     shared = FirstOf(auto, Fallback(16, 0.6))
     for _ in range(5):
-        shared.observe(Round((shared.limit,), (shared.limit,), (shared.limit + 1,), (0.0,), 1, 2, 0.0, 0.0, 0.0))
-        assert shared.limit == auto.limit > 0
+        n = shared.limit
+        shared.observe(Round((n,), (n,), (n + 1,), (0.0,), n, n + 1, 0.0, 0.0, 0.0))
+        assert shared.limit == auto.limit
+    assert auto.limit > 0
     assert not FirstOf(StopRule(3), auto).reads_probabilities
 
 

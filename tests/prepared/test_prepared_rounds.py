@@ -22,6 +22,7 @@ from hf_specdec.lengths.auto_length import PREPARED_LENGTHS, AutoLength
 from hf_specdec.prepared import compiled_step, cuda_graphs, engine, prepared_rounds
 from hf_specdec.prepared.engine import Engine
 from hf_specdec.prepared.engine_store import kept_engines
+from hf_specdec.rules.round_statistics import Round
 from hf_specdec.rules.sampling import draw
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -303,9 +304,13 @@ def test_under_autocast_the_general_rounds_serve(fast_rounds) -> None:
 
 
 def test_where_no_drafting_length_is_ready_auto_decodes_plainly() -> None:
+    """Until a draft seems to gain more than preparing it must."""
     lengths = AutoLength()
     lengths.use_prepared(lambda length: length == 0)
-    assert lengths._probe() == 0
+    lengths.limit, lengths._rests = 0, True
+    for _ in range(20):
+        lengths.observe(Round((0,), (0,), (1,), (0.0,), 0, 1, 0.0, 1.0, 1.0))
+        assert lengths.limit == 0
 
 
 def test_a_second_attempt_that_is_interrupted_leaves_no_steps(fast_rounds, monkeypatch) -> None:
