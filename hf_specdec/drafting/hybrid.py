@@ -24,7 +24,7 @@ class HybridDrafter(BaseDrafter):
     """Copy, draft with a model, or both, row by row.
 
     Args:
-        copies: finds copies. If it knows measurements of earlier calls, the rule adds to the same ones.
+        copies: finds copies. If it has measurements of earlier calls, the rule adds to these, too.
         model: any drafter. It observes the rounds in which it drafted, or in which nothing was drafted.
         rule: the model's stop rule.
         max_length, rollback: see `BaseDrafter`.
@@ -128,7 +128,7 @@ class HybridDrafter(BaseDrafter):
             return
         tokens = [0 if row in self._copied else count for row, count in enumerate(finished.new_tokens)]
         self.model.observe(replace(finished, new_tokens=tuple(tokens)))
-        if not self.copies.measures:  # otherwise the rule learns it
+        if not self.copies.measures:  # otherwise the rule has learned it
             self._learn_acceptance(finished)
 
     def _learn_acceptance(self, finished: Round) -> None:

@@ -1,4 +1,4 @@
-"""Drafting with what models bring along for it, which reads the target's hidden states."""
+"""Drafting with layers or drafts that read the target's hidden states: MTP layers, EAGLE-3 and DFlash drafts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hf_specdec.models.states_runner import StatesRunner
 
 
 class OwnDrafter(ModelDrafter):
-    """As `ModelDrafter`, once the target has read the prompts.
+    """Draft as `ModelDrafter`, from the first round after the target has read the prompts.
 
-    Multi-token-prediction layers run at least once in every round, also for shorter drafts; the last one makes longer
-    drafts. A DFlash draft makes one pass a round, an EAGLE-3 draft one a token.
+    All multi-token-prediction layers run in every round, even for shorter drafts; the last one repeats for longer ones.
+    A DFlash draft runs one pass per round, an EAGLE-3 draft one per token.
 
     Args:
-        own: runs what drafts.
+        own: runs the layers or the draft.
     """
 
     def __init__(self, own: StatesRunner, *arguments: Any, **named: Any) -> None:
@@ -31,11 +31,11 @@ class OwnDrafter(ModelDrafter):
 
     @property
     def states(self) -> HiddenStates:
-        """What the runner reads of the target."""
+        """The target's hidden states that the runner reads."""
         return self.own.states
 
     def runners(self) -> list[Any]:
-        """None: its passes are not compiled."""
+        """No runners: its passes are not compiled."""
         return []
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:

@@ -51,7 +51,7 @@ NO_COPY = Copy([], [])
 
 @dataclass
 class _Row:
-    read: int = 0  # number of its tokens in the automaton
+    read: int = 0  # the number of its tokens in the automaton
     state: int = 0
     places: list[tuple[int, int]] = field(default_factory=list)  # in the remembered answers, see `advance`
     foreseen: list[Step] = field(default_factory=list)
@@ -78,7 +78,7 @@ class SuffixDrafter(BaseDrafter):
 
     Attributes:
         measures: whether passes are timed.
-        prepares: whether it chooses for prepared rounds.
+        prepares: whether it drafts for prepared rounds.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SuffixDrafter(BaseDrafter):
         return self.known.seconds(copied, steps) * (1.0 if self._is_ready(copied) else UNPREPARED_PENALTY)
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
-        """Choose for compiled rounds: among few widths, none much wider than those that are ready.
+        """Choose for prepared rounds: among few widths, none much wider than the ready ones.
 
         Without times, drafts depend on the text alone, not on what earlier calls have prepared.
         """
@@ -171,7 +171,7 @@ class SuffixDrafter(BaseDrafter):
     def rests(self) -> bool:
         """Whether look-ups pause in this round, since copies have saved less time than finding them took.
 
-        A two-hundredth of all time is still spent on look-ups. To be called once per round.
+        A two-hundredth of the time is still spent on look-ups. Call this once per round.
         """
         self._looked = not self._timed or not self.measures or self.known.look_up_credit > 0.0
         return not self._looked
@@ -192,14 +192,14 @@ class SuffixDrafter(BaseDrafter):
         return copies
 
     def observe(self, finished: Round) -> None:
-        """Learn the time of a pass. What was accepted follows from the text."""
+        """Learn the time of a pass. Acceptance is learned from the text."""
         if self.measures and self._timed and self._looked:
             with self.known.lock:
                 self.known.learn(finished)
         self.observe_look_up(finished)
 
     def observe_look_up(self, finished: Round) -> None:
-        """Learn the time of look-ups from rounds in which no model drafts, and count time while look-ups pause."""
+        """Learn the time of look-ups in rounds without a model's draft; while look-ups pause, add to their credit."""
         if self.measures and self._timed:
             with self.known.lock:
                 self.known.look_up_credit += 0.0 if self._looked else LOOK_UP_SHARE

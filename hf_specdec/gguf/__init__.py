@@ -1,1 +1,1 @@
-"""GGUF files as models of transformers whose weights stay in the file. Their kernels are in `prepared/kernels/`."""
+"""Loads GGUF files as models of transformers whose weights stay in the file. The kernels are in `prepared/kernels/`."""

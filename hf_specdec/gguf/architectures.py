@@ -1,4 +1,4 @@
-"""The architectures of GGUF files: a model's configuration by the file's metadata, and the names of its weights."""
+"""The supported architectures of GGUF files: configurations from metadata, and the names of weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from hf_specdec.gguf.file import GgufFile
 
-# By llama.cpp's name of an architecture that of transformers. Mistral and SmolLM are "llama" there.
+# transformers' model type by llama.cpp's name of the architecture. Mistral and SmolLM are "llama" there.
 MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -19,7 +19,7 @@ MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "phi3": "phi3",
 }
-GEMMA = ("gemma2", "gemma3")  # whose files hold 1 + the weight of a norm
+GEMMA = ("gemma2", "gemma3")  # their files store norm weights plus 1
 
 _PLACES = {
     "attn_q": "self_attn.q_proj",
@@ -42,28 +42,28 @@ _PLACES_OF_GEMMA = {
 }
 _PLACES_OF = {"phi3": {"ffn_up": "mlp.gate_up_proj"}, "gemma2": _PLACES_OF_GEMMA, "gemma3": _PLACES_OF_GEMMA}
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# Tensors of turned positions, which a configuration has as numbers.
+# Tensors of rotary factors, which configurations of transformers contain.
 _ROPE = re.compile(r"rope_freqs|rope_factors")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)")
 
 
 def check_architecture(file: GgufFile) -> str:
-    """The architecture's name in llama.cpp.
+    """llama.cpp's name of a file's architecture.
 
     Raises:
-        ValueError: there is none for it here.
+        ValueError: it is not supported.
     """
     found = file.metadata["general.architecture"]
     if found not in MODEL_TYPES:
         raise ValueError(
-            f"{file.path} is of the architecture {found!r}; those that can be read in blocks are "
+            f"{file.path} has the architecture {found!r}; load_gguf supports "
             f"{', '.join(MODEL_TYPES)}. Load it with from_pretrained(…, gguf_file=…), which widens all weights."
         )
     return str(found)
 
 
 def place_of(name: str, architecture: str) -> str | None:
-    """The name of a file's tensor in the model; None if it has no place there."""
+    """The model's name of a tensor in the file; None if the model has no such weight."""
     stem, _, kind = name.rpartition(".")
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{kind}"
@@ -73,7 +73,7 @@ def place_of(name: str, architecture: str) -> str | None:
 
 
 def is_rope(name: str) -> bool:
-    """Whether a tensor says how positions turn, which the model's own configuration says, too."""
+    """Whether a tensor holds rotary factors, which the model's own configuration contains as well."""
     return _ROPE.search(name) is not None
 
 
@@ -81,19 +81,19 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     """The configuration that a file's metadata describes.
 
     Raises:
-        ValueError: the metadata lack something, or positions turn in a way that they don't tell as transformers does.
+        ValueError: metadata are missing, or do not describe the rotary embedding as transformers needs it.
     """
     architecture = check_architecture(file)
     scaling = file.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear") or any(map(is_rope, file.tensors)):
         raise ValueError(
-            f"{file.path} turns positions in its own way; give config=, the configuration of the model that it was "
-            "made of, such as AutoConfig.from_pretrained(…)."
+            f"{file.path} has rotary factors that its metadata do not describe; pass config=, the configuration of the "
+            "original model, such as AutoConfig.from_pretrained(…)."
         )
     try:
         values = _values(file, architecture)
     except KeyError as error:
-        raise ValueError(f"{file.path} lacks {error.args[0]!r} among its metadata; give config=.") from error
+        raise ValueError(f"{file.path} has no {error.args[0]!r} in its metadata; pass config=.") from error
     config: PreTrainedConfig = AutoConfig.for_model(MODEL_TYPES[architecture], **values)
     return config
 
@@ -129,7 +129,7 @@ def _values(file: GgufFile, architecture: str) -> dict[str, Any]:
     if architecture in ("phi3", *GEMMA):
         values["sliding_window"] = file.get("attention.sliding_window")
     if architecture in GEMMA:
-        # The largest of both families scale attention by another number, which files don't tell and llama.cpp knows.
+        # The largest model of each family scales attention by another number, which is not in files but in llama.cpp.
         largest = values["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[architecture]
         values["query_pre_attn_scalar"] = hidden // heads if largest else head_dim
         values["attn_logit_softcapping"] = file.get("attn_logit_softcapping")
@@ -141,7 +141,7 @@ def _values(file: GgufFile, architecture: str) -> dict[str, Any]:
 
 
 def _tokens(file: GgufFile) -> Mapping[str, Any]:
-    """The tokens that begin, end and fill texts; a chat ends with a token of its own."""
+    """The BOS, EOS and padding tokens; chats may end with an EOS token of their own."""
     known = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "padding")}
     ends = [token for token in dict.fromkeys((known["eos"], known["eot"])) if token is not None]
     return {

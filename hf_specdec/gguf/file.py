@@ -1,6 +1,6 @@
-"""What a GGUF file holds: its metadata, and where its tensors lie. Nothing of these is read.
+"""Reads the header of a GGUF file: its metadata, and where its tensors are. Their data is not read.
 
-The package `gguf` has a reader, too. It takes seconds for the vocabulary, of which only the size is needed here.
+The reader of the package `gguf` takes seconds for the vocabulary, of which only the size is needed here.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class StoredTensor:
     Args:
         kind: the name of its type, such as Q4_0.
         shape: rows first.
-        block: the numbers of a block of its type, and the bytes that these take.
-        offset: of its first byte in the file.
+        block: how many numbers a block of its type holds, and in how many bytes.
+        offset: the position of its first byte in the file.
     """
 
     kind: str
@@ -37,29 +37,29 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """What it takes in the file."""
+        """Its size in the file."""
         return prod(self.shape) // self.block[0] * self.block[1]
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file's metadata, arrays of strings by their length alone, and its tensors by name."""
+    """A file's metadata, in which arrays of strings are replaced by their lengths, and its tensors by name."""
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key of the file's architecture."""
+        """The value of `<architecture>.<key>` in the metadata."""
         return self.metadata.get(f"{self.metadata['general.architecture']}.{key}", default)
 
 
 def read(path: Path) -> GgufFile:
-    """The header of a file.
+    """Read the header of a file.
 
     Raises:
-        ValueError: it is no GGUF file, ends too early, or says what can't be.
-        OSError: it can't be read.
+        ValueError: the file is not a GGUF file, is truncated, or has an invalid header.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
@@ -78,7 +78,7 @@ class _Header:
     def read(self) -> GgufFile:
         version, tensors, keys = self._take("<IQQ")
         if version not in _VERSIONS:
-            raise ValueError(f"{self._path} is of version {version} of GGUF; files of versions 2 and 3 can be read.")
+            raise ValueError(f"{self._path} has version {version} of the GGUF format; versions 2 and 3 can be read.")
         metadata = {}
         for _ in range(keys):
             key = self._string()
@@ -100,7 +100,7 @@ class _Header:
         (length,) = self._take("<Q")
         begin, self._at = self._at, self._at + length
         if self._at > len(self._content):
-            raise struct.error("a string ends behind the file")
+            raise struct.error("a string ends after the file")
         return "" if skip else self._content[begin : self._at].decode()
 
     def _value(self, kind: int) -> Any:
@@ -115,7 +115,7 @@ class _Header:
             return count
         form = f"<{count}{_NUMBERS[kind]}"
         if count > len(self._content):
-            raise struct.error("an array ends behind the file")
+            raise struct.error("an array ends after the file")
         return list(self._take(form))
 
     def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
@@ -132,10 +132,10 @@ class _Header:
         try:
             known = GGMLQuantizationType(kind)
         except ValueError:
-            raise ValueError(f"{self._path}: {name} is of type {kind}, which the package gguf doesn't know.") from None
+            raise ValueError(f"{self._path}: {name} has type {kind}, which the package gguf doesn't know.") from None
         tensor = StoredTensor(known.name, shape, GGML_QUANT_SIZES[known], offset)
         if not shape or shape[-1] % tensor.block[0]:
-            raise ValueError(f"{self._path} is damaged: rows of {name} are no whole blocks of {known.name}.")
+            raise ValueError(f"{self._path} is damaged: rows of {name} are not whole blocks of {known.name}.")
         if tensor.offset + tensor.bytes > len(self._content):
             raise ValueError(f"{self._path} ends before {name} does: it is truncated or damaged; fetch it again.")
         return tensor

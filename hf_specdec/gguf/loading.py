@@ -26,19 +26,19 @@ BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 def load_gguf(
     path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, config: PreTrainedConfig | None = None
 ) -> PreTrainedModel:
-    """A model whose linear layers and embedding are read from a GGUF file in every pass, on a CPU.
+    """Load a model for a CPU whose linear layers and embedding read a GGUF file in every pass.
 
-    Quantized weights stay as they lie in the file, which is mapped into memory, not copied, but for queries and keys of
-    Llama's architecture: their rows lie in another order. Numbers are multiplied exactly as the file has them.
+    Quantized weights stay in the file, which is mapped into memory. Only queries and keys of Llama's architecture are
+    copied, since their rows are in another order. Weights have exactly the values of the file.
 
     Args:
-        path: the file, whole.
-        dtype: of activations, norms and weights that are not quantized: float32, or if all matrices of the file are
-            float16 or bfloat16, these.
-        config: the model's, by default as the file's metadata say.
+        path: the file; not one part of several.
+        dtype: the dtype of activations, norms and weights that are not quantized. By default float16 or bfloat16 if all
+            matrices of the file have that type, else float32.
+        config: the model's configuration; by default from the file's metadata.
 
     Raises:
-        ValueError: the file is damaged, or its architecture, a type of its tensors or one of these is not known.
+        ValueError: the file is damaged, or its architecture, a tensor or a tensor's type is not supported.
         ImportError: the package gguf is not installed.
     """
     if find_spec("gguf") is None:
@@ -68,7 +68,7 @@ def load_gguf(
 
 
 class _MatricesWithoutMemory(FunctionMode):
-    """A model made meanwhile has its matrices on the device `meta`."""
+    """Create matrices on the device `meta`, so that a model made meanwhile takes no memory for them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -78,16 +78,16 @@ class _MatricesWithoutMemory(FunctionMode):
 
 
 class _Blocks(HfQuantizer):
-    """What transformers asks of a model with quantized weights."""
+    """The quantizer that transformers expects of a model with quantized weights."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path, self.pre_quantized = path, True
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Raises ValueError: `save_pretrained` has no form for blocks."""
+        """Raise ValueError: `save_pretrained` cannot save blocks."""
         raise ValueError(
-            f"The weights of this model stay in {self._path}: copy that file, or call model.dequantize() first, which "
-            "widens all weights, and save then."
+            f"The weights of this model stay in {self._path}: copy that file, or call model.dequantize(), which widens "
+            "all weights, and save the result."
         )
 
     @property
@@ -95,7 +95,7 @@ class _Blocks(HfQuantizer):
         return False
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """The same model with all weights widened."""
+        """Widen all weights in place; returns the same model."""
         known: dict[int, Parameter] = {}
         for module in model.modules():
             for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -108,10 +108,10 @@ class _Blocks(HfQuantizer):
 
 
 def _places(file: GgufFile, architecture: str, *, ropes: bool) -> dict[str, str]:
-    """The names of the model's weights, and of the file's tensors that they are.
+    """The name of the file's tensor for each of the model's weights.
 
     Raises:
-        ValueError: a tensor has no place in such a model, or is of a type that is not known here.
+        ValueError: a tensor has no place in the model, or its type is not supported.
     """
     places = {}
     for name, tensor in file.tensors.items():
@@ -122,8 +122,8 @@ def _places(file: GgufFile, architecture: str, *, ropes: bool) -> dict[str, str]
             raise ValueError(f"{file.path} holds {name}, which has no place in a model of {architecture!r}.")
         if tensor.kind not in (PLAIN if len(tensor.shape) == 1 else (*PLAIN, *BLOCKS)):
             raise ValueError(
-                f"{file.path}: {name} is of type {tensor.kind}; those that can be read are "
-                f"{', '.join((*BLOCKS, *PLAIN))}. Take a file of these, or load it with "
+                f"{file.path}: {name} has type {tensor.kind}; load_gguf supports "
+                f"{', '.join((*BLOCKS, *PLAIN))}. Choose a file with these types, or load it with "
                 "from_pretrained(…, gguf_file=…), which widens all weights."
             )
         places[place] = name
@@ -135,14 +135,14 @@ def _check_shapes(file: GgufFile, model: PreTrainedModel, places: Mapping[str, s
     for name, shape in wanted.items():
         stored = file.tensors.get(places.get(name, ""))
         if stored is None or stored.shape != shape:
-            holds = "nothing" if stored is None else f"numbers of the shape {stored.shape}"
-            raise ValueError(f"{file.path} holds {holds} for {name}, which is {shape} by the model's configuration.")
+            holds = "nothing" if stored is None else f"a tensor of shape {stored.shape}"
+            raise ValueError(f"{file.path} holds {holds} for {name}, which has shape {shape} in the model.")
     if unknown := places.keys() - wanted.keys():
-        raise ValueError(f"{file.path} holds {places[min(unknown)]}, which has no place by the model's configuration.")
+        raise ValueError(f"{file.path} holds {places[min(unknown)]}, which has no place in the model's configuration.")
 
 
 def _heads_in_pairs(config: PreTrainedConfig, place: str) -> int | None:
-    """Of queries and keys, how many heads; llama.cpp turns neighbours, and transformers one half with the other."""
+    """The heads of queries or keys, else None: llama.cpp rotates neighbours, transformers the halves of a head."""
     if ".q_proj." in place:
         return int(config.num_attention_heads)
     return int(config.num_key_value_heads) if ".k_proj." in place else None
@@ -157,7 +157,7 @@ def _weight(content: Tensor, stored: StoredTensor, dtype: torch.dtype, heads: in
 
 
 def _in_halves(rows: Tensor, heads: int) -> Tensor:
-    """Of each head the even rows, then the odd ones."""
+    """Reorder the rows of each head: the even ones first, then the odd ones."""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 

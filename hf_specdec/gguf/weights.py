@@ -20,12 +20,12 @@ PANEL = 2**20  # numbers of a matrix that are widened at a time for many tokens
 
 
 class GgufWeight(Tensor):
-    """A matrix `[N, K]` in blocks. Linear layers and embeddings read these; other operations have to widen it first.
+    """A matrix `[N, K]` in blocks. Linear layers and embeddings read these; other operations need it widened.
 
     Args:
         blocks: `[N, K / numbers of a block, bytes of a block]` uint8, on the CPU.
         kind: the name of their type, such as Q4_0.
-        dtype: of what it is multiplied with.
+        dtype: the dtype of what it is multiplied with.
     """
 
     blocks: Tensor
@@ -67,7 +67,7 @@ class GgufWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Copies, also for another dtype."""
+        """Copies, also to another dtype."""
         aten, given, options = torch.ops.aten, args[0], kwargs or {}
         device = torch.device(options.get("device") or "cpu")
         if func is aten.detach.default:
@@ -77,13 +77,13 @@ class GgufWeight(Tensor):
         if func is TO_COPY and device.type == "cpu":
             return cls(given.blocks, given.kind, options.get("dtype") or given.dtype)
         raise NotImplementedError(
-            f"{func} of a weight in the blocks of a GGUF file, which linear layers and embeddings read on a CPU: call "
-            "model.dequantize() first."
+            f"{func} is not supported for weights in a GGUF file, which only linear layers and embeddings read, on a "
+            "CPU: call model.dequantize() first."
         )
 
 
 def _linear(input: Tensor, weight: GgufWeight, bias: Tensor | None = None) -> Tensor:
-    """As `functional.linear`. For many tokens the matrix is widened by panels."""
+    """As `functional.linear`. For many tokens the matrix is widened panel by panel."""
     if torch.is_grad_enabled() and input.requires_grad:
         return functional.linear(input, _dequantize(weight), bias)
     few = input.shape[:-1].numel() <= few_token_products.MOST_TOKENS
@@ -109,7 +109,7 @@ def _product(input: Tensor, panel: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _embedding(indices: Tensor, weight: GgufWeight, *args: Any, **kwargs: Any) -> Tensor:
-    """As `functional.embedding` without limits of norms."""
+    """As `functional.embedding`, ignoring `max_norm`."""
     return _widened(weight, indices.long())
 
 
@@ -118,7 +118,7 @@ def _dequantize(weight: GgufWeight) -> Tensor:
 
 
 def _widened(weight: GgufWeight, indices: Tensor) -> Tensor:
-    """Rows as numbers, by the kernels, or without these by the package `gguf`."""
+    """Rows as numbers, by the kernels or, without them, by the package `gguf`."""
     if _has_kernels(weight.dtype):
         widen, like = (
             few_token_products.kernel("gguf_rows", weight.dtype),
@@ -129,7 +129,7 @@ def _widened(weight: GgufWeight, indices: Tensor) -> Tensor:
     import gguf
 
     if torch.jit.is_tracing():
-        raise NotImplementedError("the package gguf widens weights outside torch: a trace would keep these numbers")
+        raise NotImplementedError("the package gguf widens weights outside torch: a trace would keep them as constants")
     blocks = weight.blocks[indices].flatten(-2).numpy()
     numbers = gguf.dequantize(blocks, gguf.GGMLQuantizationType[weight.kind])
     return torch.from_numpy(numbers).to(weight.dtype)

@@ -1,1 +1,1 @@
-"""When drafting stops and how long drafts are. Times are passed in; nothing here reads a clock."""
+"""Decides how long drafts are. Times are passed in; nothing here reads a clock."""

@@ -10,29 +10,30 @@ from hf_specdec.lengths.history import REMEMBERED, LengthHistory
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 
-# Lengths of prepared rounds. They are few because each takes seconds to compile, or memory for its graph.
+# Lengths of prepared rounds. They are few because each needs seconds to compile, or memory for its graph.
 PREPARED_LENGTHS = (0, 1, 2, 4, 8, MAX_ASSISTANT_TOKENS)
-# The factors by which a length that is not prepared yet must beat the prepared ones, and drafting plain decoding: below
-# it, what seems to be a gain may be noise of the times.
+# The factors by which an unprepared length must beat prepared ones, and drafting plain decoding: smaller gains may be
+# noise in the times.
 UNPREPARED_PENALTY, LEAST_GAIN = 1.12, 1.03
-TRIAL_CREDIT, TRIAL_SHARE = 1.0, 0.01  # what trials may cost, in plain steps: in a call, and in each plain round
+TRIAL_CREDIT, TRIAL_SHARE = 1.0, 0.01  # credit for trials, in plain steps: at most, and per plain round
 
 
 class AutoLength(StopRule):
     """Choose the draft length with the most expected tokens per second, 0 if drafting is not worth its cost.
 
-    All rows get the same length. A round of γ drafts yields 1 + Σ P(first i accepted) tokens per row, and takes a draft
-    of γ tokens and a target pass over γ + 1. Chances and times are those of the finished rounds, so that the choice
-    never depends on whether the target accepts the tokens in question.
+    All rows get the same length. A round with γ drafted tokens yields 1 + Σ P(first i accepted) tokens per row, and
+    costs γ draft steps and a target pass over γ + 1 tokens. Chances and times come from finished rounds, so the choice
+    never depends on whether the target accepts the tokens to be drafted.
 
-    While the choice is 0, trials of one token tell whether drafting has become worthwhile: as soon as what they may
-    lose, with reading what the draft missed, fits a credit of a plain step and 1% of the plain rounds.
+    While the choice is 0, trials of one token test whether drafting has become worthwhile. A trial starts when the time
+    that it may lose, with reading the tokens that the draft skipped, fits the credit: one plain step, plus 1% of the
+    plain rounds.
 
-    The first round has the length that earlier calls support. If there were none, or drafting did not pay in them, it
-    drafts one token, so that the draft reads the prompt as part of the prefill.
+    The first round uses the best length by earlier calls. Without any, or if drafting did not pay in them, it drafts
+    one token, so that the draft reads the prompt as part of the prefill.
 
     Args:
-        known: what earlier calls know, to which this one adds.
+        known: the history of earlier calls, to which this one adds.
 
     Attributes:
         lengths: the lengths to choose from, ascending from 0.
@@ -53,12 +54,12 @@ class AutoLength(StopRule):
         self._begin()
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
-        """Choose from `PREPARED_LENGTHS` from now on, with what was learned in earlier prepared rounds."""
+        """Choose from `PREPARED_LENGTHS` from now on, by the history of prepared rounds."""
         self.lengths, self.is_ready, self.known = PREPARED_LENGTHS, is_ready, self._general.of_prepared_rounds()
         self._begin()
 
     def use_general(self) -> None:
-        """Choose from all lengths again, with what was learned in general rounds."""
+        """Choose from all lengths again, by the history of general rounds."""
         self.lengths, self.is_ready, self.known = range(MAX_ASSISTANT_TOKENS + 1), lambda length: True, self._general
 
     def _begin(self) -> None:
@@ -68,13 +69,13 @@ class AutoLength(StopRule):
         self.limit = best if best and self.is_ready(best) else 1
 
     def observe(self, finished: Round) -> None:
-        """Learn from a round, then choose `limit` for the next one. Copies alone tell no more than their times."""
+        """Learn from a round, then choose `limit` for the next one. Rounds with copies alone only teach times."""
         live = [row for row, n in enumerate(finished.new_tokens) if n > 0]
         if not live:
             return
         known, steps, gained = self.known, finished.draft_steps, sum(finished.new_tokens) / len(live)
         if steps and max(finished.room, default=self.limit) >= self.limit:
-            steps = self.limit  # which other rules end early again
+            steps = self.limit  # times count for the limit: other rules will end such drafts as early again
         with known.lock:
             if self._is_first:
                 known.learn_first(finished)
@@ -92,7 +93,7 @@ class AutoLength(StopRule):
         self.known.accepted.fade()
         for row in live:
             accepted, limit = finished.accepted[row], min([self.limit, *finished.room[row : row + 1]])
-            # Drafts after an end of text were not rejected.
+            # Tokens drafted after the end of a text were not rejected.
             drafted = accepted if finished.new_tokens[row] <= accepted else limit
             self.known.accepted.learn_draft(accepted, drafted, 1.0 / len(live))
 
@@ -112,7 +113,7 @@ class AutoLength(StopRule):
             self.limit = 0
 
     def _best(self) -> int:
-        """The length with the most tokens per second; 0 if it gains nothing."""
+        """The length with the most expected tokens per second; 0 if none gains enough."""
         known, tokens, best = self.known, 1.0, 0
         most, choice = LEAST_GAIN / known.plain, choosable(self.lengths, self.is_ready)
         for length, reached in enumerate(islice(known.accepted.reach(), choice[-1]), start=1):
@@ -124,6 +125,6 @@ class AutoLength(StopRule):
 
 
 def choosable(lengths: Sequence[int], is_ready: Callable[[int], bool]) -> Sequence[int]:
-    """Those of the lengths that are at most one longer than the longest ready one, whose times can be foreseen."""
+    """The lengths up to the next one after the longest ready one. Times of longer ones cannot be predicted."""
     longest = max((at for at, n in enumerate(lengths) if is_ready(n)), default=0)
     return lengths[: longest + 2]

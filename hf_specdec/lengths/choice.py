@@ -1,4 +1,4 @@
-"""What a round drafts: nothing, copies, or the model's tokens, whichever brings the most tokens for its time."""
+"""Chooses what a round drafts: nothing, copies or the model's tokens, whichever yields the most tokens per second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Choice(NamedTuple):
     """What a round drafts.
 
     Args:
-        copied: the most tokens that are copied in a row.
+        copied: the most tokens that are copied for a row.
         modelled: the rows in which the model drafts; the others copy.
         saved: the seconds that copies are expected to save.
     """
@@ -31,11 +31,11 @@ def best_choice(
     """The choice with the most expected tokens per second, over all rows together.
 
     Args:
-        copies: for each row that goes on, the chances that its first, second, … copied tokens are all right.
-        drafted: how many of the model's tokens are expected to be accepted in a row.
-        steps: of the model's draft; 0 if there is none.
-        seconds: the time of a round, by the most tokens that a row copies and by the model's steps.
-        counts: of copied tokens to choose from, ascending.
+        copies: for each unfinished row, the chances that its first copied token, the first two, … are all right.
+        drafted: the expected number of the model's tokens that are accepted in a row.
+        steps: the number of the model's draft steps; 0 if there is no model.
+        seconds: returns the time of a round, given the most tokens copied for a row and the model's steps.
+        counts: the numbers of copied tokens to choose from, ascending.
     """
     rows, by_model = len(copies), drafted if steps else 0.0
     best = Choice(0, frozenset(copies) if steps else ())

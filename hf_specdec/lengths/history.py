@@ -1,4 +1,4 @@
-"""What finished rounds tell about times and chances, kept with the target. Nothing here reads a clock."""
+"""Times and chances learned from finished rounds, kept per target. Nothing here reads a clock."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from hf_specdec.lengths.chances import DraftChances, of_copies
 from hf_specdec.models.per_target import PerTarget
 from hf_specdec.rules.round_statistics import Round
 
-# Assumed until they are measured, in plain steps: what each further token adds to a pass, and a step of the draft.
+# Assumed until measured, in plain steps: the time that each further token adds to a pass, and that of a draft step.
 PRIOR_SLOPE, PRIOR_RATIO = 0.04, 0.15
-TIMES_KEPT = 5  # of which the median counts, so that one stall does not
-MOST_AT_FIRST = 1.5  # times what was expected: the first pass of a width may be a stall, or not recorded yet
-# Rounds with drafts after which a length that did not occur is forgotten, and plain decoding is timed again: what seems
-# slow because it once was would never be chosen.
+TIMES_KEPT = 5  # their median counts, so that a single stall has no effect
+MOST_AT_FIRST = 1.5  # times the expected time: the first pass of a width may stall, or not be recorded yet
+# The number of rounds with drafts after which a length that did not occur is forgotten, and plain decoding is timed
+# again: otherwise one slow measurement would exclude it for good.
 REMEMBERED = 64
-# In plain steps: what look-ups may cost at most beyond what copies save, and in each round.
+# In plain steps: how much more look-ups may cost than copies save, and the credit for each round without a look-up.
 LOOK_UP_CREDIT, LOOK_UP_SHARE = 4.0, 0.005
 
 
 class Times:
-    """Seconds by number of drafted tokens: medians of the latest ones, and straight lines where there are none."""
+    """Seconds by number of drafted tokens: medians of the latest times, and straight lines between and beyond them."""
 
     def __init__(self) -> None:
         self.medians: dict[int, float] = {}
         self._latest: dict[int, deque[float]] = {}
-        self._seen: dict[int, int] = {}  # when it was timed last
+        self._seen: dict[int, int] = {}  # when each number was timed last
         self._numbers: list[int] = []  # of drafted tokens, ascending, without 0
 
     def add(self, drafted: int, seconds: float, now: int, most: float = inf) -> None:
-        """Learn a time after `now` rounds with drafts; the first one counts as `most` at most."""
+        """Add a time, after `now` rounds with drafts; the first one of a number counts as at most `most`."""
         if drafted not in self._latest:
             self._latest[drafted], seconds = deque(maxlen=TIMES_KEPT), min(seconds, most)
         self._latest[drafted].append(seconds)
@@ -49,7 +49,7 @@ class Times:
         self._numbers = sorted(n for n in self.medians if n)
 
     def at(self, drafted: int, slope: float, base: float = 0.0) -> float:
-        """Seconds for so many drafted tokens: `base` for none, and about `slope` for each beyond what is known."""
+        """Seconds for `drafted` tokens; if unknown, by `base` for none and about `slope` for each further token."""
         numbers, medians = self._numbers, self.medians
         if drafted in medians:
             return medians[drafted]
@@ -65,14 +65,14 @@ class Times:
 
 
 class LengthHistory:
-    """What the calls of a target in the same situation know.
+    """What a target's calls in the same situation have learned.
 
     Attributes:
         accepted, copies: the chances of the model's tokens, and of copied ones.
         plain: seconds of a round without drafts.
-        rounds: how many with drafts were timed.
-        since_plain: of these, since the last one without drafts.
-        credit, look_up_credit: what trials of drafts, and look-ups, may cost, in plain steps.
+        rounds: the number of timed rounds with drafts.
+        since_plain: the number of rounds with drafts since the last one without.
+        credit, look_up_credit: how much trials of drafts, and look-ups, may still cost, in plain steps.
         lock: guards all attributes against concurrent calls.
     """
 
@@ -87,26 +87,26 @@ class LengthHistory:
         self._prepared: LengthHistory | None = None
 
     def of_prepared_rounds(self) -> LengthHistory:
-        """What they know of rounds that are compiled or captured, whose times differ."""
+        """The history of rounds that are compiled or captured, whose times differ."""
         with self.lock:
             self._prepared = self._prepared or LengthHistory()
             return self._prepared
 
     def seconds(self, copied: int, steps: int) -> float:
-        """The time of a round that copies up to `copied` tokens a row, and in which the model drafts `steps`."""
+        """The time of a round with up to `copied` copied tokens per row and `steps` draft steps."""
         drafting = self._draft.at(steps, self._ratio * self.plain)
         return drafting + self._target.at(max(copied, steps), PRIOR_SLOPE * self.plain, self.plain)
 
     def learn_first(self, finished: Round) -> None:
-        """Learn from the round that reads the prompts how long the draft takes, compared with the target."""
+        """Learn the draft's time relative to the target's from the round that reads the prompts."""
         if finished.draft_steps and finished.verify_seconds > 0:
             self._ratios.append(finished.draft_seconds / finished.verify_seconds)
 
     def learn(self, finished: Round, steps: int = 0, unread: float = 0.0) -> None:
-        """Learn from another round, with a draft of `steps` tokens, of which the model had skipped `unread` before."""
+        """Learn from a later round with `steps` draft steps, before which the draft had skipped `unread` tokens."""
         drafted, medians = max(finished.width - 1, steps), self._target.medians
         self.since_plain = self.since_plain + 1 if drafted else 0
-        if finished.seconds <= 0:  # transformers' own loop tells no times
+        if finished.seconds <= 0:  # transformers' own loop reports no times
             return
         most = MOST_AT_FIRST * self.seconds(drafted, 0) if medians else inf
         self.rounds += drafted > 0
@@ -119,30 +119,30 @@ class LengthHistory:
             self._ratios.append((finished.draft_seconds - read) / steps / self.plain)
 
     def begin_trial(self) -> None:
-        """Forget the times of one drafted token, which is tried again."""
+        """Forget the times of one drafted token, so that it is timed again."""
         for times in (self._target, self._draft):
             times.forget([1])
 
     def price(self, unread: float) -> float:
-        """What a trial of one drafted token costs if it is rejected, in plain steps."""
+        """The cost of a trial of one drafted token that is rejected, in plain steps."""
         catch_up = self._catch_up / self.plain if unread > 1 else 0.0
         return self._ratio + PRIOR_SLOPE + max(catch_up, self._reading(unread))
 
     def _reading(self, unread: float) -> float:
-        """What reading more tokens adds to a draft, in plain steps."""
+        """The time that reading `unread` more tokens adds to a draft, in plain steps."""
         return unread * PRIOR_SLOPE * self._ratio
 
     @property
     def _ratio(self) -> float:
-        """Seconds of a draft step over those of a plain one."""
+        """The time of a draft step, in plain steps."""
         return median_low(self._ratios) if self._ratios else PRIOR_RATIO
 
     def add_look_up(self, seconds: float) -> None:
-        """Learn how long a look-up took."""
+        """Learn the time of a look-up."""
         self._look_ups.append(seconds)
 
     def pay_look_up(self, saved: float) -> None:
-        """Take a look-up off its credit, and add the seconds that copies are expected to save."""
+        """Charge a look-up to the credit, and add the seconds that copies are expected to save."""
         left = self.look_up_credit + (saved - (median_low(self._look_ups) if self._look_ups else 0.0)) / self.plain
         self.look_up_credit = min(max(left, -1.0), LOOK_UP_CREDIT)
 
@@ -151,5 +151,5 @@ _histories: PerTarget[LengthHistory] = PerTarget()
 
 
 def length_history(target: object, situation: Hashable) -> LengthHistory:
-    """The history that a target's calls in one situation share."""
+    """The history shared by a target's calls in one situation."""
     return _histories.of(target, situation, LengthHistory)

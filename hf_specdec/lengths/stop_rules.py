@@ -1,7 +1,4 @@
-"""Rules that end a round's drafting.
-
-`auto_length` has the rule that adapts the length to times and acceptance.
-"""
+"""Rules that end a round's drafting; the one that adapts to times and acceptance is in `auto_length`."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ class StopRule:
         limit: the most tokens to draft in a round.
 
     Attributes:
-        reads_probabilities: whether `before_append` and `after_append` have to be called.
-        serves_prepared_rounds: whether the limit is known before a round, and the answers are operations on the
-            probabilities alone, so that they can be compiled. A subclass has to say so itself.
+        reads_probabilities: whether `before_append` and `after_append` must be called.
+        serves_prepared_rounds: whether the rule can be compiled: its limit is known before a round, and its answers are
+            operations on the probabilities alone. Each subclass must set this itself.
     """
 
     reads_probabilities = False
@@ -38,36 +35,36 @@ class StopRule:
 
     @property
     def longest(self) -> int:
-        """The most tokens that any round of a call may draft."""
+        """The most tokens that a round of this call may draft."""
         return self.limit
 
     def while_drafting(self) -> StopRule | None:
-        """The part that decides by probabilities while a draft is made; None if the limit alone ends drafts."""
+        """The part that decides by probabilities during drafting; None if the limit alone ends drafts."""
         return self if self.reads_probabilities else None
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
         """Choose limits for rounds that are compiled or captured. Call this before the first round.
 
         Args:
-            is_ready: whether rounds of a lookahead are prepared already; asked anew before each round.
+            is_ready: whether rounds of a lookahead are prepared already; asked before each round.
         """
 
     def use_general(self) -> None:
         """Choose limits for general rounds again, after preparing has failed."""
 
     def before_append(self, probs: Tensor) -> Tensor | None:
-        """Which rows stop before their next drafted token, leaving it out.
+        """The rows that stop before their next drafted token, leaving it out.
 
         Args:
             probs: `[B, V]`, the draft's processed distribution for that token.
 
         Returns:
-            `[B]` bool; None for no row.
+            `[B]` bool; None if no row stops.
         """
         return None
 
     def after_append(self, probs: Tensor) -> Tensor | None:
-        """Which rows stop after their next drafted token, keeping it. Arguments and result as in `before_append`."""
+        """The rows that stop after their next drafted token, keeping it. See `before_append`."""
         return None
 
     def observe(self, finished: Round) -> None:
@@ -120,9 +117,9 @@ class EntropyStop(StopRule):
 
 
 class ConfidenceStop(StopRule):
-    """Stop after a token at whose place the draft's highest probability is below a threshold.
+    """Stop after a token for which the draft's highest probability is below a threshold.
 
-    transformers' `assistant_confidence_threshold`; in sampling, it takes the probability of the drawn token.
+    As transformers' `assistant_confidence_threshold`, which uses the drawn token's probability in sampling.
 
     Args:
         limit: the most tokens to draft in a round.
@@ -160,18 +157,18 @@ class FirstOf(StopRule):
         return min(rule.longest for rule in self.rules)
 
     def while_drafting(self) -> StopRule | None:
-        """Those of the rules that read probabilities, as one rule."""
+        """The rules that read probabilities, as one rule; None if there are none."""
         parts = [part for rule in self.rules if (part := rule.while_drafting()) is not None]
         return FirstOf(*parts) if len(parts) > 1 else next(iter(parts), None)
 
     def use_prepared(self, is_ready: Callable[[int], bool]) -> None:
-        """Tell every rule, and take the smallest limit."""
+        """Call it on every rule, and take the smallest limit."""
         for rule in self.rules:
             rule.use_prepared(is_ready)
         self.limit = min(rule.limit for rule in self.rules)
 
     def use_general(self) -> None:
-        """Tell every rule."""
+        """Call it on every rule."""
         for rule in self.rules:
             rule.use_general()
 

@@ -1,7 +1,7 @@
-"""Passes of a DFlash draft, which makes a block of drafts at once, over rows of different lengths.
+"""Passes of a DFlash draft, which drafts a block of tokens at once, over rows of different lengths.
 
-Its keys and values come of the target's hidden states, and of the block: the text's last token and mask tokens, which
-see each other and all before them. The block is forgotten after its pass.
+Its keys and values come from the target's hidden states and from the block: the text's last token and mask tokens,
+which attend to each other and to everything before. The block is dropped from the cache after its pass.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hf_specdec.models.traits import on_device
 
 
 def check_block_draft(model: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Refuse a target and a DFlash draft that don't fit together.
+    """Refuse a DFlash draft that does not fit the target.
 
     Raises:
-        ValueError: transformers is too old, or names what doesn't fit, and says what to do instead.
+        ValueError: names the mismatch, or a version of transformers that is too old, and the way out.
     """
     check_version("drafter='dflash'")
     named = f"drafter='dflash' with assistant_model={type(draft).__name__}"
@@ -40,14 +40,14 @@ def check_block_draft(model: PreTrainedModel, draft: PreTrainedModel) -> None:
 
 
 class BlockRunner(StatesRunner):
-    """Runs a DFlash draft: a pass makes the logits of a whole block, which `forward` hands out one by one.
+    """Runs a DFlash draft: a pass computes the logits of a whole block, which `forward` returns one by one.
 
     Args:
         draft: the draft.
-        target: the target, of which it has the embeddings and the head.
+        target: the target, whose embeddings and head are used.
         model_kwargs, input_ids, capacity: see `StatesRunner`.
-        longest: the most tokens that are drafted.
-        kernels: what passes run in.
+        longest: the most tokens to draft.
+        kernels: makes the context that passes run in.
 
     Attributes:
         most: the most tokens of a draft.
@@ -79,19 +79,19 @@ class BlockRunner(StatesRunner):
         self._left = []
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
-        """As `StatesRunner.forward`; drafts of a block don't depend on each other."""
+        """As `StatesRunner.forward`. Tokens of a block do not depend on each other."""
         if not self._left:
             self._left = list(self._logits(tokens.to(self._device)).unbind(1))
         return self._left.pop(0).unsqueeze(1)
 
     def _logits(self, tokens: Tensor) -> Tensor:
-        """`[B, most, V]` after reading the texts' last `tokens` `[B, k]`."""
+        """Logits `[B, most, V]` of the block after the texts' last `tokens` `[B, k]`."""
         counts = self._go_on(tokens.shape[1])
         places = max([1, *counts])
         context, states = self._given(places)
         anchors = on_device([length - 1 for length in self._texts], self._device).unsqueeze(1)
         block = anchors + torch.arange(self._block, device=self._device)
-        # What a row has no hidden states for goes behind its block, where nothing sees it.
+        # Places without hidden states are written after the row's block, where nothing attends to them.
         slots = torch.cat([torch.where(context < anchors, context, context + self._block), block], dim=1)
         span = max(self._texts) + self._block + places
         visible = self._reserve(slots, span)
@@ -110,7 +110,7 @@ class BlockRunner(StatesRunner):
         return logits
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """The target's embeddings, without the norm that some add to them, as the draft was trained with."""
+        """The target's embeddings without the norm that some targets add, as in the draft's training."""
         if hasattr(self._embeddings, "embed_norm"):
             return torch.nn.Embedding.forward(self._embeddings, ids)
         embedded: Tensor = self._embeddings(ids)

@@ -1,8 +1,8 @@
-"""Passes of what drafts in a chain, each pass from the hidden state that the one before made, over uneven rows.
+"""Passes of chained layers, each of which reads the hidden states of the one before, over rows of different lengths.
 
-Layer k reads, for each place s of the text, the hidden state before it (the target's at s, or what layer k - 1 made of
-that) and the token at s + k + 1, and its last state gives the token at s + k + 2. The last layer goes on by itself:
-it reads its own last state and the token that came of it. Every layer keeps the keys and values of place s in slot s.
+For each place s of the text, layer k reads a hidden state (the target's at s, or the output of layer k - 1 for it) and
+the token at s + k + 1; its output predicts the token at s + k + 2. The last layer continues alone: it reads its own
+last output and the token predicted from it. Every layer keeps the keys and values of place s in slot s.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hf_specdec.models.traits import on_device
 
 
 class ChainRunner(StatesRunner):
-    """Runs the layers of a chain; the methods are those of `DynamicRunner` that a drafter calls.
+    """Runs the layers of a chain, with the methods of `DynamicRunner` that drafters call.
 
     Args:
-        part: the module that the layers are in.
-        config: of the layers.
-        depth: how many layers there are. Of several that always run one after another, the chain sees one.
+        part: the module that holds the layers.
+        config: the configuration of the layers.
+        depth: the number of layers. Layers that always run one after another count as one.
         states, model_kwargs, input_ids, capacity: see `StatesRunner`.
-        kernels: what passes run in.
+        kernels: makes the context that passes run in.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ChainRunner(StatesRunner):
         self._ids = self._slots = self._last = input_ids.new_zeros(len(input_ids), 1)
 
     def _made(self, layer: int, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """What a layer makes of tokens `[B, k]` and the hidden states before them; subclasses define it.
+        """Run a layer on tokens `[B, k]` and the hidden states before them; defined by subclasses.
 
         Returns:
             Hidden states `[B, k, H]`.
@@ -58,7 +58,7 @@ class ChainRunner(StatesRunner):
         raise NotImplementedError
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """`[B, 1, V]` of hidden states `[B, 1, H]`; subclasses define it."""
+        """Logits `[B, 1, V]` of hidden states `[B, 1, H]`; defined by subclasses."""
         raise NotImplementedError
 
     def _make_tables(self, total: int) -> None:
@@ -73,13 +73,13 @@ class ChainRunner(StatesRunner):
         self._step = 0
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
-        """As `StatesRunner.forward`; a pass of a layer."""
+        """As `StatesRunner.forward`, by a pass of one layer."""
         with self._kernels():
             self._append(tokens.to(self._device))
             return self._logits(self._last_states())
 
     def complete(self) -> None:
-        """Have all layers read what the first has read, after a draft with fewer tokens than there are layers."""
+        """Run the remaining layers on what the first has read, after a draft with fewer tokens than layers."""
         with self._kernels():
             while 0 < self._step < self.depth:
                 self._append(self._ids[:, -1:])
@@ -87,7 +87,7 @@ class ChainRunner(StatesRunner):
     def _append(self, tokens: Tensor) -> None:
         if not self._step:
             self._start(tokens)
-        elif self._step < self.depth:  # the same places, a token later
+        elif self._step < self.depth:  # the same places, one token later
             self._ids = torch.cat([self._ids[:, 1:], tokens], dim=1).scatter(1, self._last, tokens)
         else:
             self._slots, self._hidden = self._slots.gather(1, self._last) + 1, self._last_states()
@@ -99,7 +99,7 @@ class ChainRunner(StatesRunner):
             self._settle()
 
     def _start(self, tokens: Tensor) -> None:
-        """Set out from the places that are not certain yet; rows with fewer of them read arbitrary ones behind."""
+        """Start with the places that are not read for good; rows with fewer of them also read arbitrary later ones."""
         width = tokens.shape[1]
         counts = self._go_on(width)
         places = max([1, *counts])
@@ -117,9 +117,9 @@ class ChainRunner(StatesRunner):
         self.passes += 1
 
     def _mask_of(self, kind: str) -> Tensor:
-        """The additive mask `[B, 1, k, span]` of the pass that is made, for a kind of layer."""
+        """The additive mask `[B, 1, k, span]` of the current pass, for a kind of layer."""
         return self._masks[kind].of(self._slots, self._span, self._shown)
 
     def _last_states(self) -> Tensor:
-        """`[B, 1, H]`: the states of each row's last token."""
+        """`[B, 1, H]`: the hidden states of each row's last token."""
         return self._hidden.gather(1, self._last.unsqueeze(2).expand(-1, -1, self._hidden.shape[2]))

@@ -1,7 +1,7 @@
 """EAGLE-3 drafts as the `speculators` library stores them (Li et al. 2025, arXiv 2503.01840).
 
-A draft reads, for each place, hidden states of some of the target's layers, which a linear layer fuses, and the next
-token. Its layers are ordinary ones of transformers; only the first takes both side by side.
+At each position, a draft reads the next token and hidden states of some target layers, which a linear layer fuses. Its
+layers are ordinary layers of transformers; only the first reads both, side by side.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.trimmed_head import among_all
 
 FORMAT = "eagle3"
-LAYERS = ("llama", "qwen3")  # families of layers that the format has
-FEATURES = 3  # layers of the target that are read where the configuration names none
+LAYERS = ("llama", "qwen3")  # model types that the layers can have
+FEATURES = 3  # the number of target layers that are read if the configuration names none
 
 
 class Eagle3Config(PreTrainedConfig):
-    """The configuration of such a draft; the names are those of the format.
+    """The configuration of an EAGLE-3 draft, with the format's names.
 
     Args:
-        transformer_layer_config: of the layers, a configuration of Llama or Qwen 3 or its fields. Its `vocab_size` is
-            the target's.
-        draft_vocab_size: tokens that can be drafted; None for all.
-        eagle_aux_hidden_state_layer_ids: the target's layers whose input is read; None for the third, the middle one
-            and the third last.
-        target_hidden_size: the width of that input; None for that of the draft.
-        norm_before_residual: whether the residual stream begins behind the norm.
-        norm_before_fc, fc_norm: whether the fused states are normed before, together or one by one.
-        norm_output: whether the draft goes on from normed states.
-        speculators_config: says, among other things, how many tokens the draft was trained to make.
+        transformer_layer_config: the configuration of the layers, for Llama or Qwen 3, or its fields. Its `vocab_size`
+            is the target's.
+        draft_vocab_size: the number of tokens that can be drafted; None for all.
+        eagle_aux_hidden_state_layer_ids: the target layers whose input is read; None for the third, the middle one and
+            the third last.
+        target_hidden_size: the width of that input; None for the draft's width.
+        norm_before_residual: whether the residual stream starts after the norm.
+        norm_before_fc, fc_norm: whether the states are normalized before they are fused, together or layer by layer.
+        norm_output: whether later draft steps read normalized states.
+        speculators_config: holds, among others, the number of tokens that the draft was trained to propose.
         speculators_model_type: `"eagle3"`.
     """
 
@@ -73,22 +73,22 @@ class Eagle3Config(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **others: Any) -> Any:
-        """As transformers' own.
+        """Create the configuration from its fields, as in transformers.
 
         Raises:
-            ValueError: another format, or layers that it does not have.
+            ValueError: the format or the model type of the layers is not supported.
         """
         kind = config_dict.get("speculators_model_type")
         if kind != FORMAT:
             raise ValueError(
-                f"speculators_model_type={kind!r} in the draft's config.json: Eagle3Draft reads {FORMAT!r}; convert "
+                f"speculators_model_type={kind!r} in the draft's config.json: Eagle3Draft supports {FORMAT!r}; convert "
                 "the checkpoint with the speculators library, or choose another draft."
             )
         layers = (config_dict.get("transformer_layer_config") or {}).get("model_type", "llama")
         if layers not in LAYERS:
             raise ValueError(
-                f"transformer_layer_config of model_type={layers!r} in the draft's config.json: Eagle3Draft has layers "
-                f"of {' and '.join(map(repr, LAYERS))}; choose another draft."
+                f"transformer_layer_config of model_type={layers!r} in the draft's config.json: Eagle3Draft "
+                f"supports {' and '.join(map(repr, LAYERS))}; choose another draft."
             )
         return super().from_dict(config_dict, **others)
 
@@ -101,7 +101,7 @@ class Eagle3Draft(PreTrainedModel):
 
     config_class = Eagle3Config
     _supports_sdpa = True
-    # What only training needs, and the inverse of `d2t`.
+    # Weights that only training needs, and the inverse of `d2t`.
     _keys_to_ignore_on_load_unexpected = (r"^t2d$", r"^verifier_", r"^rotary_emb\.")
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -133,21 +133,21 @@ class Eagle3Draft(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *arguments: Any, output_loading_info: bool = False, **named: Any
     ) -> Any:
-        """As transformers' own: a folder, or a name on the hub.
+        """Load a draft from a folder or by its name on the hub, as in transformers.
 
         Raises:
-            ValueError: another format; weights are missing or unknown, or `d2t` maps to no vocabulary.
+            ValueError: the format is not supported, weights are missing or unknown, or `d2t` is invalid.
         """
         name = pretrained_model_name_or_path
         draft, info = super().from_pretrained(name, *arguments, output_loading_info=True, **named)
         missing = set(info["missing_keys"])
         if "embed_tokens.weight" in missing:
-            draft.embed_tokens = None  # the target's serves
+            draft.embed_tokens = None  # the target's is used
         wrong = {*missing, *info["unexpected_keys"]} - {"embed_tokens.weight"}
         if wrong:
             raise ValueError(
-                f"{str(name)!r} is no whole EAGLE-3 draft of the speculators format: {', '.join(sorted(wrong))} of its "
-                "weights are missing or not known; fetch it again, or choose another draft."
+                f"{str(name)!r} is not a whole EAGLE-3 draft of the speculators format: {', '.join(sorted(wrong))} of "
+                "its weights are missing or unknown; fetch it again, or choose another draft."
             )
         if draft.d2t is not None and not draft._maps_to_vocabulary():
             raise ValueError(
@@ -157,12 +157,12 @@ class Eagle3Draft(PreTrainedModel):
         return (draft, info) if output_loading_info else draft
 
     def _maps_to_vocabulary(self) -> bool:
-        """Whether every token that can be drafted is another one of the target's."""
+        """Whether `d2t` maps the draft's tokens to different tokens of the target."""
         tokens = self._tokens().tolist()
         return len(set(tokens)) == len(tokens) and min(tokens) >= 0 and max(tokens) < self.config.vocab_size
 
     def fused(self, states: Tensor) -> Tensor:
-        """`[B, k, H]`: what the draft reads of the target's hidden states, side by side `[B, k, n · target H]`."""
+        """Fuse the target's hidden states, side by side `[B, k, n · target H]`, to `[B, k, H]`."""
         states = states.to(self.fc.weight.dtype)
         if self.input_norm is not None:
             states = self.input_norm(states)
@@ -180,16 +180,16 @@ class Eagle3Draft(PreTrainedModel):
         position_ids: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """What the layers make of tokens and of the states before them.
+        """Run the layers on tokens and the hidden states before them.
 
         Args:
-            inputs_embeds, states: `[B, k, H]`; states are `fused`, or what an earlier call returned.
-            masks: additive, `[B, 1, k, span]`, by kind of layer; None for causal ones.
+            inputs_embeds, states: `[B, k, H]`; states are from `fused`, or returned by an earlier call.
+            masks: additive masks `[B, 1, k, span]` by kind of layer; None for causal ones.
             position_ids: `[B, k]`; None counts from 0.
-            cache: of all layers.
+            cache: the cache of all layers.
 
         Returns:
-            `[B, k, H]`, to go on from, and for `logits`.
+            `[B, k, H]`, for `logits` and as `states` of later calls.
         """
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
@@ -204,7 +204,7 @@ class Eagle3Draft(PreTrainedModel):
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        """`[..., V]` of states `[..., H]`; -inf for tokens that can't be drafted."""
+        """Logits `[..., V]` of states `[..., H]`; -inf for tokens that cannot be drafted."""
         found: Tensor = self.lm_head(states if self.config.norm_output else self.norm(states))
         return found if self.d2t is None else among_all(found, self._tokens(), self.config.vocab_size)
 
@@ -217,5 +217,5 @@ class Eagle3Draft(PreTrainedModel):
         return found
 
     def _tokens(self) -> Tensor:
-        """`[K]`: the tokens that can be drafted, as the target's."""
+        """`[K]`: the target's ids of the tokens that can be drafted."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)

@@ -15,10 +15,10 @@ from hf_specdec.models.traits import MAX_VOCABULARY_PADDING, vocabulary_size
 
 
 def layers_read(model: PreTrainedModel, draft: Eagle3Draft) -> list[int]:
-    """The target's layers whose input a draft reads.
+    """The indices of the target's layers whose input a draft reads.
 
     Raises:
-        ValueError: the two don't fit together; the message says in what.
+        ValueError: the draft does not fit the target; the message names the differences.
     """
     text, config = model.config.get_text_config(decoder=True), draft.config
     count, width = text.num_hidden_layers, config.transformer_layer_config.hidden_size
@@ -47,12 +47,12 @@ def layers_read(model: PreTrainedModel, draft: Eagle3Draft) -> list[int]:
 
 
 class Eagle3Runner(ChainRunner):
-    """Runs the draft; all its layers in one pass.
+    """Runs an EAGLE-3 draft; each pass runs all of its layers.
 
     Args:
         draft: the draft.
-        target: the target, which has the embeddings if the draft has none.
-        given: from `model_kwargs` on, see `ChainRunner`.
+        target: the target, whose embeddings are used if the draft has none.
+        given: the arguments of `ChainRunner` from `model_kwargs` on.
     """
 
     def __init__(self, draft: Eagle3Draft, target: PreTrainedModel, *given: Any) -> None:

@@ -21,15 +21,15 @@ def mtp_layers(model: PreTrainedModel) -> Any:
     """A target's multi-token-prediction layers, loaded once from its checkpoint.
 
     Raises:
-        ValueError: transformers is too old, or there are none, or none that can be run here; the message says which.
+        ValueError: transformers is too old, there are no such layers, or they cannot be run; the message says which.
     """
     named = f"drafter='mtp' with model={type(model).__name__}"
     mtp_private.check_version(named)
     count = mtp_private.layer_count(model)
     if not count:
         raise ValueError(
-            f"{named}: its configuration has no num_mtp_layers, so it brings no multi-token-prediction layers "
-            "along: choose another drafter, or a checkpoint with such layers."
+            f"{named}: its configuration has no num_mtp_layers, so it has no multi-token-prediction layers: "
+            "choose another drafter, or a checkpoint with such layers."
         )
     try:
         layers = _loaded.of(model, (count, model.dtype, model.device), lambda: mtp_private.load(model))
@@ -43,11 +43,11 @@ def mtp_layers(model: PreTrainedModel) -> Any:
 
 
 class MtpRunner(ChainRunner):
-    """Runs the layers.
+    """Runs multi-token-prediction layers.
 
     Args:
         layers: see `mtp_layers`.
-        given: from `model_kwargs` on, see `ChainRunner`.
+        given: the arguments of `ChainRunner` from `model_kwargs` on.
     """
 
     def __init__(self, layers: Any, *given: Any) -> None:

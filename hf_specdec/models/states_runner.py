@@ -1,4 +1,4 @@
-"""What runners of drafters that read the target's hidden states have in common: rows, places, masks and positions."""
+"""The base of runners that read the target's hidden states: rows, places, masks and positions."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hf_specdec.models.traits import on_device
 
 
 class StatesRunner:
-    """Rows whose texts are read with the target's hidden states; the methods are those that a drafter calls.
+    """Base class of runners that read texts with the target's hidden states, with the methods that drafters call.
 
-    The first pass after `rewind` reads texts: it has the target's hidden states. What follows it are drafts.
+    The first pass after `rewind` reads text and the target's hidden states; later passes only draft.
 
     Args:
-        config: of what is run.
+        config: the configuration of the layers.
         states: the target's hidden states.
         model_kwargs: what `generate` prepared for the target: masks and positions.
         input_ids: `[B, P]`, the prompts.
         capacity: the most tokens of a row, drafts included.
-        behind: how many tokens of a text have to follow a place before it is read for good.
-        ahead: how many places a pass may write behind the text.
+        behind: how many tokens of the text must follow a place before it is read for good.
+        ahead: how many places a pass may write after the text.
 
     Attributes:
-        passes: how many there were.
+        passes: the number of passes so far.
     """
 
     rewinds_far = True
@@ -49,7 +49,7 @@ class StatesRunner:
     ) -> None:
         self.states, self.passes = states, 0
         self._behind, self._ahead = behind, ahead
-        # A row that lacks few tokens still runs as many places as the row that lacks most.
+        # All rows run as many places as the row with the most unread tokens.
         self.cache = RowsCache(config, 2 * capacity + ahead, grows=True)
         batch_size, prompt_length = input_ids.shape
         self._certain = [0] * batch_size  # places of each row that are read for good
@@ -65,7 +65,7 @@ class StatesRunner:
         self._make_tables(min(capacity, prompt_length + FORESEEN_TOKENS) + ahead)
 
     def _make_tables(self, total: int) -> None:
-        """Visible slots and positions of `total` slots."""
+        """Make the tables of visibility and positions for `total` slots."""
         positions = extend_count(self._positions, total + self._ahead + 1)
         assert positions is not None
         self._total, self._table = total, positions.expand(len(self._certain), -1)
@@ -80,26 +80,26 @@ class StatesRunner:
 
     @property
     def read(self) -> list[int]:
-        """Tokens that each row has read for good: others are read again."""
+        """The number of tokens that each row has read for good; later ones are read again."""
         return [certain + 1 for certain in self._certain]
 
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
-        """As `DynamicRunner.retain`: passes run all rows."""
+        """As `DynamicRunner.retain`; passes always run all rows."""
         return range(len(self._certain))
 
     def begin(self, lengths: Sequence[int]) -> None:
-        """Called before a round: the texts' lengths, which bound what is read for good."""
+        """Called before a round with the lengths of the texts, which limit what is read for good."""
         self._bounds = [length - self._behind for length in lengths]
-        if not self._first and self.states.first is not None:  # those before are in the caller's cache
+        if not self._first and self.states.first is not None:  # earlier places are in the caller's cache
             self._first, self._certain = list(self.states.first), list(self.states.first)
             self._make_tables(self._total)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Go on after the first `lengths` tokens of each row."""
+        """Continue after the first `lengths` tokens of each row."""
         self._texts = list(lengths)
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
-        """Append `tokens` `[B, k]` to the rows; subclasses define it.
+        """Append `tokens` `[B, k]` to the rows; defined by subclasses.
 
         Returns:
             Logits `[B, 1, V]` of the token after them.
@@ -110,7 +110,7 @@ class StatesRunner:
         """Called after a round's draft."""
 
     def _go_on(self, width: int) -> list[int]:
-        """Lengthen the texts by `width` tokens; returns how many places of each row have to be read."""
+        """Lengthen the texts by `width` tokens; returns the number of places to read in each row."""
         self._texts = [read + width for read in self._texts]
         rows = zip(self._texts, self._certain, strict=True)
         return [min(max(length - 1 - certain, 0), width) for length, certain in rows]
@@ -118,14 +118,14 @@ class StatesRunner:
     def _given(self, places: int) -> tuple[Tensor, Tensor]:
         """The slots `[B, places]` from each row's first unread one on, and the target's states there `[B, places, H]`.
 
-        Rows that have fewer unread places get arbitrary states behind them.
+        Rows with fewer unread places get arbitrary states after these.
         """
         lanes = torch.arange(places, device=self._device)
         slots = on_device(self._certain, self._device).unsqueeze(1) + lanes
         return slots, self.states.of(self._certain, places).to(self._device)
 
     def _reserve(self, slots: Tensor, span: int) -> Tensor | None:
-        """Have the next pass write to `slots`, of which the last is before `span`; returns the visible slots."""
+        """Have the next pass write to `slots`, all below `span`; returns the visible slots, None for all."""
         if span > self._total:
             self._make_tables(2 * span)
         self.cache.reserve(span)
@@ -133,7 +133,7 @@ class StatesRunner:
         return None if self._visible is None else self._visible[:, :span]
 
     def _settle(self) -> None:
-        """Count what was read as read for good, as far as it is, and forget the states that it was read with."""
+        """Update which places are read for good, and drop the target's states of these."""
         rows = zip(self._certain, self._texts, self._bounds, strict=True)
         self._certain = [max(old, min(length - self._behind, bound)) for old, length, bound in rows]
         self.states.drop(self._certain)

@@ -276,7 +276,7 @@ def test_steps_and_learning_rate_follow_data_and_draft(
         ({"loss": "cross_entropy", "on_policy": 0.5}, "--on_policy: 0.5 asks for the target's distributions"),
         ({"top_k_targets": 5, "on_policy": 0.5}, "--top_k_targets: 5 stores judgements of the target's answers alone"),
         ({"draft_precision": "int8"}, "--draft_precision: 'int8' can't be trained; leave it out"),
-        ({"drafter": "suffix"}, "--drafter: 'suffix' is no model"),
+        ({"drafter": "suffix"}, "--drafter: 'suffix' is not a model"),
         ({"model_name": "synthetic:smollm-135m"}, "--model_name: 'synthetic:smollm-135m' has random weights"),
         ({"dataset": "embedded", "split": "train"}, "--split: 'train' can't be chosen for the embedded data"),
         ({"dataset": "embedded:tap dance"}, "--dataset: 'tap dance' is not a subtask of the embedded data"),

@@ -295,7 +295,7 @@ def test_a_draft_that_does_not_pay_is_not_recommended(gain: float, words: str) -
         ({"loss": "cross_entropy", "top_k_targets": None}, "--loss: 'cross_entropy' does not learn from distributions"),
         ({"precision": "int8"}, "--precision: 'int8' weights can't be trained"),
         ({"model_name": "synthetic:smollm-135m"}, "--model_name: 'synthetic:smollm-135m' has random weights"),
-        ({"draft_vocabulary": 1}, "--draft_vocabulary: 1 can't be had"),
+        ({"draft_vocabulary": 1}, "--draft_vocabulary: 1 is not possible"),
         ({"minutes": 1e-9}, "--minutes: 1e-09 are too few for a single batch of answers"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -220,7 +220,7 @@ def _kind(number: int) -> Callable[[bytes], bytes]:
         (_changed(b"output_norm.weight", b"rope_freqs_.weight"), "config="),
         (_changed(b"llama.block_count", b"llama.block_cound"), "block_count"),
         (_kind(16), "IQ2_XXS"),
-        (_kind(20), "IQ4_NL; those that can be read"),
+        (_kind(20), "IQ4_NL; load_gguf supports"),
         (_kind(77), "type 77"),
     ],
     ids=[

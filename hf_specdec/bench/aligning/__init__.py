@@ -1,1 +1,1 @@
-"""Drafts fine-tuned on what their target writes: its answers, the losses, the training, and the judgement after it."""
+"""Trains drafts on their target's answers: collecting the answers, losses, choosing layers, and training."""

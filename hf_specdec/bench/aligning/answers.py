@@ -1,4 +1,4 @@
-"""The target's own answers to prompts, and on request its distributions, on disk as a data set of `datasets`."""
+"""Stores the target's answers to prompts, and on request its distributions, on disk as a `datasets.Dataset`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from hf_specdec.bench.settings import BenchError, Settings
 # Dialogues that are answered together: `[turn][row]`.
 Group = Sequence[Sequence[Question]]
 
-_PART = 64  # answers in a file: an interruption loses no more
+_PART = 64  # answers per file: an interruption loses no more
 _AT_ONCE = 8  # answers whose logits are in memory together
-_PAYS = 10_000  # steps from which on compiling saves more time than it takes
-# On what the answers depend.
+_PAYS = 10_000  # steps from which compiling saves more time than it takes
+# The settings that answers depend on.
 _ARGUMENTS = (
     "model_name", "chat_template_kwargs", "dtype", "precision", "dataset", "dataset_path", "split", "prompt_column",
     "prompt_template", "limit", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "seed", "top_k_targets",
@@ -43,9 +43,9 @@ _ARGUMENTS = (
 
 
 def answers_folder(settings: Settings, pair: LoadedPair) -> Path:
-    """Where answers with these arguments of this target lie; another loss or draft finds them again."""
+    """The folder of a target's answers with these settings, whatever the loss or draft."""
     told = {name: as_json(settings)[name] for name in _ARGUMENTS}
-    # A target that was trained again under the same name has other answers.
+    # A target that was retrained under the same name gives other answers.
     readable = [weight for weight in pair.target.parameters() if weight.device.type != "meta"]
     weights = sum(float(weight.detach().float().abs().sum()) for weight in readable)
     text = json.dumps([told, shared_vocabulary(pair), f"{weights:.5e}"], sort_keys=True)
@@ -56,21 +56,21 @@ def target_answers(
     folder: Path, settings: Settings, pair: LoadedPair, groups: Iterable[Group], shared: Processes,
     contender: Contender | None = None,
 ) -> Any:  # fmt: skip
-    """The answers to `groups` as a `datasets.Dataset`, in all processes; what `folder` holds is not answered again.
+    """The answers to `groups` as a `datasets.Dataset`, in all processes; answers in `folder` are reused. None if empty.
 
-    None where there are no groups. The target decodes plainly, compiled where there is enough to do.
+    The target decodes without drafts, compiled if there are enough tokens to decode.
 
-    Columns: `index` and `subtask` of the question, `prompt` and `answer` in tokens, `text`; with
-    `settings.top_k_targets` = K at each of the answer's T positions `target_tokens [T][K]` and `target_log_probs
-    [T][K + 1]`, the rest last (see `losses.on_tokens`), unprocessed, at temperature 1. For a draft to be cut out of an
-    encoder-decoder, `start`, the tokens before the answer's first, and `encoding`, the numbers `[S, H]` that its
-    decoder attends to, in float16.
+    Columns: `index` and `subtask` of the question, `prompt` and `answer` in tokens, `text`. With
+    `settings.top_k_targets` = K, also `target_tokens [T][K]` and `target_log_probs [T][K + 1]` at the answer's T
+    positions, the rest last (see `losses.on_tokens`), unprocessed, at temperature 1. For a draft cut from an
+    encoder-decoder, also `start`, the tokens before the answer's first, and `encoding`, the encoder's output `[S, H]`
+    in float16.
 
     Args:
-        contender: how it decodes instead.
+        contender: decodes in this way instead.
 
     Raises:
-        BenchError: a refusal of the models, in one line.
+        BenchError: the models refuse the call.
     """
     # Here because it takes seconds.
     import datasets
@@ -82,7 +82,7 @@ def target_answers(
     share = groups if listed is None else shared.share(listed)
     todo = (group for group in share if any(q.index not in known for turn in group for q in turn))
     mine = todo if listed is None else list(todo)
-    shared.wait()  # None writes before all have read.
+    shared.wait()  # no process writes before all have read
     if contender is None:
         compile = settings.compile or len(listed or ()) * settings.max_new_tokens >= _PAYS
         engine = {"compile": compile, "cache_implementation": settings.cache_implementation}
@@ -102,14 +102,14 @@ def target_answers(
 
 
 def _answered(settings: Settings, contender: Contender, group: Group) -> list[dict[str, Any]]:
-    """A row a question; later turns go on from the answers to those before."""
+    """One row per question; later turns continue after the answers to earlier ones."""
     pair = contender.pair
     texts: list[list[str]] = [[] for _ in group[0]]
     rows: list[dict[str, Any]] = []
     for turn in group:
         asked = zip(turn, texts, strict=True)
         prompts = [question_prompt(pair, question, earlier, settings.max_new_tokens)[0] for question, earlier in asked]
-        # Passes of generate() are seen one by one, so that the distributions need no further pass.
+        # Each pass of plain generate() is seen, so the distributions need no further pass.
         seen = settings.top_k_targets if contender.method.kind == "plain" else None
         try:
             with _noted(pair, seen) as passes:
@@ -141,7 +141,7 @@ def _answered(settings: Settings, contender: Contender, group: Group) -> list[di
 
 @dataclass
 class _Passes:
-    """What `_noted` has seen: a (tokens, log-probabilities) a pass, and of an encoder-decoder where it started."""
+    """What `_noted` has seen: (tokens, log-probabilities) of each pass, and how an encoder-decoder started."""
 
     steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     start: Tensor | None = None
@@ -150,12 +150,12 @@ class _Passes:
 
 @contextmanager
 def _noted(pair: LoadedPair, count: int | None) -> Iterator[_Passes]:
-    """The `count` most likely tokens `[B, K]` of each pass, and their log-probabilities as `losses.on_tokens` has."""
+    """Record each pass's `count` most likely tokens `[B, K]`, and their log-probabilities as in `losses.on_tokens`."""
     found = _Passes()
 
     def keep(model: Any, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
         if keywords.get("use_cache") is False:
-            return  # by which Whisper finds out the language
+            return  # Whisper's pass that detects the language
         if found.start is None and pair.encoder_decoder:
             found.start, found.encoding = keywords["decoder_input_ids"], output.encoder_last_hidden_state
         logits = output.logits[:, -1, : shared_vocabulary(pair)]
@@ -188,10 +188,10 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _write(rows: Any, path: Path) -> None:
-    """All or nothing.
+    """Write rows to `path` completely or not at all.
 
     Raises:
-        BenchError: the disk is full, or can't be written to.
+        BenchError: the disk is full or cannot be written to.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:

@@ -1,4 +1,4 @@
-"""Prompts with answers as tensors, and a model's logits at the places where the answers' tokens are predicted."""
+"""Batches of prompts with answers, and the logits that predict the answers' tokens."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.models.processor import multiplies_bfloat16
 
-IGNORED = -100  # labels that belong to no answer
+IGNORED = -100  # the label of tokens outside answers
 _INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
 
-# {"prompt": tokens, "answer": tokens, EOS included}, and what `answers.target_answers` stores on request
+# {"prompt": tokens, "answer": tokens with EOS}, and the optional columns of `answers.target_answers`
 Row = Mapping[str, Any]
 
 
 class Collator:
-    """Rows to tensors, padded on the right; labels stand where the logits that predict them do.
+    """Turns rows into tensors, padded on the right; labels are at the positions of the logits that predict them.
 
-    Gives `input_ids`, `attention_mask` and `labels` `[B, L]`; of an encoder-decoder the labels have the shape of its
-    `decoder_input_ids`, and stored encodings, as `encoding` `[B, S, H]`, stand for the ids. Stored distributions become
-    `target_tokens [N, K]` and `target_log_probs [N, K + 1]`, over the N tokens of all answers, row after row.
+    Returns `input_ids`, `attention_mask` and `labels` `[B, L]`. For an encoder-decoder, labels have the shape of
+    `decoder_input_ids`, and stored encodings, as `encoding` `[B, S, H]`, replace the ids. Stored distributions become
+    `target_tokens [N, K]` and `target_log_probs [N, K + 1]`, over the N tokens of all answers, row by row.
     """
 
     def __init__(self, pair: LoadedPair) -> None:
@@ -54,7 +54,7 @@ class Collator:
         return batch
 
     def prompts(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The prompts of a batch as `generate()` takes them; of a decoder-only model padded on the left."""
+        """The prompts of a batch as arguments of `generate()`; padded on the left for a decoder-only model."""
         if self.encoder_decoder:
             return {name: batch[name] for name in ("input_ids", "attention_mask")}
         lengths = [int(row.ne(IGNORED).nonzero()[0]) + 1 for row in batch["labels"]]
@@ -74,13 +74,13 @@ class Collator:
 
 
 def answer_logits(model: PreTrainedModel, batch: Mapping[str, Tensor], inner: PreTrainedModel | None = None) -> Tensor:
-    """The logits `[N, V]` that predict the answers' tokens, row after row; in float32 at least.
+    """The logits `[N, V]` that predict the answers' tokens, row by row, in at least float32.
 
-    The head reads the hidden states at their places alone: over long prompts it would take most of a step's time and
+    The head reads only the hidden states at these positions: over long prompts it would take most of a step's time and
     memory.
 
     Args:
-        inner: the model itself, where `model` wraps it.
+        inner: the model itself if `model` wraps it.
     """
 
     def chosen(head: torch.nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -104,14 +104,14 @@ def model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[st
 
 
 def in_bfloat16(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Autocast of a model in float32, where a processor that multiplies bfloat16 runs it."""
+    """Autocast to bfloat16 for a float32 model on a processor that multiplies bfloat16; else nothing."""
     if model.device.type != "cpu" or model.dtype != torch.float32 or not multiplies_bfloat16():
         return nullcontext()
     return torch.autocast("cpu", torch.bfloat16)
 
 
 def shared_vocabulary(pair: LoadedPair) -> int:
-    """Tokens that both models have logits for; what one has beyond them is padding."""
+    """The number of tokens that both models have logits for; further ones of either are padding."""
     return min(int(model.config.get_text_config(decoder=True).vocab_size) for model in pair.models)
 
 

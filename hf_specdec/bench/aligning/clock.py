@@ -1,4 +1,4 @@
-"""The time that a run has taken, over all its starts."""
+"""Counts the time of a run over all its starts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Counts seconds up to a limit, on from what `file` says that earlier starts took.
+    """Counts seconds up to a limit, including those of earlier starts, which are in `file`.
 
     Args:
-        file: where `save` notes what was spent.
+        file: where `save` writes the seconds spent.
         limit: in seconds.
 
     Attributes:
-        before: what earlier starts took, in seconds.
+        before: the seconds of earlier starts.
     """
 
     def __init__(self, file: Path, limit: float) -> None:
@@ -44,7 +44,7 @@ class Clock:
         partial.replace(self.file)
 
     def until_over(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, as long as there is time."""
+        """Yield items while there is time; saves after each."""
         iterator = iter(items)
         while not self.over and (item := next(iterator, None)) is not None:
             yield item

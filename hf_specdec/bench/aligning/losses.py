@@ -1,4 +1,4 @@
-"""How far a draft is from its target: pure functions of distributions, one figure for each position, in nats.
+"""The distance of a draft from its target: pure functions of distributions, one value per position, in nats.
 
 Distributions come as log-probabilities `[N, M]` over the same M outcomes: all V tokens, or K tokens and the rest.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-_ETA = 3.0  # how soon `lk_hybrid` leaves KL
+_ETA = 3.0  # how quickly `lk_hybrid` leaves KL as acceptance rises
 
 
 def cross_entropy(draft: Tensor, tokens: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def cross_entropy(draft: Tensor, tokens: Tensor) -> Tensor:
 
     Args:
         draft: log-probabilities of the draft, `[N, V]`.
-        tokens: what the target wrote at each position, `[N]`.
+        tokens: the target's token at each position, `[N]`.
 
     Returns:
         `[N]`, in nats.
@@ -29,11 +29,11 @@ def cross_entropy(draft: Tensor, tokens: Tensor) -> Tensor:
 def forward_kl(draft: Tensor, target: Tensor) -> Tensor:
     """KL(p‖q) = Σ p (ln p - ln q) `[N]` of log-probabilities `[N, M]`, p the target's, q the draft's.
 
-    Over the outcomes that the draft can have at all: a trimmed head leaves some out, whatever it learns.
+    Only over outcomes that the draft can produce: a trimmed head excludes the others, whatever it learns.
     """
     target = target.masked_fill(draft.isneginf(), -torch.inf).log_softmax(-1)
     terms = target.exp() * (target - draft)
-    # What the target never writes counts nothing; 0 · ln 0 is nan.
+    # Outcomes of probability 0 count nothing, but 0 · ln 0 is nan.
     return terms.masked_fill(target.isneginf(), 0.0).sum(-1)
 
 
@@ -54,14 +54,14 @@ def lk_hybrid(draft: Tensor, target: Tensor) -> Tensor:
     """λ KL(p‖q) + (1 - λ) TV(p, q) `[N]` of log-probabilities `[N, M]`, where λ = exp(-3 ᾱ) (arXiv 2602.23881).
 
     ᾱ is the mean of 1 - TV over the N positions. Far from the target, where the gradient of TV is weak, the loss is
-    nearly KL, and with rising acceptance it becomes acceptance itself.
+    nearly KL; with rising acceptance it approaches TV, the rejection probability.
     """
     apart = total_variation(draft, target)
     share = torch.exp(-_ETA * (1 - apart.detach().mean()))
     return share * forward_kl(draft, target) + (1 - share) * apart
 
 
-# Those of DistillSpec (Zhou et al. 2023) and one made for acceptance. They compare whole distributions.
+# The losses of DistillSpec (Zhou et al. 2023) and one for acceptance. They compare whole distributions.
 DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
@@ -75,15 +75,15 @@ def on_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
     """The distribution over K given tokens, with all other tokens as one further outcome.
 
     A divergence of two such distributions is at most that of the full ones (data processing inequality), and equal
-    to it where K = V. The mass of the rest is summed over its logits, not taken as 1 minus the others, so that it is
-    exact where it is tiny.
+    to it if K = V. The mass of the rest is summed over its logits, not computed as 1 minus the others, so that it is
+    exact even if tiny.
 
     Args:
         logits: `[N, V]`.
         tokens: `[N, K]`, different ones in each row; those outside the vocabulary have probability 0.
 
     Returns:
-        Log-probabilities `[N, K + 1]`, the rest last; `[N, V]` in the order of `tokens` where K = V.
+        Log-probabilities `[N, K + 1]`, the rest last; `[N, V]` in the order of `tokens` if K = V.
     """
     vocabulary = logits.shape[-1]
     if bool((tokens >= vocabulary).any()):

@@ -1,7 +1,7 @@
-"""Prompts that a target writes itself, where its user has none.
+"""Prompts that a target writes itself, for users without prompts.
 
-After what the chat template puts before a user's words, the target goes on as that user: Magpie (Xu et al. 2024, arXiv
-2406.08464). A model without a template goes on after its `<bos>`.
+The target continues the start of the chat template up to a user's message: Magpie (Xu et al. 2024, arXiv 2406.08464). A
+model without a template continues its `<bos>`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
 
 _LONGEST = 64  # tokens of a prompt
-_TEXT = 24  # tokens of the beginning of a text, which a model without a template goes on from
-_FEWEST = 16  # of so many batches that hold no prompt at all, the target writes none
+_TEXT = 24  # tokens of a prompt from a model without a template: the start of a text
+_FEWEST = 16  # batches without any prompt, after which the target is refused
 
 
 def own_groups(file: Path, settings: Settings, pair: LoadedPair) -> Iterator[list[list[Question]]]:
     """Batches of `settings.batch_size` different prompts, `[turn][row]`, without end.
 
-    Those that `file` holds come first, so that a run goes on with the prompts that it had. Prompts are drawn at
-    temperature 1 from the most likely tokens that add up to 0.95.
+    Prompts in `file` come first, so that a resumed run has the same prompts. Prompts are sampled at temperature 1 with
+    top-p 0.95.
 
     Raises:
         BenchError: the target writes no prompts.
@@ -44,13 +44,13 @@ def own_groups(file: Path, settings: Settings, pair: LoadedPair) -> Iterator[lis
 
 
 def own_questions(file: Path, indexes: Iterable[int]) -> list[list[Question]]:
-    """Dialogues of one turn with the prompts of these numbers."""
+    """Dialogues of one turn with the prompts at these indexes."""
     texts = list(dict.fromkeys(text for line in file.read_text().splitlines() for text in json.loads(line)))
     return [[Question(index, OWN, (texts[index],))] for index in indexes]
 
 
 def _written(file: Path, settings: Settings, pair: LoadedPair) -> Iterator[Sequence[str]]:
-    """The prompts of one batch after the other; those on the disk first."""
+    """The prompts of each batch; those in `file` first."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     whole = [line for line in lines if line.endswith("\n")]  # an interruption may leave half a line
     kept = [json.loads(line) for line in whole]
@@ -71,7 +71,7 @@ def _written(file: Path, settings: Settings, pair: LoadedPair) -> Iterator[Seque
     for number in count(len(kept)):
         rows = range(number * settings.batch_size, (number + 1) * settings.batch_size)
         call = timed_call(plain(pair), [Prompt(row, OWN, tuple(start)) for row in rows], drawing)
-        # One that did not end in time is half a prompt.
+        # A prompt that did not end within the limit is incomplete.
         ended = [row for row in call.tokens or () if not templated or row[-1] in pair.eos_tokens]
         texts = [pair.tokenizer.decode(row, skip_special_tokens=True).strip() for row in ended]
         texts = [text for text in texts if text]

@@ -1,6 +1,6 @@
-"""Drafts cut out of a target: some of its (decoder's) layers between its own embedding, last norm and head.
+"""Cuts drafts out of a target: some of its (decoder's) layers between its own embedding, last norm and head.
 
-Those of an encoder-decoder read the target's own encoding, as Distil-Whisper's (Gandhi et al. 2023, arXiv 2311.00430).
+Drafts of an encoder-decoder read the target's encoding, as in Distil-Whisper (Gandhi et al. 2023, arXiv 2311.00430).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hf_specdec.models.cache_rollback import has_recurrent_layers
 
 
 def check_target(pair: LoadedPair) -> None:
-    """Raises `BenchError` for a target that no draft can be cut out of."""
+    """Raise `BenchError` if no draft can be cut out of a target."""
     name, config = pair.target_name, pair.target.config
     refusal = None
     if config.get_text_config(decoder=True) is not config and not pair.encoder_decoder:
         refusal = "reads more than text"
-    elif getattr(config, "quantization_config", None) is not None and not is_gguf(name):  # whose are widened
+    elif getattr(config, "quantization_config", None) is not None and not is_gguf(name):  # GGUF weights are widened
         refusal = "has quantized weights, which can't be trained"
     elif has_recurrent_layers(pair.target):
         refusal = "has recurrent layers"
@@ -45,9 +45,9 @@ def check_target(pair: LoadedPair) -> None:
 
 @torch.no_grad()
 def layer_changes(model: PreTrainedModel, batch: dict[str, Tensor]) -> list[float]:
-    """How much each layer but the last turns the states of the answers' tokens: angular distance, 0 to 1.
+    """How much each layer except the last turns the hidden states of the answers' tokens: angular distance, 0 to 1.
 
-    The measure of Gromov et al. 2024 (arXiv 2403.17887). Of the last layer there are no states before the norm.
+    The measure of Gromov et al. 2024 (arXiv 2403.17887). The last layer's output is only available after the norm.
     """
     with in_bfloat16(model):
         output = model.base_model(**model_inputs(model, batch), output_hidden_states=True, use_cache=False)
@@ -59,10 +59,10 @@ def layer_changes(model: PreTrainedModel, batch: dict[str, Tensor]) -> list[floa
 
 
 def layers_that_change_most(changes: Sequence[float], count: int) -> tuple[int, ...]:
-    """`count` layers: the first, the last, and between them those that change their input most.
+    """`count` layers: the first, the last, and those between them that change their input most.
 
     Args:
-        changes: of all layers but the last.
+        changes: the changes by all layers except the last.
     """
     last = len(changes)
     between = sorted(range(1, last), key=lambda layer: -changes[layer])
@@ -70,12 +70,12 @@ def layers_that_change_most(changes: Sequence[float], count: int) -> tuple[int, 
 
 
 def cut_draft(target: PreTrainedModel, layers: Sequence[int], tokens: Sequence[int]) -> PreTrainedModel:
-    """A model of some of a target's layers with copies of all its other weights; `config.draft_tokens` are `tokens`.
+    """A model with some of a target's layers and copies of its other weights; `config.draft_tokens` are `tokens`.
 
-    Of an encoder-decoder, the layers are the decoder's, and `config.draft_shares_encoder` is true.
+    For an encoder-decoder, the layers are the decoder's, and `config.draft_shares_encoder` is true.
 
     Raises:
-        BenchError: the target has no such layer, or needs one that is left out.
+        BenchError: the target has no such layer, or layer 0 is missing but needed.
     """
     name, setting = _lists_of_layers(target)[0], _number_of_layers(target)
     count = int(getattr(target.config, setting))
@@ -90,7 +90,7 @@ def cut_draft(target: PreTrainedModel, layers: Sequence[int], tokens: Sequence[i
     if config.is_encoder_decoder:
         config.draft_shares_encoder = True
     config.name_or_path = ""
-    vars(config).pop("quantization_config", None)  # of a GGUF file, whose weights were widened
+    vars(config).pop("quantization_config", None)  # of a GGUF file: its weights are widened
     draft: PreTrainedModel = type(target)(config).to(target.dtype)
     if target.get_output_embeddings().weight is not target.get_input_embeddings().weight:
         draft.set_output_embeddings(deepcopy(target.get_output_embeddings()))  # T5's configuration can't say so
@@ -109,13 +109,13 @@ def cut_draft(target: PreTrainedModel, layers: Sequence[int], tokens: Sequence[i
 
 
 def _number_of_layers(model: PreTrainedModel) -> str:
-    """Under which name a configuration has the number of the (decoder's) layers."""
+    """The name of the configuration's number of (decoder) layers."""
     own = ("num_decoder_layers", "decoder_layers") if model.config.is_encoder_decoder else ()
     return next((name for name in own if hasattr(model.config, name)), "num_hidden_layers")
 
 
 def _lists_of_layers(model: PreTrainedModel) -> list[str]:
-    """The names of the lists of as many modules as the model (its decoder) has layers."""
+    """The names of module lists that are as long as the number of (decoder) layers."""
     count = getattr(model.config, _number_of_layers(model), None)
     inner = set((model.get_decoder() if model.config.is_encoder_decoder else model).modules())
     named = ((name, one) for name, one in model.named_modules() if one in inner)

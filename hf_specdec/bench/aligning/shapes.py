@@ -1,4 +1,4 @@
-"""Which layers a draft is made of: some choices are trained for a while, and the one that promises most is taken."""
+"""Chooses the layers of a draft: trains several candidates briefly and takes the one with the best predicted speed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_specdec.bench.records import Training
 from hf_specdec.bench.running.bare_passes import BarePasses
 
 _COUNTS = (2, 4, 6)  # layers
-_SAMPLE = 16  # answers on which layers are compared
+_SAMPLE = 16  # answers for which the layers' changes are compared
 _LOOKAHEADS = (1, 2, 3, 4, 6)
 _SAMPLES = 5  # of each pass
 
@@ -29,12 +29,12 @@ class Trials:
     """Short trainings of several shapes.
 
     Args:
-        target: without a draft.
-        tokens: those that drafts propose.
+        target: the target, without a draft.
+        tokens: the tokens that drafts propose.
         held_out: answers that are not learned from.
-        fit: trains a draft, see `training.train`.
-        folder: where the trials lie; it is left to the caller.
-        seconds: that all may take together.
+        fit: trains a draft; see `training.train`.
+        folder: where trials are stored; the caller deletes it.
+        seconds: the time of all trials together.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Trials:
         return max(found, key=lambda layers: found[layers])
 
     def _shapes(self) -> list[tuple[int, ...]]:
-        """The first alone, two to six that change most, and four of which three are the first."""
+        """The first layer alone, the two to six that change most, and the first three with the last."""
         batch = Collator(self.target)(list(self.held_out.select(range(min(_SAMPLE, len(self.held_out))))))
         changes = layer_changes(self.target.target, batch)
         counts = [count for count in _COUNTS if count <= len(changes)]
@@ -78,7 +78,7 @@ class Trials:
         return replace(self.target, draft=draft, draft_name="trial", draft_tokenizer=self.target.tokenizer)
 
     def _passes(self, pair: LoadedPair) -> tuple[float, dict[int, float]]:
-        """c, and v by the number of drafted tokens, on the recorded engine."""
+        """c, and v by number of drafted tokens, on the recorded engine."""
         assert pair.draft is not None
         hf_specdec.trim_draft_head(pair.draft)
         first = self.held_out[0]

@@ -1,7 +1,4 @@
-"""Trains a draft on its target's answers; checkpoints, mixed precision and several GPUs are left to `Trainer`.
-
-For a number of steps, or as long as a clock runs.
-"""
+"""Trains a draft on its target's answers with `Trainer`, for a number of steps or until a clock ends."""
 
 from __future__ import annotations
 
@@ -36,16 +33,16 @@ from hf_specdec.compat.transformers_private import use_one_gpu
 from hf_specdec.models.processor import multiplies_bfloat16
 
 _POINTS = 40  # of the loss curve
-_EVALUATIONS = 4  # of the held-out loss after the first, each with a checkpoint
+_EVALUATIONS = 4  # of the held-out loss, after the initial one; each with a checkpoint
 _WARM_UP = 0.05  # of the steps
-_EVALUATIONS_BY_CLOCK, _PATIENCE = 12, 3  # at most; of these without a lower loss in a row end a training
-_APART = 4  # times the seconds of an evaluation, before the next
-_STEPS_TO_WARM_UP = 40  # by the clock
-_STEPS_OF_A_POINT = 50  # of the loss curve, by the clock
+_EVALUATIONS_BY_CLOCK, _PATIENCE = 12, 3  # at most; evaluations in a row without a lower loss, which end training
+_APART = 4  # times the seconds of an evaluation pass before the next one
+_STEPS_TO_WARM_UP = 40  # with a clock
+_STEPS_OF_A_POINT = 50  # of the loss curve, with a clock
 _NEVER = 10**9  # steps
 _PASSES, _LEAST_STEPS = 5, 300
 _LEAST_RATE, _MOST_RATE = 1e-4, 4e-3
-_LARGE = 100_000_000  # trained parameters from which on the least rate is right
+_LARGE = 100_000_000  # trained parameters from which the lowest rate is used
 
 
 def default_steps(texts: int, rows: int) -> int:
@@ -54,17 +51,17 @@ def default_steps(texts: int, rows: int) -> int:
 
 
 def default_learning_rate(parameters: int) -> float:
-    """The peak for so many trained parameters: 1e-4 from 100M on, 4e-3 below 1M, between them a power law."""
+    """The peak learning rate: 1e-4 from 100M trained parameters on, 4e-3 below 1M, a power law between them."""
     return min(_MOST_RATE, _LEAST_RATE * max(1.0, _LARGE / parameters) ** 0.8)
 
 
 class AlignmentTrainer(Trainer):
-    """A `Trainer` whose loss is the draft's distance from the target over the tokens of the answers.
+    """A `Trainer` whose loss is the draft's distance from the target over the answers' tokens.
 
     Args:
-        settings: `loss`, `on_policy` and `seed` of them.
-        pair: the target judges; its own draft is left as it is.
-        trimmed: the tokens that the draft's head has rows of; None: all.
+        settings: its `loss`, `on_policy` and `seed` are used.
+        pair: provides the target; its draft does not change.
+        trimmed: the tokens of the draft's head; None for all.
         clock: sets the learning rate instead of the number of steps.
     """
 
@@ -77,11 +74,11 @@ class AlignmentTrainer(Trainer):
         self.collator = Collator(pair)
         self.tokens_read = 0
         self.agreed: list[Tensor] = []  # by position, where the draft's most likely token is the target's
-        # The mean over tokens below is the whole loss of a batch.
+        # `compute_loss` already averages over tokens.
         self.model_accepts_loss_kwargs = False
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The usual one, or one that falls with the time that is left."""
+        """`Trainer`'s scheduler; with a clock, one that falls with the time left."""
         if (clock := self.clock) is None:
             return super().create_scheduler(num_training_steps, optimizer)
 
@@ -94,7 +91,7 @@ class AlignmentTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean loss over the answers' tokens; in on-policy steps, over those that the draft wrote."""
+        """The mean loss over the answers' tokens; in on-policy steps, over tokens that the draft wrote."""
         if model.training:
             read = inputs["labels"] != IGNORED if "encoding" in inputs else inputs["attention_mask"]
             self.tokens_read += int(read.sum())
@@ -119,7 +116,7 @@ class AlignmentTrainer(Trainer):
         return divergence(logits.log_softmax(-1), target.log_softmax(-1))
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
-        """As usual; also notes at how many positions the most likely token is the target's."""
+        """As `Trainer.evaluate`; also logs how often the most likely token is the target's."""
         self.agreed = []
         found = super().evaluate(*arguments, **keywords)
         if self.agreed:
@@ -128,12 +125,12 @@ class AlignmentTrainer(Trainer):
         return found
 
     def _draft_writes(self) -> bool:
-        """Decided by the number of the step, so that all processes agree, and a run that goes on repeats it."""
+        """Whether the draft writes in this step; drawn by step number, so that all processes and resumed runs agree."""
         return Random(f"{self.settings.seed}/{self.state.global_step}").random() < self.settings.on_policy
 
     @torch.no_grad()
     def _written_by(self, draft: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch with answers drawn from the draft, as long as the longest that the target gave."""
+        """The batch with answers sampled from the draft, up to the length of the target's longest one."""
         prompts = self.collator.prompts(inputs)
         longest = int((inputs["labels"] != IGNORED).sum(-1).max())
         draft.eval()
@@ -150,22 +147,22 @@ class AlignmentTrainer(Trainer):
 
 
 class _Bar(ProgressCallback):
-    """A bar on stderr; losses go into the report."""
+    """A progress bar on stderr; losses are in the report."""
 
     def on_log(self, *arguments: Any, **keywords: Any) -> None:
         pass
 
 
 class _ByClock(TrainerCallback):
-    """Ends a training when its time is over, or when the held-out loss no longer falls; shows when that will be.
+    """Ends training when the time is over or the held-out loss no longer falls; shows the time left.
 
-    Evaluations take a fifth of the time at most: short trials would do little else.
+    Evaluations take at most a fifth of the time; otherwise, short trials would hardly train.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         spent = round(clock.spent)
-        self.began = self.ended = clock.spent  # of the last evaluation
+        self.began = self.ended = clock.spent  # the last evaluation
         self.bar = tqdm(initial=spent, total=round(clock.limit), desc="training", unit="s", file=sys.stderr)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
@@ -190,26 +187,26 @@ def train(
     settings: Settings, pair: LoadedPair, draft: PreTrainedModel, learned: Any, held_out: Any, folder: Path,
     shared: Processes, clock: Clock | None = None,
 ) -> Training:  # fmt: skip
-    """Trains `draft` and saves it with its tokenizer as `folder`/draft; an interrupted training goes on.
+    """Train `draft` and save it with its tokenizer as `folder`/draft; continues an interrupted training.
 
-    Of a draft that names its `draft_tokens`, a head of these tokens' rows stays as it is, and so does its embedding,
-    where the answers come with distributions.
+    If answers have stored distributions and the draft lists its `draft_tokens`, it is trained with a head of these
+    tokens; this head and the embedding are not trained.
 
     Args:
         draft: a copy of the pair's draft, which is changed.
         learned, held_out: answers of the target, as `datasets.Dataset`s.
-        folder: of this training alone; it is made.
+        folder: for this training only; created if missing.
         clock: how long to train, instead of `settings.steps`.
 
     Returns:
-        The curves and costs; `seconds` are those since the last start.
+        The curves and costs; `seconds` counts from the last start.
     """
     finished, facts_file = folder / "draft", folder / "training.json"
     if not finished.exists():
         dtype = draft.dtype
-        # Weights in half precision would lose small steps: they are kept in float32, and passes run in half.
+        # Half-precision weights would lose small updates: they are kept in float32, and passes run in half precision.
         model = draft.float() if dtype in (torch.float16, torch.bfloat16) else draft
-        # Other losses, and texts that the draft writes, need all logits.
+        # Without stored distributions, the loss needs all logits.
         trimmed = TrimmedVocabulary.of(model) if settings.top_k_targets else None
         model = model if settings.lora_rank is None else _with_lora(model, settings.lora_rank)
         settings = _chosen(settings, model, len(learned), shared.count)
@@ -239,13 +236,13 @@ def train(
 
 
 def _with_lengths(rows: Any) -> Any:
-    """With a column of lengths: texts of like length share a step, so that little of it is padding."""
+    """Add a column of lengths: texts of similar length share a step, so that little of it is padding."""
     lengths = [len(prompt) + len(answer) for prompt, answer in zip(rows["prompt"], rows["answer"], strict=True)]
     return rows.add_column("length", lengths)
 
 
 def _chosen(settings: Settings, model: Any, texts: int, processes: int) -> Settings:
-    """With steps and learning rate where none are given."""
+    """The settings with default steps and learning rate if none are given."""
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     rate, steps = settings.learning_rate, settings.steps
     return replace(
@@ -291,7 +288,7 @@ def _arguments(
         remove_unused_columns=False,
         report_to="none",
     )
-    # Trainer would spread the batch over all GPUs of a process, which the target beside it does not know.
+    # Trainer would split the batch over all GPUs of a process, but the target runs on one.
     if arguments.n_gpu > 1:
         use_one_gpu(arguments)
     return arguments
@@ -321,7 +318,7 @@ def _facts(trainer: AlignmentTrainer, settings: Settings, seconds: float, resume
 
 
 def _save(draft: PreTrainedModel, pair: LoadedPair, folder: Path) -> None:
-    """An ordinary checkpoint with its tokenizer, all or nothing."""
+    """Save an ordinary checkpoint with its tokenizer, completely or not at all."""
     assert pair.draft_tokenizer is not None
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The head of a draft in training, where the draft proposes some tokens only."""
+"""The head of a draft during training, if the draft only proposes some tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 
 class TrimmedVocabulary:
-    """A head of K rows in place of a draft's own, which `restore` puts back; neither it nor the embedding is trained.
+    """Replaces a draft's head by one of K rows until `restore`; neither it nor the embedding is trained.
 
-    Unlike the `TrimmedHead` that decodes, it gives K logits instead of V, most of them -inf: training would need them
-    for every token of a step.
+    Unlike `TrimmedHead`, which is for decoding, it returns K logits instead of V, most of which would be -inf and cost
+    memory for every token of a training step.
 
     Args:
         draft: the model, modified in place.
@@ -35,13 +35,13 @@ class TrimmedVocabulary:
         if self.bias is not None:
             draft.final_logits_bias = self.bias[:, tokens]
         draft.config.tie_word_embeddings = False
-        # The column of each token; the one behind the last for those that the draft does not propose.
+        # The column of each token; K for tokens that the draft does not propose.
         self.places = torch.full((self.whole.weight.shape[0],), len(tokens), device=rows.device)
         self.places[tokens] = torch.arange(len(tokens), device=rows.device)
 
     @classmethod
     def of(cls, draft: PreTrainedModel) -> TrimmedVocabulary | None:
-        """Of a draft whose configuration names its `draft_tokens`; None of others."""
+        """The vocabulary of a draft whose configuration lists its `draft_tokens`; None for other drafts."""
         tokens = getattr(draft.config, "draft_tokens", None)
         return cls(draft, list(tokens)) if tokens else None
 
@@ -50,7 +50,7 @@ class TrimmedVocabulary:
         return self.places.to(tokens.device)[tokens]
 
     def restore(self) -> None:
-        """Gives the draft its own head back."""
+        """Restore the draft's own head."""
         self.draft.set_output_embeddings(self.whole)
         if self.bias is not None:
             self.draft.final_logits_bias = self.bias

@@ -1,4 +1,4 @@
-"""What `generate()` is given of prompts: padded tokens, or the features of recordings."""
+"""Turns prompts into inputs of `generate()`: padded tokens, or the features of recordings."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hf_specdec.bench.settings import BenchError
 
 
 def read_wave(path: str, rate: int, longest: float) -> np.ndarray:
-    """A recording's samples `[N]`, -1 to 1.
+    """Read a recording's samples `[N]`, from -1 to 1.
 
     Args:
-        rate: samples per second that it has to have.
-        longest: in seconds.
+        rate: the required samples per second.
+        longest: the maximum length in seconds.
 
     Raises:
-        BenchError: it can't be read, has another form, or is longer.
+        BenchError: the file cannot be read, has another format, or is too long.
     """
     form = f"a WAV file of one channel, 16 bits and {rate} samples per second, at most {longest:g} s long"
     try:
@@ -44,10 +44,10 @@ def read_wave(path: str, rate: int, longest: float) -> np.ndarray:
 
 
 def model_inputs(pair: LoadedPair, prompts: Sequence[Prompt], model: PreTrainedModel) -> dict[str, Tensor]:
-    """Features `[B, …]` of recordings; of texts `[B, P]` ids, padded on the left (an encoder's on the right) and mask.
+    """Features `[B, …]` of recordings, or ids and mask `[B, P]` of texts, padded on the left (encoders: right).
 
     Args:
-        model: of the pair, whose device and dtype they have.
+        model: the pair's model that gives device and dtype.
 
     Raises:
         BenchError: see `read_wave`.
@@ -64,7 +64,7 @@ def model_inputs(pair: LoadedPair, prompts: Sequence[Prompt], model: PreTrainedM
 
 
 def pad_token(pair: LoadedPair) -> int | None:
-    """The tokenizer's padding, or its EOS where it has none."""
+    """The tokenizer's padding token, or its EOS token if it has none."""
     if pair.tokenizer.pad_token_id is not None:
         return int(pair.tokenizer.pad_token_id)
     stored = pair.tokenizer.eos_token_id

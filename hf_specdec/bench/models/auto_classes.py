@@ -1,4 +1,4 @@
-"""What reads a model's configuration and makes the model, for all kinds that the tasks take."""
+"""The classes that load configurations and models, for all kinds that the tasks support."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hf_specdec.models.traits import describes_block_draft
 
 
 class AnyConfig:
-    """As `AutoConfig`, also for EAGLE-3 drafts, which transformers does not know."""
+    """`AutoConfig`, extended to EAGLE-3 drafts, which transformers does not support."""
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str, **arguments: Any) -> Any:
-        """The configuration of a folder, a GGUF file or a name on the hub."""
+        """Load the configuration of a folder, a GGUF file or a name on the hub."""
         kind: Any = AutoConfig
         if "gguf_file" not in arguments:
             found, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **arguments)

@@ -1,4 +1,4 @@
-"""Fine-tunes a draft on what its target writes, and judges it on prompts that it has not seen."""
+"""Fine-tunes a draft on its target's answers, and judges it on held-out prompts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Dialogues = list[list[Question]]
 BEFORE, AFTER = "before", "after"  # the names of the methods
 MOST_HELD_OUT = 64  # dialogues
 LEAST_GAIN = 1.05  # over plain decoding on the same engine, below which a draft is not recommended
-_HELD_OUT_SHARE = 0.1  # of the dialogues, where a data set has no split for it
+_HELD_OUT_SHARE = 0.1  # of the dialogues, if a data set has no split for it
 
 
 _ACCEPTANCE = (
@@ -50,14 +50,14 @@ _ACCEPTANCE = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Answers, trains, judges; a draft that is accepted more often than before is saved as `<name>-aligned`.
+    """Answer, train and judge; a draft that is accepted more often than before is saved as `<name>-aligned`.
 
-    An interrupted run goes on where it stopped. Raises `BenchError` for what the user can put right.
+    An interrupted run continues where it stopped. Raises `BenchError` for errors that the user can fix.
     """
     check_arguments(settings)
     learned, held_out = prompts(settings)
     judged = judging(settings)
-    # Refuses here what would otherwise be refused after the training.
+    # Raises now what would otherwise be raised after the training.
     Journal(judged, stem(judged), shared.count)
     pair = load_pair(settings)
     saved = destination(settings, pair)
@@ -99,19 +99,19 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def workplace(settings: Settings, answers: Path) -> Path:
-    """Where a training with these arguments on these answers keeps its checkpoints."""
+    """The folder for the checkpoints of a training with these arguments on these answers."""
     told = json.dumps(as_json(settings) | {"output_dir": answers.name}, sort_keys=True)
     digest = hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
     return settings.output_dir / f"{stem(settings)}-{digest}"
 
 
 def judging(settings: Settings) -> Settings:
-    """The settings with which drafts are judged, under which the result is kept."""
+    """The settings for judging drafts, under which the result is stored."""
     return replace(settings, batch_sizes=(1,))
 
 
 def check_arguments(settings: Settings) -> None:
-    """Raises `BenchError` for what is not possible, before anything is loaded."""
+    """Raise `BenchError` for impossible settings, before anything is loaded."""
     for package, wanted, argument in (
         ("accelerate", True, f"--task: {settings.task!r}"),
         ("peft", settings.lora_rank is not None, f"--lora_rank: {settings.lora_rank}"),
@@ -121,7 +121,7 @@ def check_arguments(settings: Settings) -> None:
     if synthetic.is_synthetic(settings.model_name):
         raise BenchError(f"--model_name: {settings.model_name!r} has random weights; give a target that was trained")
     if settings.drafter not in (None, "model"):
-        raise BenchError(f"--drafter: {settings.drafter!r} is no model that could be trained; leave it out")
+        raise BenchError(f"--drafter: {settings.drafter!r} is not a model that can be trained; leave it out")
     if settings.draft_precision is not None:
         raise BenchError(f"--draft_precision: {settings.draft_precision!r} can't be trained; leave it out")
     if settings.loss == "cross_entropy":
@@ -139,7 +139,7 @@ def check_arguments(settings: Settings) -> None:
 
 
 def check_pair(settings: Settings, pair: LoadedPair) -> None:
-    """Raises `BenchError` for models that can't be aligned, or not with these arguments."""
+    """Raise `BenchError` if the models cannot be aligned, or not with these arguments."""
     assert pair.draft_tokenizer is not None
     if pair.draft_tokenizer.get_vocab() != pair.tokenizer.get_vocab():
         raise BenchError(
@@ -151,7 +151,7 @@ def check_pair(settings: Settings, pair: LoadedPair) -> None:
 
 
 def destination(settings: Settings, pair: LoadedPair) -> Path:
-    """Where the aligned draft goes; raises `BenchError` where something lies there."""
+    """The folder of the aligned draft; raises `BenchError` if it exists."""
     path = settings.output_dir / f"{Path(str(pair.draft_name)).name}-aligned"
     if path.exists():
         raise BenchError(
@@ -163,10 +163,10 @@ def destination(settings: Settings, pair: LoadedPair) -> Path:
 def prompts(settings: Settings) -> tuple[Dialogues, Dialogues]:
     """Dialogues to learn from, and held-out ones; no prompt is in both.
 
-    The embedded data has a split for each. Of other data a share is held out, at most `MOST_HELD_OUT`.
+    The embedded data has a split for each. From other data, a share is held out, at most `MOST_HELD_OUT` dialogues.
 
     Raises:
-        BenchError: see `questions.dialogues`; or there are too few.
+        BenchError: see `questions.dialogues`, or there are too few prompts.
     """
     if questions.is_embedded(settings.dataset):
         for option in ("split", "held_out"):
@@ -191,7 +191,7 @@ def prompts(settings: Settings) -> tuple[Dialogues, Dialogues]:
 
 
 def contenders(settings: Settings, pair: LoadedPair, aligned: LoadedPair) -> list[Contender]:
-    """Plain decoding, and speculative decoding with the draft before and after."""
+    """Plain decoding, and speculative decoding with the draft before and after training."""
     found = [plain(pair), plain_on_engine(chosen_keywords(settings, pair), pair)]
     for name, one, words in ((BEFORE, pair, "draft as it was"), (AFTER, aligned, "aligned draft")):
         method = ours("speculative", chosen_keywords(settings, one), one, name=name)
@@ -217,7 +217,7 @@ def render(result: Result) -> list[Block]:
 
 
 def verdict(part: Part) -> str:
-    """What became of acceptance and speed, and whether the draft was saved."""
+    """How acceptance and speed changed, and whether the draft was saved."""
     before, after = (percent(acceptance_rate(part.of(name))) for name in (BEFORE, AFTER))
     gain = points(speed.acceptance_gain(part, AFTER, BEFORE))
     change = f"from {before} to {after} on held-out prompts: {gain} points"
@@ -232,11 +232,11 @@ def verdict(part: Part) -> str:
 
 
 def advice(part: Part, names: Sequence[str], without: str | None = None) -> str:
-    """Whether a draft is worth its use: what decoding with it brings by the fastest of some methods.
+    """Whether to use a draft: the speed of decoding with it by the fastest of some methods.
 
     Args:
         names: the methods with the draft.
-        without: a method that drafts without a model, which has to be slower.
+        without: a method without a draft model; the draft is not recommended if this is faster.
     """
     best = speed.fastest(part, [part.result.method(name) for name in names])
     pays = None if best is None else speed.over(part, best, "engine")
@@ -266,7 +266,7 @@ _ACCEPTED: columns.Columns = {
 
 
 def training_table(result: Result) -> str:
-    """One row: data, loss, cost, and the losses at both ends."""
+    """One row: data, loss, cost, and the held-out loss before and after."""
     settings, facts = result.settings, result.training
     assert facts is not None
     loss = settings.loss.replace("_", " ")

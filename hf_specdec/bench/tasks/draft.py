@@ -1,4 +1,4 @@
-"""Makes a draft for a target out of some of its layers, trains it on what the target writes, and judges it."""
+"""Makes a draft from some of a target's layers, trains it on the target's answers, and judges it."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from hf_specdec.bench.tasks import align
 from hf_specdec.bench.tasks.align import AFTER, BEFORE, MOST_HELD_OUT, Dialogues, judging
 from hf_specdec.models.processor import multiplies_bfloat16
 
-SUFFIX, HYBRID = "suffix", "hybrid"  # the names of further methods
-GGUF = "draft.gguf"  # in the draft's folder, of targets from GGUF files
+SUFFIX, HYBRID = "suffix", "hybrid"  # the names of more methods
+GGUF = "draft.gguf"  # in the draft's folder, for targets from GGUF files
 _ANSWERING, _TRYING = 0.45, 0.1  # of the time; the rest trains
-_ROWS = 8  # of a training step
-_COVERED = 0.98  # of the answers' tokens, by those that the draft may propose
-_HELD_OUT = 10  # one answer to an own prompt in so many is held out
+_ROWS = 8  # texts of a training step
+_COVERED = 0.98  # of the answers' tokens are among those that the draft may propose
+_HELD_OUT = 10  # one of this many answers to the target's own prompts is held out
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Answers, tries shapes, trains, judges; the draft is saved as `<target>-draft`, and words say whether to use it.
+    """Answer, try shapes, train and judge; the draft is saved as `<target>-draft`. The report says whether to use it.
 
-    An interrupted run goes on where it stopped. Raises `BenchError` for what the user can put right.
+    An interrupted run continues where it stopped. Raises `BenchError` for errors that the user can fix.
     """
     check_arguments(settings)
     judged = judging(settings)
@@ -116,13 +116,13 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def save_as_gguf(pair: LoadedPair, settings: Settings, saved: Path) -> None:
-    """Writes the draft in folder `saved` as a GGUF file beside it, where the target is one, with that one's tokenizer.
+    """If the target is a GGUF file, write the draft as such to folder `saved`, with the target's tokenizer.
 
-    Of families that llama.cpp has and `gguf_export` does not, nothing is written.
+    Nothing is written for families that `gguf_export` does not support.
     """
     if not is_gguf(pair.target_name):
         return
-    # Here because it needs gguf, which such a target needs as well.
+    # Here because it needs gguf, as such targets do.
     from hf_specdec.bench.models.gguf_export import export_refusal, write_gguf
 
     draft = with_draft(pair, str(saved), settings, pair.target.device, trim=False).draft
@@ -132,7 +132,7 @@ def save_as_gguf(pair: LoadedPair, settings: Settings, saved: Path) -> None:
 
 
 def check_arguments(settings: Settings) -> None:
-    """Raises `BenchError` for what is not possible, before anything is loaded."""
+    """Raise `BenchError` for impossible settings, before anything is loaded."""
     align.check_arguments(settings)
     if settings.loss == "cross_entropy":
         raise BenchError("--loss: 'cross_entropy' does not learn from distributions; choose another loss")
@@ -141,7 +141,7 @@ def check_arguments(settings: Settings) -> None:
 
 
 def destination(settings: Settings) -> Path:
-    """Where the draft goes; raises `BenchError` where something lies there."""
+    """The folder of the draft; raises `BenchError` if it exists."""
     path = settings.output_dir / f"{short_name(settings.model_name)}-draft"
     if path.exists():
         raise BenchError(
@@ -153,13 +153,13 @@ def destination(settings: Settings) -> Path:
 def answered(
     settings: Settings, pair: LoadedPair, given: Dialogues, asked: Dialogues, shared: Processes
 ) -> tuple[Path, Any, Any]:
-    """The folder of the target's answers, those to learn from, as far as there is time, and those that are held out.
+    """The folder of the target's answers, those to learn from, as many as time allows, and the held-out ones.
 
     Raises:
-        BenchError: there was time for none.
+        BenchError: there was no time for any.
     """
     if not given:
-        # Whatever judges: own prompts are the same.
+        # The target's own prompts do not depend on the data that judges.
         settings = replace(
             settings, dataset=OWN, dataset_path=None, split=None, prompt_column=None, prompt_template="{prompt}",
             limit=None,
@@ -182,9 +182,9 @@ def answered(
 
 
 def for_many_rows(pair: LoadedPair) -> LoadedPair:
-    """The target in bfloat16 where a processor multiplies it: in large batches, products are what takes time.
+    """The target in bfloat16 if the processor multiplies it: in large batches, matrix products take most of the time.
 
-    Where two tokens are nearly as likely, its texts part from those in float32; they are its own all the same.
+    Texts may differ from those in float32 where two tokens are almost equally likely, but are still the target's own.
     """
     target = pair.target
     if target.device.type != "cpu" or target.dtype != torch.float32 or not multiplies_bfloat16():
@@ -200,25 +200,25 @@ def proposed_tokens(settings: Settings, pair: LoadedPair, learned: Any) -> list[
         if found >= _COVERED * total:
             break
         found, count = found + times, count + 1
-    count = settings.draft_vocabulary or count + 64  # those of the chat template come along
+    count = settings.draft_vocabulary or count + 64  # room for those of the chat template
     try:
         return hf_specdec.frequent_tokens(learned["answer"], pair.tokenizer, count)
     except ValueError as error:
-        raise BenchError(f"--draft_vocabulary: {count} can't be had ({error})") from error
+        raise BenchError(f"--draft_vocabulary: {count} is not possible ({error})") from error
 
 
 def cut(pair: LoadedPair, layers: tuple[int, ...], tokens: list[int]) -> LoadedPair:
-    """The target with a draft of these layers, untrained."""
+    """The target with an untrained draft of these layers."""
     name = f"{short_name(pair.target_name)}, layers {' '.join(map(str, layers))}"
     draft = cut_draft(pair.target, layers, tokens)
     return replace(pair, draft=draft, draft_name=name, draft_tokenizer=pair.tokenizer)
 
 
 def contenders(settings: Settings, before: LoadedPair, after: LoadedPair) -> list[Contender]:
-    """Plain decoding, copies from the text, and drafting with the draft as it was cut, as trained, and with copies."""
+    """Plain decoding, copies, the draft before and after training, and the trained draft with copies."""
     keywords = chosen_keywords(settings, after)
     if after.encoder_decoder:
-        keywords["compile"] = False  # it has no effect on them
+        keywords["compile"] = False  # it has no effect on encoder-decoder models
     copies = keywords | {"num_assistant_tokens": None}
     return [
         plain(after),
@@ -247,7 +247,7 @@ def render(result: Result) -> list[Block]:
 
 
 def use(part: Part) -> str:
-    """The call that uses the draft in the faster way."""
+    """Code that uses the draft in the faster way."""
     facts = part.result.training
     assert facts is not None
     best = speed.fastest(part, [part.result.method(name) for name in (AFTER, HYBRID)])
@@ -263,7 +263,7 @@ model.generate(**inputs, assistant_model=draft, generation_strategy="speculative
 
 
 def curve(result: Result) -> str:
-    """Held-out loss and agreement as the training went on."""
+    """A table of held-out loss and agreement during training."""
     assert result.training is not None
     facts = result.training
     per_step = facts.tokens_read / max(1, facts.steps - facts.resumed_at)

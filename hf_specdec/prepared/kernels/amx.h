@@ -1,8 +1,7 @@
 // Products of tokens and a matrix, where the processor multiplies tiles (AMX).
 //
-// One instruction multiplies 16 rows of 64 bytes of weights, read as they lie there, with 16 columns of as many bytes:
-// eight times as many products in a cycle as with vectors. A pass over as many tokens as fill the columns takes as long
-// as a pass over one.
+// One instruction multiplies 16 rows of 64 bytes of weights, read in place, with 16 columns of as many bytes: eight times as
+// many products per cycle as with vectors. A pass over as many tokens as fill the columns takes as long as over one.
 
 #pragma once
 
@@ -22,18 +21,18 @@ namespace {
 
 constexpr int kTile = 16;         // rows of a tile, and its columns of four bytes
 constexpr int kTileWidth = 64;    // bytes of a row
-constexpr int kTilesAtOnce = 4;   // of tokens, multiplied with a tile of weights while that is in its register
+constexpr int kTilesAtOnce = 4;   // tiles of tokens, multiplied with a tile of weights while it is in its register
 constexpr int64_t kTileBytes = kTile * kTileWidth;
 
 #ifdef AMX
-// Whether the operating system lets this process use tiles; it must be asked.
+// Whether the operating system lets this process use tiles, after asking for permission.
 inline bool tiles_granted() {
   constexpr int kRequest = 0x1023, kTileData = 18;
   static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   return granted;
 }
 
-// The registers of a thread, set to whole tiles; other libraries set theirs once for each thread.
+// The tile registers of a thread, configured for whole tiles; other libraries configure theirs once per thread.
 class TileRegisters {
  public:
   TileRegisters() {
@@ -63,7 +62,7 @@ class TileRegisters {
   }
 
  private:
-  // gcc 12's own functions for these instructions know of the first eight bytes only.
+  // gcc 12's intrinsics for these instructions declare only the first eight bytes as read or written.
   struct alignas(64) Shapes {
     uint8_t palette, start, reserved[14];
     uint16_t width[16];  // bytes of a row
@@ -73,14 +72,14 @@ class TileRegisters {
 };
 #endif
 
-// Rows and columns of 32 bits exchanged.
+// Transposes rows and columns of 32 bits.
 inline void transpose(const void* from, int64_t from_row, void* to, int64_t to_row, int rows, int columns) {
   at::vec::transpose_mxn<float>(static_cast<const float*>(from), from_row, static_cast<float*>(to), to_row, rows, columns);
 }
 
 // Columns of tokens as tiles `[steps, groups, 16, 16, 4]`: a step is 64 bytes of a column, four in each row of the tile.
 struct TokenTiles {
-  // `columns` of so many bytes, which 64 divides.
+  // The length of `columns` in bytes must be a multiple of 64.
   TokenTiles(const void* data, int64_t columns, int64_t bytes)
       : steps(bytes / kTileWidth), groups((columns + kTile - 1) / kTile), tiles(steps * groups * kTileBytes) {
     for (int64_t step = 0; step < steps; ++step)
@@ -98,16 +97,16 @@ struct TokenTiles {
   const Aligned<int8_t> tiles;
 };
 
-// What a thread multiplies tiles in. `Sum` is the type of the sums.
+// The memory in which a thread multiplies tiles. `Sum` is the type of the sums.
 template <class Sum> struct TileScratch {
   TileRegisters registers;
   alignas(64) Sum sums[kTilesAtOnce][kTile][kTile];
   alignas(64) Sum columns[kTile][kTile];
-  alignas(64) int8_t weights[kTileBytes];  // a tile that is not whole where it lies
+  alignas(64) int8_t weights[kTileBytes];  // a copy of a tile that is not whole in memory
 };
 
-// A tile of weights: 64 bytes of each row from the byte `at` on, as it lies there or copied to `copy`. Meanwhile the tile
-// of the next rows is fetched, unless rows are so long that the processor foresees what is read of them.
+// A tile of weights: 64 bytes of each row from the byte `at` on, in place or copied to `copy`. Also prefetches the tile of
+// the next rows, unless rows are so long that the processor prefetches them by itself.
 template <class S, class T>
 std::pair<const int8_t*, int64_t> weight_tile(const Block<S, T>& block, int64_t at, int8_t* copy) {
   constexpr int64_t kForeseen = 12 << 10;
@@ -150,7 +149,7 @@ class BFloat16Tiles {
   static constexpr int kRows = kTile;
   static constexpr int kHalves = 1;
   static constexpr bool far() { return false; }
-  static constexpr int64_t kFewest = 8;  // tokens; for fewer, vectors are faster, as tiles take time to get going
+  static constexpr int64_t kFewest = 8;  // tokens; for fewer, vectors are faster, since tiles take time to start
 
   BFloat16Tiles(const BFloat16* x, int64_t tokens, int64_t k)
       : count(tokens), padded(x, tokens, k, kTileWidth / sizeof(BFloat16)),
@@ -178,7 +177,7 @@ class Int8Tiles {
   static constexpr int kRows = kTile;
   static constexpr int kHalves = 1;
   static constexpr bool far() { return false; }
-  static constexpr int64_t kFewest = 2;  // tokens; for one, vectors are fast enough, and tiles take time to get going
+  static constexpr int64_t kFewest = 2;  // tokens; for one, vectors are fast enough, and tiles take time to start
 
   Int8Tiles(const float* x, int64_t tokens, int64_t k)
       : count(tokens), digits(x, tokens, k), tiles(digits.data.data, tokens * kDigits, digits.width) {}

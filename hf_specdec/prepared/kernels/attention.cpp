@@ -1,7 +1,7 @@
 // Attention of few tokens.
 //
-// Keys and values are cut into parts of some slots, which threads take in turn, so that each is read once for all the
-// queries that share it. What the parts come to is joined as in FlashDecoding (Dao et al., 2023).
+// Keys and values are split into parts of some slots, which threads take in turn, so that each is read once for all the
+// queries that share it. The results of the parts are joined as in FlashDecoding (Dao et al., 2023).
 
 #include <cmath>
 #include <limits>
@@ -16,30 +16,30 @@ namespace {
 
 template <class A> constexpr A kNever = -std::numeric_limits<A>::infinity();
 constexpr int64_t kSlots = 128;  // of a part
-constexpr int kMixed = kWide ? 4 : 2;  // vectors of a value's columns that are summed at a time
+constexpr int kMixed = kWide ? 4 : 2;  // vectors of a value's columns that are summed together
 
 struct Shape {
-  int64_t group, queries, width;  // heads of queries that share a head of keys, queries of each, columns of a head
+  int64_t group, queries, width;  // query heads that share a head of keys, queries of each, columns of a head
   int64_t mask_head, mask_query;  // strides
   int64_t rows() const { return group * queries; }
 };
 
-enum Sight : uint8_t { kUnseen, kSeenBySome, kSeenByAll };  // of a slot, by the rows of queries
+enum Sight : uint8_t { kUnseen, kSeenBySome, kSeenByAll };  // whether queries see a slot
 
-// What rows of queries come to over one part of the slots, or over all.
+// The results of rows of queries over one part of the slots, or over all.
 template <class A> struct Result {
-  A* highest;  // score, or −inf where nothing is seen
+  A* highest;  // score, or −inf if nothing is seen
   A* total;    // of the weights e^(score − highest)
   A* mixed;    // `[rows, width]`: the sums of the values by weight
 };
 
-// Where a thread works on a part.
+// The memory in which a thread works on a part.
 template <class A> struct Room {
   explicit Room(const Shape& shape)
       : padded((shape.width + kLanes<A> - 1) / kLanes<A> * kLanes<A>), scaled(shape.rows() * padded),
         shifts(shape.rows() * kSlots), scores(shape.rows() * kSlots), sums(shape.rows()) {}
   const int64_t padded;  // columns of a head, as whole vectors
-  Aligned<A> scaled, shifts, scores;  // queries `[rows, padded]`; what is added to scores and scores `[rows, 128]`
+  Aligned<A> scaled, shifts, scores;  // queries `[rows, padded]`; the mask's numbers and the scores `[rows, 128]`
   std::vector<Four<A>> sums;
   Sight sight[kSlots];
 };
@@ -50,7 +50,7 @@ template <class T> constexpr SumOf<T> hidden_from() {
       ? double(std::numeric_limits<double>::lowest()) : -3.3895314e38;
 }
 
-// Reads the mask of some slots. Masks of several rows may be one.
+// Reads the mask of some slots. Several rows may share one mask.
 template <class T, class A>
 void look(const T* mask, const Shape& shape, int64_t masks, int64_t slots, Room<A>& room) {
   const A hidden = hidden_from<T>();
@@ -76,7 +76,7 @@ void look(const T* mask, const Shape& shape, int64_t masks, int64_t slots, Room<
     room.sight[slot] = seen[slot] == 0 ? kUnseen : seen[slot] == masks ? kSeenByAll : kSeenBySome;
 }
 
-// Scores of some slots; meanwhile their values are fetched from memory.
+// Computes the scores of some slots; meanwhile prefetches their values.
 template <class T, class A>
 void score(const T* key, const T* value, const Shape& shape, int64_t slots, Room<A>& room) {
   const int64_t rows = shape.rows(), width = shape.width;
@@ -84,7 +84,7 @@ void score(const T* key, const T* value, const Shape& shape, int64_t slots, Room
     const int64_t count = std::min<int64_t>(4, slots - slot);
     std::fill(room.sums.begin(), room.sums.end(), Four<A>{});
     if (std::any_of(room.sight + slot, room.sight + slot + count, [](Sight of) { return of != kUnseen; })) {
-      const T* keys[4];  // the last one for missing ones
+      const T* keys[4];  // the last one stands for missing ones
       for (int64_t r = 0; r < 4; ++r) keys[r] = key + (slot + std::min(r, count - 1)) * width;
       multiply_four<FloatProduct<T, A>>(
           keys, {room.scaled.data, room.padded}, rows, 0, width,
@@ -98,8 +98,8 @@ void score(const T* key, const T* value, const Shape& shape, int64_t slots, Room
   }
 }
 
-// Turns a row's scores into weights; returns the highest score and the weights' sum. What a mask hides is left out,
-// whatever it holds.
+// Turns a row's scores into weights; returns the highest score and the sum of the weights. Masked slots are left out,
+// whatever they hold.
 template <class A> std::pair<A, A> softmax(A* scores, const A* shifts) {
   const Vector<A> never(kNever<A>);
   Vector<A> most = never;
@@ -120,14 +120,14 @@ template <class A> std::pair<A, A> softmax(A* scores, const A* shifts) {
   return {highest, sum_of<A>(sums)};
 }
 
-// Values as columns of a block, whose rows are weights: `at(vector, slot)`.
+// Values as the columns of a block whose rows are weights: `at(vector, slot)`.
 template <class T, class A> struct Values {
   INLINE Vector<A> at(int64_t vector, int64_t slot) const { return load<A>(data + slot * width + vector * kLanes<A>); }
   const T* data;
   int64_t width;
 };
 
-// Adds the values of some slots by their weights, for R rows, in D vectors of columns.
+// Adds the weighted values of some slots, for R rows, in D vectors of columns.
 template <class T, class A, int R, int D>
 void mix(const A* weights, const T* value, int64_t begin, int64_t end, int64_t width, A* mixed) {
   const A* rows[R];
@@ -151,7 +151,7 @@ void mix_rows(const A* weights, const T* value, int64_t begin, int64_t end, int6
         mixed[r * width + d] += weights[r * kSlots + slot] * A(value[slot * width + d]);
 }
 
-// Some rows of queries, `scaled` in the room, over some slots, of which the room has the mask.
+// Attends with some rows of queries to some slots; `room` holds the scaled queries and the mask.
 template <class T, class A>
 void attend(const T* key, const T* value, const Shape& shape, int64_t masks, int64_t slots, Room<A>& room,
             const Result<A>& result) {
@@ -177,7 +177,7 @@ void attend(const T* key, const T* value, const Shape& shape, int64_t masks, int
   }
 }
 
-// One row's result over all parts, of which each holds `rows`. A row that sees nothing is zeros.
+// One row's result over all parts, each of which holds `rows`. A row that sees nothing becomes zeros.
 template <class T, class A>
 void join(const Result<A>& of, int64_t parts, int64_t rows, int64_t width, A* shares, T* out) {
   A highest = kNever<A>, total = 0;
@@ -195,7 +195,7 @@ void join(const Result<A>& of, int64_t parts, int64_t rows, int64_t width, A* sh
   for (int64_t d = 0; d < width; ++d) out[d] = T(first[d] * whole);
 }
 
-// A tensor `[B, H, S, D]`, or the same for all rows, heads or slots.
+// A tensor `[B, H, S, D]`, possibly the same for all rows, heads or slots.
 template <class T> struct Heads {
   explicit Heads(Given of) : data(pointer<const T>(of)) {
     for (int dim = 0; dim < 3; ++dim) strides[dim] = of.size(dim) > 1 ? of.stride(dim) : 0;
@@ -207,7 +207,7 @@ template <class T> struct Heads {
   int64_t strides[3];
 };
 
-// How many slots there are up to the last that any query sees, in whole parts: a cache may have many more.
+// The number of slots up to the last one that any query sees, in whole parts: a cache may have many more.
 template <class T> int64_t slots_in_use(const Heads<T>& masks, Given mask, int64_t slots) {
   using A = SumOf<T>;
   const auto seen = [&](const T* from, int64_t count) {
@@ -227,8 +227,8 @@ template <class T> int64_t slots_in_use(const Heads<T>& masks, Given mask, int64
   return std::min(kSlots, slots);
 }
 
-// `[B, H, Q, D]` over `[B, H_kv, S, D]`, with a mask `[B or 1, H or 1, Q or 1, S]` to be added: `[B, Q, H, D]`. The last
-// dimension of all is contiguous, and the last two of keys and values are.
+// Attention of queries `[B, H, Q, D]` to keys and values `[B, H_kv, S, D]` with an additive mask `[B or 1, H or 1, Q or 1,
+// S]`; returns `[B, Q, H, D]`. The last dimension must be contiguous, for keys and values the last two.
 template <class T>
 void attention(Given query, Given key, Given value, Given mask, double scale, Handle* output) {
   using A = SumOf<T>;

@@ -1,8 +1,8 @@
 // A block: some rows of weights and some columns of tokens, multiplied together. Each weight is read once for all columns.
 //
-// A `Product` says how they meet: the type `Stored` of the weights as they lie in memory, how many an instruction takes
-// of a row (`kStep`), these in a register (`weights(from, row)`), and a vector of sums that products are added to
-// (`Sum`, `add(sum, weights, column)`). `Columns` are the tokens as the product reads them: `at(column, i)`.
+// A `Product` defines how they are multiplied: the type `Stored` of the weights in memory, how many of a row an instruction
+// reads (`kStep`), loading these to a register (`weights(from, row)`), and adding products to a vector of sums (`Sum`,
+// `add(sum, weights, column)`). `Columns` are the tokens in the form that the product reads: `at(column, i)`.
 
 #pragma once
 
@@ -26,7 +26,7 @@ __attribute__((noinline)) void copy_last(const S* const (&rows)[R], int64_t at, 
 }
 
 // Adds the products of R rows and N columns from `first` on, over the numbers from `begin` to `end`, to their sums.
-// Meanwhile `fetch(r, i)` asks for memory.
+// Meanwhile `fetch(r, i)` may prefetch memory.
 template <class Product, int R, int N, class Columns, class Fetch>
 INLINE void multiply(const typename Product::Stored* const (&rows)[R], const Columns& columns, int64_t first,
                      int64_t begin, int64_t end, const Fetch& fetch, typename Product::Sum (&sums)[R][N], const Product& product = {}) {
@@ -43,7 +43,7 @@ INLINE void multiply(const typename Product::Stored* const (&rows)[R], const Col
       weights[r] = product.weights(row(r), r);
       Product::hold(weights[r]);
     };
-    // The fewer stay in registers.
+    // The side with fewer vectors stays in registers.
     if constexpr (N <= R) {
       each<N>(take_column);
       each<R>([&](auto r) __attribute__((always_inline)) {
@@ -58,7 +58,7 @@ INLINE void multiply(const typename Product::Stored* const (&rows)[R], const Col
       });
     }
   };
-  // What fills no step at the end is copied before sums are in registers, which a call would take from them.
+  // An incomplete last step is copied first, since a call would spill the sums from their registers.
   typename Product::Stored last[R][kStep];
   const int64_t whole = end - (end - begin) % kStep;
   if (whole < end) copy_last(rows, whole, end - whole, last);

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int64_t kTokens = kWide ? 6 : 3;  // of a block; with four rows their sums fill the registers
+constexpr int64_t kTokens = kWide ? 6 : 3;  // in a block; with four rows, their sums fill the registers
 
 // Weights are widened to the type of a token's numbers.
 template <class T, class A> struct FloatProduct {
@@ -24,7 +24,7 @@ template <class T, class A> struct FloatProduct {
 };
 
 #ifdef __AVX512BF16__
-// Pairs of products are exact and summed in float. Both sides are bits.
+// Pairs of products are exact and summed in float. Both sides are raw bits.
 struct BFloat16Product {
   using Stored = BFloat16;
   using Token = BFloat16;
@@ -44,7 +44,7 @@ using ProductOf = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16Produc
 template <class T> using ProductOf = FloatProduct<T, SumOf<T>>;
 #endif
 
-// Tokens as vectors read them, `apart` numbers from one to the next, of which no vector reads too many.
+// Tokens, `apart` numbers from one to the next, padded so that no vector reads beyond them.
 template <class Product> struct Tokens {
   INLINE auto at(int64_t token, int64_t i) const { return Product::Column::loadu(data + token * apart + i); }
   const typename Product::Token* data;
@@ -52,7 +52,7 @@ template <class Product> struct Tokens {
 };
 
 // Adds the products of four rows and all tokens over some numbers to `sums[token]`, in groups of tokens.
-// `fetch(last, r, i)` asks for memory, in the last group of the tokens or another.
+// `fetch(last, r, i)` may prefetch memory; `last` says whether this is the last group.
 template <class Product, class Fetch>
 INLINE void multiply_four(const typename Product::Stored* const (&rows)[4], const Tokens<Product>& tokens, int64_t count,
                           int64_t begin, int64_t end, const Fetch& fetch, Four<SumOf<typename Product::Token>>* sums) {
@@ -69,10 +69,10 @@ INLINE void multiply_four(const typename Product::Stored* const (&rows)[4], cons
   });
 }
 
-// The tokens `[tokens, k]`, multiplied with four rows at a time, which are far apart: each is the next one of a stream
-// that runs straight on, which the processor foresees. Groups of tokens read the same strip of the rows one after another,
-// from the first-level cache. On Intel processors and with AVX2, the last group asks for the next strip, while no other request is
-// under way.
+// The tokens `[tokens, k]`, multiplied with four rows at a time, which are far apart: each row continues a sequential
+// stream, which the processor prefetches. Groups of tokens read the same strip of the rows one after another, from the
+// first-level cache. On Intel processors and with AVX2, the last group prefetches the next strip, while no other request
+// is pending.
 template <class T> class FloatTokens {
  public:
   using A = SumOf<T>;

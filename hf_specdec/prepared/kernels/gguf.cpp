@@ -1,4 +1,4 @@
-// Linear layers and embeddings of blocks as GGUF files hold them.
+// Linear layers and embeddings with weights in the blocks of GGUF files.
 
 #include "gguf_products.h"
 #include "gguf_vnni.h"
@@ -13,8 +13,8 @@ using GgufProduct = std::conditional_t<std::is_same_v<T, double>, GgufTokens<Sto
 template <class Stored, class T> using GgufProduct = GgufTokens<Stored, T>;
 #endif
 
-// Linear layers of one input, `[..., K]`, by blocks `[N, K / numbers of a block, bytes]` of one type and `[N]` or nothing:
-// `[..., N]` of each. All are contiguous.
+// Linear layers of one input `[..., K]` with weights `[N, K / numbers of a block, bytes]`, all of one type of blocks, and
+// biases `[N]` or none; outputs are `[..., N]`. All are contiguous.
 template <class T, size_t Count>
 void gguf_linears(Given input, const Given (&weights)[Count], const Given (&biases)[Count],
                   Handle* const (&outputs)[Count]) {
@@ -35,12 +35,12 @@ void gguf_linears(Given input, const Given (&weights)[Count], const Given (&bias
   });
 }
 
-// The rows of blocks `[N, K / numbers of a block, bytes]` that `indices` name, widened: `[..., K]`, of the type of `like`.
+// The rows `indices` of blocks `[N, K / numbers of a block, bytes]`, widened to `[..., K]` in the type of `like`.
 template <class T> Given gguf_rows(Given like, Given indices, Given blocks) {
   const auto* rows = pointer<const int64_t>(indices);
   const int64_t count = indices.numel(), per_row = blocks.size(1), bytes = blocks.size(2), dims = indices.dims();
   if (std::any_of(rows, rows + count, [&](int64_t row) { return row < 0 || row >= blocks.size(0); }))
-    throw std::out_of_range("an index is of no row");
+    throw std::out_of_range("an index is out of range");
   Given output;
   for_type(bytes, [&](auto type) {
     using Stored = decltype(type);

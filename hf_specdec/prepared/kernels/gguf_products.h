@@ -1,5 +1,5 @@
-// Products of few tokens and a matrix of blocks as GGUF files hold them. Numbers are widened as they are read, exactly, or,
-// for many tokens, a stretch of four rows before.
+// Products of few tokens and a matrix in the blocks of GGUF files. Numbers are widened exactly: as they are read or, for
+// more tokens, a stretch of four rows at a time.
 
 #pragma once
 
@@ -9,14 +9,14 @@
 
 namespace {
 
-// Calls `work(blocks, pieces, first)` for the stretches of a row of k numbers: its blocks from there on, how many pieces
-// it has, and its first number.
+// Calls `work(block, pieces, first)` for each stretch of a row of k numbers: the index of its first block, its number of
+// pieces, and the index of its first number.
 template <class Block, class Work> INLINE void each_stretch(int64_t k, const Work& work) {
   for (int64_t first = 0; first < k; first += kStretch)
     work(first / Block::kNumbers, int(std::min<int64_t>(kStretch, k - first) / kPiece), first);
 }
 
-// Writes the numbers of a stretch.
+// Writes the widened numbers of a stretch.
 template <class A, class Block> INLINE void widen_stretch(const Block* blocks, int pieces, A* to) {
   alignas(32) float scale[kStretch / Block::kScaled], shift[kStretch / Block::kScaled];
   blocks->scales(pieces, scale, shift);
@@ -37,7 +37,7 @@ template <class A, class Block> INLINE void widen_stretch(const Block* blocks, i
   }
 }
 
-// Adds the products of widened rows and many tokens: one function for all types of blocks.
+// Adds the products of four widened rows and all tokens; one function for all types of blocks.
 template <class A>
 __attribute__((noinline)) void multiply_widened(const A (&weights)[4][kStretch], const Tokens<FloatProduct<A, A>>& tokens,
                                                 int64_t count, int64_t numbers, Four<A>* sums) {
@@ -70,7 +70,7 @@ template <class Stored, class T> class GgufTokens {
   const int64_t count, k;
 
  private:
-  static constexpr int kMost = kWide ? 5 : 2;  // tokens that meet numbers as these are read
+  static constexpr int kMost = kWide ? 5 : 2;  // tokens for which numbers are widened as they are read
 
   template <int N> void multiply_read(const Block<Stored, T>& block, Four<A>* sums) const {
     constexpr int kScales = kStretch / Stored::kScaled;

@@ -1,8 +1,8 @@
-// Blocks of GGUF files: 32 or 256 numbers of a row in few bits, with what scales them, as the files lay them out.
+// Blocks of GGUF files in their layout: 32 or 256 numbers of a row in few bits each, with scales.
 //
-// A number is scale · q + shift, q from 0 on. Rows are read by stretches of 256 numbers, a block or eight, and these by
-// pieces of 32: `quants(rows, piece)` are the q of a piece as bytes, of one row or of several (`rows`), and `scales` writes
-// those of a stretch, a scale and a shift for `kScaled` numbers each.
+// A number is scale · q + shift, where q ≥ 0. Rows are read in stretches of 256 numbers, one block or eight, and these in
+// pieces of 32. `quants(rows, piece)` returns the q of a piece as bytes, for one row or several (`rows`); `scales` writes a
+// scale and a shift for every `kScaled` numbers of a stretch.
 
 #pragma once
 
@@ -23,15 +23,15 @@ INLINE __m256i with_upper(__m256i four_bits, __m256i upper) {
 }
 INLINE __m256i flipped(__m256i bytes) { return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)); }
 
-// How bytes of a row are read.
+// Reads bytes of one row.
 struct OneRow {
   static INLINE __m256i bytes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
-  // The low bits of 16 bytes, then their high ones.
+  // The low four bits of 16 bytes, then their high four bits.
   static INLINE __m256i nibbles(const void* from) {
     const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
     return low_bits(_mm256_srlv_epi64(_mm256_broadcastsi128_si256(bytes), _mm256_setr_epi64x(0, 0, 4, 4)), 4);
   }
-  // 32 bits as bytes.
+  // 32 bits as bytes of 0 or 1.
   static INLINE __m256i bits(const void* from) {
     int32_t bits;
     std::memcpy(&bits, from, sizeof bits);
@@ -52,12 +52,12 @@ INLINE __m256 eight_bytes(const int8_t* from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
 
-// Blocks of 32 numbers with one scale and a shift or, if there is a `middle`, without one: q is moved down by it.
+// Blocks of 32 numbers with a scale and a shift; if there is a `middle`, q - middle is scaled instead.
 template <class Block, int middle> struct Block32 {
   static constexpr int kNumbers = 32, kScaled = 32, kMiddle = middle;
   const Block& block(int at) const { return static_cast<const Block*>(this)[at]; }
   INLINE void scales(int pieces, float* scale, float* shift) const {
-    const auto pair = [&](int piece) __attribute__((always_inline)) {  // a scale and what follows it
+    const auto pair = [&](int piece) __attribute__((always_inline)) {  // a scale and the 16 bits after it
       int32_t bits;
       std::memcpy(&bits, block(std::min(piece, pieces - 1)).scale, sizeof bits);
       return bits;
@@ -100,13 +100,13 @@ struct Q8_0 : Block32<Q8_0, 128> {
   uint8_t scale[2], q[32];
 };
 
-// Blocks of 256 numbers with a scale and a shift for each 32, in six bits each, and one for these.
+// Blocks of 256 numbers with a scale and a shift of six bits for every 32, which have a common scale each (`d`, `m`).
 template <class Block> struct Block256 {
   static constexpr int kNumbers = 256, kScaled = 32;
   const Block& block() const { return static_cast<const Block&>(*this); }
   INLINE void scales(int, float* scale, float* shift) const {
-    // Six bits of the first four scales, of the first four shifts, and four each of the others, whose upper two bits are
-    // above those of the first.
+    // 12 bytes: the first four scales, the first four shifts, and the lower four bits of the other scales and shifts. The
+    // upper two bits of the others are in the upper bits of the first eight bytes.
     uint32_t words[3], all[4];
     std::memcpy(words, block().six_bits, sizeof words);
     all[0] = words[0] & 0x3f3f3f3f;
@@ -134,7 +134,7 @@ struct Q5_K : Block256<Q5_K> {
   uint8_t d[2], m[2], six_bits[12], fifth[32], q[128];
 };
 
-// Numbers in six bits, moved down by 32; a scale for each 16 in eight bits, and one for these.
+// Blocks of 256 numbers of six bits, with a scale of eight bits for every 16 and a common one (`d`); q - 32 is scaled.
 struct Q6_K {
   static constexpr int kNumbers = 256, kScaled = 16;
   INLINE void scales(int, float* scale, float* shift) const {
@@ -154,11 +154,11 @@ struct Q6_K {
   uint8_t d[2];
 };
 
-// Calls `work` with a block of the type that has so many bytes.
+// Calls `work` with a block of the type whose size is `bytes`.
 template <class Work> void for_type(int64_t bytes, const Work& work) {
   const auto try_types = [&](auto... types) { return ((bytes == int64_t(sizeof types) && (work(types), true)) || ...); };
   if (!try_types(Q4_0{}, Q4_1{}, Q5_0{}, Q5_1{}, Q8_0{}, Q4_K{}, Q5_K{}, Q6_K{}))
-    throw std::invalid_argument("no type of GGUF files has blocks of so many bytes");
+    throw std::invalid_argument("no supported type of GGUF files has blocks of this size");
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
-// Products of few tokens and a matrix of blocks as GGUF files hold them, where the processor multiplies bytes (VNNI).
+// Products of few tokens and a matrix in the blocks of GGUF files, where the processor multiplies bytes (VNNI).
 //
 // An instruction multiplies four bytes of each of 16 rows (8 without AVX-512) with four of a token. No weight is widened,
-// but rows are brought into lanes, once for all tokens. A token's numbers become whole multiples of its largest one divided
-// by 127 · 2^16, each of three digits to the base 256. Sums of products of digits are exact, so that a result is about as
-// precise as in float.
+// but rows are transposed into lanes, once for all tokens. A token's numbers become integers, in units of its largest one
+// divided by 127 · 2^16, of three digits in base 256. Sums of products of digits are exact, so results are about as precise
+// as in float.
 
 #pragma once
 
@@ -32,7 +32,7 @@ INLINE Bits every_fourth(const uint8_t* from, int64_t apart) {
   return (Bits)_mm256_inserti128_si256(_mm256_castsi128_si256(row(0)), row(4), 1);
 #endif
 }
-// Four products of bytes without and with a sign are added to each sum.
+// Adds four products of unsigned and signed bytes to each sum.
 INLINE void add_products(Ints& sums, Halves bytes, const int32_t& digits) {
 #ifdef CPU_CAPABILITY_AVX512
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(bytes), "m"(digits));
@@ -51,9 +51,9 @@ INLINE Lanes lower_floats(Words words) {
 }
 INLINE Lanes as_floats(Words whole) { return __builtin_convertvector((Ints)whole, Lanes); }
 
-// How bytes of as many rows as a vector has lanes are read, `apart` bytes from one row to the next.
+// Reads bytes of as many rows as a vector has lanes, `apart` bytes from one row to the next.
 struct SomeRows {
-  // Of 32 bytes of each row, four in each vector.
+  // 32 bytes of each row: four in each of eight vectors.
   struct Bytes {
     template <class Change> INLINE Bytes changed(const Change& change) const {
       Bytes changed;
@@ -62,7 +62,7 @@ struct SomeRows {
     }
     Halves part[8];
   };
-  // The words of 16 bytes. Rows and words are exchanged in lanes of four.
+  // The four words of 16 bytes of each row, transposed in groups of four rows.
   INLINE void read(const uint8_t* from, Words (&to)[4]) const {
     Bits row[4];
     each<4>([&](auto i) __attribute__((always_inline)) { row[i] = every_fourth(from + i * apart, apart); });
@@ -86,7 +86,7 @@ struct SomeRows {
       return (Halves)((i < 4 ? found[i % 4] : found[i % 4] >> 4) & 0x0f0f0f0f);
     });
   }
-  // From 16 bytes that can be read.
+  // 32 bits of each row as bytes of 0 or 1; 16 bytes of each row must be readable.
   INLINE Bytes bits(const uint8_t* from) const {
     Words found[4];
     read(from, found);
@@ -121,7 +121,7 @@ template <class Stored> class LaneScales {
       rows.read(blocks->d - 14, found);
       d = lower_floats(found[3] >> 16);
     } else if constexpr (Stored::kNumbers == kStretch) {
-      rows.read(blocks->d, found);  // and what follows
+      rows.read(blocks->d, found);  // and the bytes after it
       d = lower_floats(found[0]);
       m = lower_floats(found[0] >> 16);
       words[0] = found[1] & 0x3f3f3f3f;
@@ -130,7 +130,7 @@ template <class Stored> class LaneScales {
       words[3] = (found[3] >> 4 & 0x0f0f0f0f) | (found[2] >> 2 & 0x30303030);
     }
   }
-  // Of a part of a piece.
+  // The scale and the shift of a part of a piece.
   INLINE void read(int piece, int part, Lanes& scale, Lanes& shift) const {
     if constexpr (kBytes) {
       const int at = 2 * piece + part;
@@ -160,7 +160,7 @@ template <class Stored, class T> class GgufDigits {
   using A = float;
   static constexpr int kRows = kLaneRows, kHalves = 1;
   static constexpr int64_t kBlocks = kStretch / Stored::kNumbers;  // of a stretch
-  static constexpr bool far() { return true; }  // or processors would not foresee what is read
+  static constexpr bool far() { return true; }  // otherwise the processor does not prefetch the rows
   struct Scratch {
     Stored rows[kRows][kBlocks];
   };
@@ -179,7 +179,7 @@ template <class Stored, class T> class GgufDigits {
       const int64_t piece = at * (Stored::kNumbers / kPiece);
       if (block.count == kRows) {
         add_stretch(block.row(0) + at, block.apart * blocks * int64_t(sizeof(Stored)), piece, to);
-      } else {  // the last row again for missing ones
+      } else {  // the last row stands for missing ones
         for (int64_t r = 0; r < kRows; ++r) std::copy_n(block.row(r) + at, std::min(kBlocks, blocks - at), scratch.rows[r]);
         add_stretch(scratch.rows[0], sizeof scratch.rows[0], piece, to);
       }
@@ -191,7 +191,7 @@ template <class Stored, class T> class GgufDigits {
 
  private:
   static constexpr int kDigits = 3, kWords = kPiece / 4;
-  static constexpr int kParts = kPiece / Stored::kScaled;  // of a piece, with scales of their own
+  static constexpr int kParts = kPiece / Stored::kScaled;  // of a piece, each with its own scale
   static constexpr float kLargest = 127 * 65536;
 
   void split(const T* x, int64_t token) {
@@ -263,9 +263,9 @@ template <class Stored, class T> class GgufDigits {
   }
 
   const int64_t pieces;
-  const Aligned<int32_t> digits;  // four in each: [tokens, pieces, digits, words], the highest ones first
-  const Aligned<float> units;     // [tokens], not finite where a number is not
-  const Aligned<float> totals;    // of the numbers of each scale, [tokens, pieces, parts]
+  const Aligned<int32_t> digits;  // four per word: [tokens, pieces, digits, words], high digits first
+  const Aligned<float> units;     // [tokens], not finite if a number of the token is not
+  const Aligned<float> totals;    // sums of the numbers that share a scale, [tokens, pieces, parts]
 };
 
 }  // namespace

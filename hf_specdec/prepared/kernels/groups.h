@@ -1,5 +1,5 @@
-// Products of few tokens and a matrix of int8 or int4 with a scale for each group of columns, which are widened
-// as they are read, or, for many tokens, before.
+// Products of few tokens and a matrix of int8 or int4 with a scale for each group of columns. Weights are widened as they
+// are read or, for many tokens, before.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace {
 
-// Four rows in some columns of one group: a number q stands for scale · q − shift. Of int4, which have no sign, a byte
-// holds numbers of two rows: those of the first two in its low bits.
+// Four rows in some columns of one group: a number q stands for scale · q − shift. A byte of int4, which is unsigned, holds
+// numbers of two rows; the low bits hold those of the first two.
 template <int bits, class A> struct GroupProduct {
   using Stored = int8_t;
   using Weights = Vector<A>;
@@ -32,7 +32,7 @@ template <int bits, class T> class GroupedTokens {
   static constexpr int kHalves = 8 / bits;
   static constexpr int kRows = 4 / kHalves;  // of bytes
   static constexpr bool far() { return true; }
-  static constexpr int64_t kStrip = 256;  // columns, widened for many tokens at a time into the first-level cache
+  static constexpr int64_t kStrip = 256;  // columns that are widened at a time for many tokens, to fit the first-level cache
   struct Scratch {
     alignas(64) A weights[4][kStrip];
   };

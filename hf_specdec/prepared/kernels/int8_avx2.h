@@ -1,9 +1,9 @@
 // Products of few tokens and a matrix of int8, where the processor has AVX2 only.
 //
-// One instruction multiplies 16 pairs of words of 16 bits, twice as many as it would of floats. Each 64 numbers of a
-// token become whole multiples of their largest one divided by 32767, so that none is off by more than 1/2000 of their
-// mean size. Where one is so large that others would be, what the words leave of each is multiplied as well.
-// Sums of products are exact, so a result is the same whichever tokens come with it.
+// One instruction multiplies 16 pairs of 16-bit words, twice as many as of floats. Every 64 numbers of a token become
+// integers in units of the largest one divided by 32767, so that no error exceeds 1/2000 of their mean size. If one number
+// is too large for that, the remainders of all 64 are multiplied as well.
+// Sums of products are exact, so a token's result does not depend on the other tokens.
 
 #pragma once
 
@@ -14,11 +14,11 @@
 #ifndef CPU_CAPABILITY_AVX512
 namespace {
 
-constexpr int kLine = 64;      // columns with one unit: as many bytes of a row as a line of the cache holds
+constexpr int kLine = 64;      // columns that share a unit: a cache line of a row's bytes
 constexpr float kMost = 32767;
-constexpr float kSpread = 32;  // largest number over the mean size, up to which one word a number is enough
+constexpr float kSpread = 32;  // largest number over the mean size, up to which one word per number is enough
 
-// The words of 64 neighbouring numbers of a token, and what they are multiples of.
+// The words of 64 neighbouring numbers of a token, and their unit.
 struct Line {
   const int16_t* words;
   float unit;
@@ -41,9 +41,9 @@ struct Words {
     int64_t line, token;
   };
   const int64_t tokens, lines;
-  const Aligned<int16_t> words;  // the second half is what they leave, in units of 1/65534
+  const Aligned<int16_t> words;  // the second half holds the remainders, in units of 1/65534
   const Aligned<float> units;
-  std::vector<Left> left;  // where that counts
+  std::vector<Left> left;  // where remainders are needed
 
  private:
   void write(const float* x, int64_t k, int64_t line, int64_t token) {
@@ -53,7 +53,7 @@ struct Words {
     for (float number : numbers) largest = std::max(largest, std::abs(number)), sum += std::abs(number);
     const float scale = largest > 0 ? kMost / largest : 0;
     const bool leaves = largest * given > kSpread * sum;
-    units.data[place] = largest / kMost + sum * 0.f;  // not finite where a number is not
+    units.data[place] = largest / kMost + sum * 0.f;  // not finite if a number is not
     if (leaves) left.push_back({line, token});
     int16_t *to = words.data + place * kLine, *left_to = to + lines * tokens * kLine;
     for (int i = 0; i < kLine; i += 16, to += 16, left_to += 16) {
@@ -71,7 +71,7 @@ struct Words {
   }
 };
 
-// What the words of some lines leave.
+// The remainders of some lines.
 struct LeftWords {
   INLINE Line at(int64_t token, int64_t i) const {
     const Line line = whole.at(token, i);
@@ -104,7 +104,7 @@ struct WordProduct {
       whole = _mm256_add_epi32(whole, _mm256_madd_epi16(weights.of[i], words));
     });
     sum = at::vec::fmadd(Vector<float>(_mm256_cvtepi32_ps(whole)), Vector<float>(line.unit), sum);
-    keep(sum);  // added in this order, however many tokens there are
+    keep(sum);  // keeps the order of additions for any number of tokens
   }
 };
 

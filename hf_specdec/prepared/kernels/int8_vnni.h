@@ -1,9 +1,8 @@
 // Products of few tokens and a matrix of int8, where the processor multiplies bytes (AVX-512 VNNI).
 //
-// One instruction multiplies 64 pairs of bytes, four times as many as it would of floats, and no weight is widened. A
-// token's numbers become whole multiples of its largest one divided by 127 · 2^16, each of three digits to the base 256.
-// Sums of products of digits are exact, so a result is as precise as in float, and the same whichever tokens come with
-// it.
+// One instruction multiplies 64 pairs of bytes, four times as many as of floats, and no weight is widened. A token's
+// numbers become integers, in units of its largest one divided by 127 · 2^16, of three digits in base 256. Sums of products
+// of digits are exact, so a token's result is as precise as in float and does not depend on the other tokens.
 
 #pragma once
 
@@ -27,7 +26,7 @@ struct Digits {
   const int64_t width;
   const Aligned<int8_t> data;
   const Aligned<int32_t> totals;  // of each column's digits
-  const Aligned<float> unit;      // of each token: what its numbers are multiples of; not finite where a number is not
+  const Aligned<float> unit;      // of each token's numbers; not finite if a number is not
 
  private:
   void split(const float* x, int64_t k, int64_t token) {
@@ -70,12 +69,12 @@ struct DigitProduct {
   using Column = __m512i;
   using Sum = __m512i;
   static constexpr int kStep = kBytes;
-  // Without a sign, 128 larger.
+  // Weights as unsigned bytes, 128 larger.
   static INLINE __m512i weights(const int8_t* from, int) {
     return _mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(-128));
   }
   static INLINE void hold(__m512i& bytes) { asm("" : "+v"(bytes)); }
-  // Bytes without and with a sign, of every four neighbours to one of 16 sums. Written in assembler since gcc copies sums
+  // Adds four neighbouring products of unsigned and signed bytes to each of 16 sums. In assembler, since gcc copies sums
   // that it could leave in their registers.
   static INLINE void add(Sum& sum, const Weights& weights, const Column& digits) {
     __m512i added = sum;
@@ -93,7 +92,7 @@ class Int8VnniTokens {
 
   Int8VnniTokens(const float* x, int64_t tokens, int64_t k) : count(tokens), k(k), digits(x, tokens, k) {}
 
-  // For one token, the processor foresees what is read; for more, the code asks for it.
+  // For one token, the processor prefetches what is read; for more, the code does.
   bool far() const { return count == 1; }
 
   // Two tokens at a time, whose sums fill the registers.
@@ -106,7 +105,7 @@ class Int8VnniTokens {
   const int64_t count, k;
 
  private:
-  static constexpr int64_t kAhead = 4096;  // bytes from what is read to what is fetched from memory
+  static constexpr int64_t kAhead = 4096;  // bytes from what is read to what is prefetched
 
   template <int N> void some_tokens(const int8_t* const (&rows)[4], int64_t token, float* sums) const {
     __m512i found[4][N * kDigits] = {};

@@ -1,8 +1,8 @@
-// Layers of one input, whose rows are dealt out to threads.
+// Layers of one input, whose rows are distributed over threads.
 //
-// How tokens are multiplied is a class: made of the tokens `[count, k]`, it says how many rows it takes at a time
-// (`kRows`), whether these are to be far apart (`far()`), how many outputs a row has (`kHalves`), what a thread needs for
-// it (`Scratch`), and has `multiply(block, sums, scratch)`, which writes `[count, kHalves, kRows]`.
+// A class defines how tokens are multiplied: created from the tokens `[count, k]`, it has the number of rows that it reads
+// at a time (`kRows`), whether these should be far apart (`far()`), the number of outputs per row (`kHalves`), a thread's
+// memory (`Scratch`), and `multiply(block, sums, scratch)`, which writes `[count, kHalves, kRows]`.
 
 #pragma once
 
@@ -13,20 +13,20 @@
 
 namespace {
 
-constexpr int64_t kMostTokens = 64;   // multiplied together; what is kept of them meanwhile stays in the caches
-constexpr int64_t kSerial = 1 << 15;  // multiplications that take less time than waking the other threads
+constexpr int64_t kMostTokens = 64;   // multiplied together, so that their data stays in the caches
+constexpr int64_t kSerial = 1 << 15;  // multiplications that are faster than waking the other threads
 
-// How many numbers of a row an S is.
+// The number of a row's numbers in one S.
 template <class S> constexpr int64_t numbers_in() {
   if constexpr (requires { S::kNumbers; }) return S::kNumbers;
   else return 1;
 }
 
-// A matrix `[rows, k]` held as S, and what its products become: scaled by row, if it has scales, and added to a bias.
+// A matrix `[rows, k]` stored as S, and its outputs: products are scaled by row, if it has scales, and added to a bias.
 template <class S, class T> struct Layer {
   using A = SumOf<T>;
 
-  // The outputs of `count` of R rows from `first` on, `apart` from one to the next, by sums `[tokens, width]`.
+  // Writes the outputs of `count` of R rows from `first` on, `apart` rows from one to the next, by sums `[tokens, width]`.
   template <int R>
   INLINE void put(int64_t first, int64_t apart, int64_t count, const A* sums, int64_t width, int64_t tokens) const {
     const auto factor = [&](int64_t row) { return scales && !shifts ? scales[row] : A(1); };
@@ -49,7 +49,7 @@ template <class S, class T> struct Layer {
   int64_t rows, k;
   const T* bias;
   T* output;
-  int64_t outputs;  // of a token: the rows, or twice as many where a byte holds two rows' numbers
+  int64_t outputs;  // per token: the rows, or twice as many if a byte holds numbers of two rows
   const A* scales = nullptr;
   const A* shifts = nullptr;  // if given, a number q stands for scale · q − shift, both `[outputs, groups]`
   int64_t groups = 1;
@@ -57,7 +57,7 @@ template <class S, class T> struct Layer {
 
 // Some rows of a layer, `apart` rows from one to the next.
 template <class S, class T> struct Block {
-  int64_t index(int64_t r) const { return first + std::min(r, count - 1) * apart; }  // the last one for missing ones
+  int64_t index(int64_t r) const { return first + std::min(r, count - 1) * apart; }  // the last one stands for missing ones
   const S* row(int64_t r) const { return layer.weight + index(r) * (layer.k / numbers_in<S>()); }
   const Layer<S, T>& layer;
   int64_t first, apart, count;
@@ -74,10 +74,10 @@ void multiply_layers(const std::array<Layer<S, T>, Count>& layers, const X& x) {
     const Aligned<typename X::A> sums(x.count * kWidth);
     for (const auto& layer : layers) {
       const int64_t least = (layer.rows + kRows - 1) / kRows;
-      // Rows whose addresses end alike would share places of the cache.
+      // Rows whose addresses end alike would share sets of the cache.
       const bool alike = least * (layer.k / numbers_in<S>()) * int64_t(sizeof(S)) % 4096 == 0;
       const int64_t apart = x.far() ? least + alike : 1, blocks = x.far() ? std::min(apart, layer.rows) : least;
-      // Large parts first, which memory brings steadily, and small ones last, so that no thread waits long for another.
+      // Large parts first, which are read steadily, and small ones last, so that no thread waits long for another.
 #pragma omp for schedule(guided, 4) nowait
       for (int64_t at = 0; at < blocks; ++at) {
         const int64_t first = x.far() ? at : at * kRows;

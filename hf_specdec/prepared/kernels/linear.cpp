@@ -18,7 +18,8 @@ void multiply_layers(const std::array<Layer<T, T>, Count>& layers, const T* x, i
   multiply_layers(layers, FloatTokens<T>(x, tokens, k));
 }
 
-// Linear layers of one input, `[..., K]`, by `[N, K]` and `[N]` or nothing: `[..., N]` of each. All are contiguous.
+// Linear layers of one input `[..., K]` with weights `[N, K]` and biases `[N]` or none; outputs are `[..., N]`. All are
+// contiguous.
 template <class T, size_t Count>
 void linears(Given input, const Given (&weights)[Count], const Given (&biases)[Count], Handle* const (&outputs)[Count]) {
   const int64_t k = weights[0].size(1), tokens = input.numel() / k;

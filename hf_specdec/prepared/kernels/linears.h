@@ -1,4 +1,4 @@
-// Linear layers of one input as operations on one, two and three layers, by a function `linears<T, Count>(input, weights,
+// Operations on one, two and three linear layers of one input, defined by a function `linears<T, Count>(input, weights,
 // biases, outputs)`.
 
 #pragma once

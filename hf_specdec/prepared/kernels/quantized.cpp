@@ -10,13 +10,13 @@
 
 namespace {
 
-// What a layer is given. Of several layers of one input, weights are of one type, with as many groups, and all or none
+// The arguments of a layer. Several layers of one input have weights of the same type and number of groups, and all or none
 // have shifts.
 struct QuantizedLayer {
   Given weight, scale, shift, bias, output;
 };
 
-// Scales and shifts `[N, G]` as the sums have them. Shifts are numbers, of int8 in units of the scale, or missing.
+// Scales and shifts `[N, G]` in the type of the sums. Shifts are numbers, for int8 in units of the scale, or missing.
 template <class T> struct Scales {
   using A = SumOf<T>;
   explicit Scales(const QuantizedLayer& layer, bool grouped) : scales(pointer<const T>(layer.scale), 1, count(layer)) {
@@ -37,7 +37,7 @@ template <class T> struct Scales {
   const A* shifts = nullptr;
 };
 
-// The outputs of layers for some tokens of the input, from its token `first` on. `X` is how these are multiplied.
+// The outputs of layers for some tokens of the input, from token `first` on, multiplied by the class `X`.
 template <class X, class T, size_t Count>
 void multiply_quantized(Given input, const QuantizedLayer (&given)[Count], bool grouped, int64_t first, int64_t tokens) {
   const int64_t k = given[0].weight.size(1);
@@ -55,7 +55,7 @@ void multiply_quantized(Given input, const QuantizedLayer (&given)[Count], bool 
   multiply_layers(layers, X(numbers.data, tokens, k));
 }
 
-// The same, by what suits the weights and the number of tokens.
+// The same, by the class that suits the weights and the number of tokens.
 template <class T, size_t Count>
 void multiply_quantized(Given input, const QuantizedLayer (&layers)[Count], int64_t first, int64_t tokens) {
   if (layers[0].weight.type() != aoti_torch_dtype_int8())
@@ -78,8 +78,8 @@ void multiply_quantized(Given input, const QuantizedLayer (&layers)[Count], int6
   multiply_quantized<GroupedTokens<8, T>, T>(input, layers, true, first, tokens);
 }
 
-// `[..., K]`, `[N, K]` int8 or `[N / 2, K]` of two rows of 4 bits, and scales and shifts `[N, G]`, to `[..., N]`, for
-// several layers of one input. See `Layer`; shifts of int8 are in units of the scale. All are contiguous.
+// Several layers of one input `[..., K]`, with weights `[N, K]` in int8 or `[N / 2, K]` in bytes of two rows' 4 bits, and
+// scales and shifts `[N, G]` (see `Layer`; shifts of int8 in units of the scale). Outputs are `[..., N]`, all contiguous.
 template <class T, size_t Count>
 void quantized_linears(Given input, QuantizedLayer (&&layers)[Count], Handle* const (&outputs)[Count]) {
   for (size_t i = 0; i < Count; ++i) *outputs[i] = (layers[i].output = empty_rows(input, layers[i].scale.size(0))).handle;

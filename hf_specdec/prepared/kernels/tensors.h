@@ -1,7 +1,7 @@
-// Tensors as kernels are given them, and the two ways to call a kernel.
+// The tensors that kernels get, and the two ways to call a kernel.
 //
-// Compiled steps call the functions of `NAMED`, whose arguments are those of torch's C interface. Everyone else calls
-// operations of torch, which takes microseconds.
+// Compiled steps call the functions of `NAMED` with arguments of torch's C interface. All others call operations of torch,
+// which costs microseconds.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 #include <optional>
 #include <tuple>
 
-// The type of numbers that a library is compiled for, and what the names of its operations end with.
+// The number type that a library is compiled for, and the suffix of its operations' names.
 #ifndef NUMBER
 #define NUMBER float
 #define SUFFIX float
@@ -34,7 +34,7 @@ namespace {
 
 using Handle = AtenTensorHandle;
 
-// A tensor that the caller holds, or none.
+// A tensor that the caller owns, or none.
 struct Given {
   Given() : handle(nullptr) {}
   Given(Handle handle) : handle(handle) {}
@@ -59,7 +59,7 @@ struct Given {
   }
 };
 
-// Where a tensor's numbers are; null where there is none.
+// The address of a tensor's numbers; null if there is no tensor.
 template <class T> T* pointer(Given of) {
   void* at = nullptr;
   if (of) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(of.handle, &at));
@@ -68,7 +68,7 @@ template <class T> T* pointer(Given of) {
 
 constexpr int64_t kDims = 8;  // of a tensor, at most
 
-// A contiguous tensor of a type.
+// A new contiguous tensor of a type.
 Given empty(int32_t type, int64_t dims, const int64_t* sizes) {
   int64_t strides[kDims];
   for (int64_t i = dims - 1, stride = 1; i >= 0; stride *= sizes[i--]) strides[i] = stride;
@@ -78,7 +78,7 @@ Given empty(int32_t type, int64_t dims, const int64_t* sizes) {
   return made;
 }
 
-// One like `input` with rows of another length.
+// A new tensor like `input` with rows of another length.
 Given empty_rows(Given input, int64_t length) {
   int64_t sizes[kDims];
   const int64_t dims = input.dims();
@@ -87,7 +87,7 @@ Given empty_rows(Given input, int64_t length) {
   return empty(input.type(), dims, sizes);
 }
 
-// What a function of the C interface returns.
+// Runs work and returns the status of a function of the C interface.
 template <class Work> AOTITorchError reported(Work work) {
   try {
     work();
@@ -97,7 +97,7 @@ template <class Work> AOTITorchError reported(Work work) {
   }
 }
 
-// A function of the C interface as the operation of torch on such arguments.
+// A function of the C interface as an operation of torch with the same arguments.
 template <auto function, int Results, class... Args> struct Operation {
   static auto run(Args... args) {
     std::array<Handle, Results> made;

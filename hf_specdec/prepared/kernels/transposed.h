@@ -1,6 +1,6 @@
-// Products of a matrix and as many tokens as fill vectors: of batches. A vector holds one number of each of several tokens
-// and is multiplied with one weight, so that no sums within a vector are left to be added at the end. For 60 tokens of a
-// model of 135M in float32, on two Intel cores with AVX-512, whole calls take 0.8 times as long as with vectors of rows.
+// Products of a matrix and enough tokens to fill vectors, as in batches. A vector holds one number of each of several tokens
+// and is multiplied with one weight, so that no sums within a vector need to be added at the end. For 60 tokens of a model
+// of 135M in float32, on two Intel cores with AVX-512, whole calls take 0.8 times as long as with vectors of rows.
 
 #pragma once
 
@@ -31,7 +31,7 @@ template <class A> struct TokenVectors {
 template <class A_> class TransposedTokens {
  public:
   using A = A_;
-  static constexpr int kRows = 24;  // all of `kRowsWith` divide it
+  static constexpr int kRows = 24;  // a multiple of every `kRowsWith`
   static constexpr int kHalves = 1;
   static constexpr bool far() { return false; }
   static constexpr int64_t kFewest = !kWide ? 32 : kAmd ? 16 : 24;  // tokens
@@ -59,7 +59,7 @@ template <class A_> class TransposedTokens {
   static constexpr int kMostVectors = 4;  // multiplied with a weight together
   template <int vectors> static constexpr int kRowsWith = std::min(8, (kWide ? 24 : 12) / vectors);
 
-  // Meanwhile the memory behind the rows is fetched: a line for every two columns, as many as the rows have, or more.
+  // Meanwhile prefetches the memory after the rows: a line for every two columns, at least as many lines as the rows have.
   template <int N> void some_vectors(const Block<A, A>& rows, int64_t first, A* sums) const {
     constexpr int R = kRowsWith<N>;
     for (int64_t row = 0; row < rows.count; row += R) {

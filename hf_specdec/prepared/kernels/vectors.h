@@ -1,5 +1,5 @@
-// Numbers and vectors of them. An instruction set is a width; what one has of its own stands in this file and in those
-// of int8 products.
+// Numbers and vectors of them. Code that depends on the instruction set by more than its width is in this file and in
+// those of int8 and GGUF products.
 //
 // Numbers narrower than float are widened as they are read, sums are kept in float (in double for double), and results
 // are rounded to the type of the input.
@@ -37,15 +37,15 @@ constexpr bool kWide = kLanes<float> == 16;  // AVX-512, which has 32 registers 
 template <class A, int N> struct Numbers { typedef A type __attribute__((vector_size(N * sizeof(A)))); };
 template <class A> using Four = typename Numbers<A, 4>::type;
 
-// Where memory is fetched to that is read once: past the second-level cache, which keeps the code between layers, or, on
-// Intel processors, to that cache, which waits for more lines at a time than the first-level one. And what is read again.
+// The cache to which memory that is read once is prefetched: past the second-level one, which keeps the code between layers,
+// or, on Intel processors, that one, which waits for more lines at a time than the first-level one. Then for repeated reads.
 constexpr int kReadOnce = kAmd ? 0 : 2;
 constexpr int kReadAgain = kAmd ? 3 : 2;
 
 // Calls `work(std::integral_constant<int, n>)` for all n below N.
 template <int N, class Work> INLINE void each(const Work& work) { c10::ForcedUnroll<N>{}(work); }
 
-// Calls it for the n that `count` is, from 1 to `most`.
+// Calls it for n = `count`, from 1 to `most`.
 template <int most, class Work> INLINE void for_constant(int64_t count, const Work& work) {
   if (count == most) return work(std::integral_constant<int, most>{});
   if constexpr (most > 1) for_constant<most - 1>(count, work);
@@ -63,7 +63,7 @@ template <class A, class T> INLINE Vector<A> load(const T* from) {
   }
 }
 
-// The first of 16 bytes with a sign or without, widened.
+// The first of 16 signed or unsigned bytes, widened.
 template <class A, bool sign = true> INLINE Vector<A> widen(__m128i bytes) {
 #ifdef CPU_CAPABILITY_AVX512
   if constexpr (sizeof(A) == 4) return _mm512_cvtepi32_ps(sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
@@ -74,7 +74,7 @@ template <class A, bool sign = true> INLINE Vector<A> widen(__m128i bytes) {
 #endif
 }
 
-// Bytes with a sign, or the halves of bytes without one, widened.
+// Signed bytes or halves of unsigned ones, widened.
 enum Part { kByte, kLowBits, kHighBits };
 template <class A> INLINE Vector<A> widen(const int8_t* from, Part part) {
   __m128i bytes{};
@@ -84,7 +84,7 @@ template <class A> INLINE Vector<A> widen(const int8_t* from, Part part) {
   return widen<A>(bytes);
 }
 
-// Keeps a vector in a register, where compilers would read it from memory for each use.
+// Keeps a vector in a register; compilers would read it from memory for each use.
 template <class A> INLINE void keep(Vector<A>& vector) {
   typename Numbers<A, kLanes<A>>::type bits = vector;
   asm("" : "+v"(bits));
@@ -130,7 +130,7 @@ template <class A> INLINE Four<A> sums_of(Vector<A> a, Vector<A> b, Vector<A> c,
   }
 }
 
-// Memory that vectors are read from without crossing a line of the cache. `malloc` is faster than what aligns.
+// Memory from which vectors are read without crossing cache lines. `malloc` is faster than aligned allocation.
 template <class A> struct Aligned {
   explicit Aligned(int64_t count)
       : all(new char[count * sizeof(A) + kLine]),
@@ -140,8 +140,8 @@ template <class A> struct Aligned {
   A* data;
 };
 
-// Rows of numbers `[rows, columns]`, converted to A where they are others; with zeros at the end of a row, so that `step`
-// divides their length.
+// Rows of numbers `[rows, columns]`, converted to A if they have another type, and padded with zeros to a multiple of
+// `step`.
 template <class T, class A> struct Padded {
   Padded(const T* from, int64_t rows, int64_t columns, int64_t step = 1)
       : width((columns + step - 1) / step * step), copied(!std::is_same_v<T, A> || width != columns),
