@@ -1,7 +1,7 @@
 """Passes of a DFlash draft, which drafts a block of tokens at once, over rows of different lengths.
 
 Its keys and values come from the target's hidden states and from the block: the text's last token and mask tokens,
-which attend to each other and to everything before. The block is dropped from the cache after its pass.
+which attend to each other and to everything before. The block is not kept after its pass.
 """
 
 from __future__ import annotations
