@@ -81,13 +81,13 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     """The configuration that a file's metadata describes.
 
     Raises:
-        ValueError: metadata are missing, or do not describe the rotary embedding as transformers needs it.
+        ValueError: metadata are missing, or the rotary scaling cannot be read.
     """
     architecture = check_architecture(file)
     scaling = file.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear") or any(map(is_rope, file.tensors)):
         raise ValueError(
-            f"{file.path} has rotary factors that its metadata do not describe; pass config=, the configuration of the "
+            f"{file.path} has rotary scaling that load_gguf does not read; pass config=, the configuration of the "
             "original model, such as AutoConfig.from_pretrained(…)."
         )
     try:

@@ -1,7 +1,7 @@
 """Prompts that a target writes itself, for users without prompts.
 
-The target continues the start of the chat template up to a user's message: Magpie (Xu et al. 2024, arXiv 2406.08464). A
-model without a template continues its `<bos>`.
+The target continues what its chat template puts before a user's message: Magpie (Xu et al. 2024, arXiv 2406.08464).
+A model without a template continues its `<bos>`.
 """
 
 from __future__ import annotations

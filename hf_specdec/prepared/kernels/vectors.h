@@ -37,8 +37,8 @@ constexpr bool kWide = kLanes<float> == 16;  // AVX-512, which has 32 registers 
 template <class A, int N> struct Numbers { typedef A type __attribute__((vector_size(N * sizeof(A)))); };
 template <class A> using Four = typename Numbers<A, 4>::type;
 
-// The cache to which memory that is read once is prefetched: past the second-level one, which keeps the code between layers,
-// or, on Intel processors, that one, which waits for more lines at a time than the first-level one. Then for repeated reads.
+// Where memory is prefetched to. If read once, it bypasses the second-level cache, which keeps the code between layers; on
+// Intel processors it goes to that cache, which waits for more lines at a time than the first-level one.
 constexpr int kReadOnce = kAmd ? 0 : 2;
 constexpr int kReadAgain = kAmd ? 3 : 2;
 
