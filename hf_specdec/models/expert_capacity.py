@@ -29,7 +29,7 @@ def most_drafts(model: PreTrainedModel, input_ids: Tensor) -> float:
     widest = max(2, input_ids.shape[1]) if rows > 1 else 2
     if rows * widest > capacity:
         raise ValueError(
-            f"model={type(model).__name__} leaves out tokens of passes over more than {capacity} "
+            f"model={type(model).__name__} drops tokens in passes over more than {capacity} "
             f"(expert_capacity in its configuration), and passes over {rows} rows with drafts have at least "
             f"{rows * widest}: pass fewer rows, raise it, or decode without speculation."
         )

@@ -61,7 +61,7 @@ def test_a_dflash_draft_is_loaded_and_drafts_in_both_loops(tmp_path: Path) -> No
         assert timed_call(found[name], [prompt], settings).tokens == texts
     with pytest.raises(BenchError, match="is a DFlash draft; add"):
         load_pair(replace(settings, drafter=None))
-    with pytest.raises(BenchError, match="no DFlash draft; leave out"):
+    with pytest.raises(BenchError, match="not a DFlash draft; leave out"):
         load_pair(replace(settings, assistant_model=str(tmp_path / "target")))
 
 
@@ -84,5 +84,5 @@ def test_an_eagle_draft_is_loaded_and_drafts_in_our_loop_only(tmp_path: Path) ->
     assert ours.tokens == texts
     assert len(ours.steps) > 1
     assert not [name for name in found if "assisted" in name or "ensemble" in name]
-    with pytest.raises(BenchError, match="no DFlash draft; leave out"):
+    with pytest.raises(BenchError, match="not a DFlash draft; leave out"):
         load_pair(replace(settings, drafter="dflash"))

@@ -255,7 +255,7 @@ def states_only_with_a_text(target: PreTrainedModel, draft: PreTrainedModel) -> 
         recurrent = recurrent_families.model(family)
         cache, name = DynamicCache(config=recurrent.config), cache_argument(recurrent)
         recurrent(torch.tensor([[5, 6]]), **{name: cache}, use_cache=True)
-        yield recurrent, draft, {name: cache}, (f"{name}=DynamicCache", "how long", f"leave {name} out")
+        yield recurrent, draft, {name: cache}, (f"{name}=DynamicCache", "the length of its text", f"leave {name} out")
 
 
 def without_weights(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Refused]:
