@@ -298,6 +298,9 @@ def test_speedups_by_lookahead_and_quality_are_drawn(results: dict[str, Result])
     measured = next(line for line in axes.lines if len(line.get_xdata()) == 3)
     gained = [speed.over(part, one, "engine") for one in part.methods if one.kind == "speculative"]
     assert list(measured.get_ydata()) == pytest.approx([one.value for one in gained if one])
+    two = [replace(one, keywords={"drafter": "auto"}) if one.name == "s2" else one for one in part.result.methods]
+    (axes,) = drawn(lookahead.by_lookahead(whole(replace(part.result, methods=two)))).axes
+    assert not any(len(line.get_xdata()) == 3 for line in axes.lines), "drafters are joined by a line"
     assert lookahead.by_lookahead(part.where(method="s2")) is None and quality.speed_against_quality(part) is None
     changed = part.result.calls[-1]
     calls = [*part.result.calls[:-1], replace(changed, texts=("d",))]

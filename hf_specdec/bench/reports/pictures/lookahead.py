@@ -34,13 +34,13 @@ def by_lookahead(part: Part) -> Figure | None:
         return None
     figure, (axes,) = new_figure(4.4)
     auto_at = numbers[-1] + 1.2
-    drafts = list(dict.fromkeys(method.draft for method in rows))
-    for number, draft in enumerate(drafts):
-        colour, shift = LINES[number % len(LINES)], 0.12 * (number - (len(drafts) - 1) / 2)
-        mine = [method for method in rows if method.draft == draft]
+    series = list(dict.fromkeys(map(_series, rows)))
+    for number, one in enumerate(series):
+        colour, shift = LINES[number % len(LINES)], 0.12 * (number - (len(series) - 1) / 2)
+        mine = [method for method in rows if _series(method) == one]
         fixed = sorted((m for m in mine if isinstance(m.lookahead, int) and not _stops(m)), key=_lookahead)
         places = {m.name: (auto_at if m.lookahead == "auto" else _lookahead(m)) + shift for m in mine}
-        label = f"{short_name(draft or 'none')} ({size(mine[0].draft_parameters)})"
+        label = _label(mine[0], several_engines=len({method.engine for method in rows}) > 1)
         _points(axes, part, [(places[m.name], m) for m in fixed], colour, label)
         _points(axes, part, [(places[m.name], m) for m in mine if m not in fixed and not _stops(m)], colour)
         _points(axes, part, [(places[m.name] + 0.36, m) for m in mine if _stops(m)], colour, marker="s")
@@ -62,6 +62,18 @@ def by_lookahead(part: Part) -> Figure | None:
 
 def _speculative(part: Part) -> list[Method]:
     return [method for method in part.methods if method.kind == "speculative" and method.draft]
+
+
+def _series(method: Method) -> tuple[str | None, str, str]:
+    """What the methods of a line share: draft, drafter and engine."""
+    return method.draft, str(method.keywords.get("drafter", "model")), method.engine
+
+
+def _label(method: Method, *, several_engines: bool) -> str:
+    draft, drafter, engine = _series(method)
+    words = [f"{short_name(draft or 'none')} ({size(method.draft_parameters)})"]
+    words += [f"drafter {drafter}"] if drafter != "model" else []
+    return ", ".join([*words, engine] if several_engines else words)
 
 
 def _lookahead(method: Method) -> int:
