@@ -80,7 +80,7 @@ class DraftChances(Chances):
 
     def fade(self) -> None:
         """Reduce the weight of earlier rounds of this call."""
-        self._now = [[kept * right, kept * tried] for kept in (DECAY,) for right, tried in self._now]
+        self._now = [[DECAY * right, DECAY * tried] for right, tried in self._now]
 
     def learn_draft(self, accepted: int, drafted: int, weight: float) -> None:
         """Learn from a row's draft, of which the first `accepted` of `drafted` tokens were accepted."""

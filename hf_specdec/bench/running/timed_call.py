@@ -80,10 +80,7 @@ def timed_call(
         RuntimeError: the tokens returned are not those that were streamed.
     """
     pair = contender.pair
-    inputs: dict[str, Any] = dict(model_inputs(pair, prompts, pair.target))
-    if pair.extractor is not None:
-        # Whisper would cut what it returns, and may decode a recording again.
-        inputs |= {"force_unique_generate_call": True}
+    inputs = _generate_inputs(pair, prompts)
     streamer = TimingStreamer(inner)
     # Seeded by the example's index, so that draws do not depend on what ran before or in other processes.
     torch.manual_seed(seed_of(settings, prompts[0], repeat if settings.endless else 0))
@@ -122,6 +119,15 @@ def timed_call(
         peak_bytes=_peak(pair),
         **({"first_tokens": len(prompts)} if rounds is None else vars(rounds)),
     )
+
+
+def _generate_inputs(pair: LoadedPair, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """The prompts as arguments of generate()."""
+    inputs: dict[str, Any] = dict(model_inputs(pair, prompts, pair.target))
+    if pair.extractor is not None:
+        # Otherwise Whisper cuts what it returns, and may decode a recording again.
+        inputs["force_unique_generate_call"] = True
+    return inputs
 
 
 def seed_of(settings: Settings, prompt: Prompt, repeat: int) -> int:

@@ -60,9 +60,7 @@ def run(settings: Settings, shared: Processes) -> None:
     judged = judging(settings)
     Journal(judged, stem(judged), shared.count)
     saved = destination(settings)
-    own = settings.own_prompts or settings.dataset == OWN
-    if own and settings.held_out is not None:
-        raise BenchError(f"--held_out: {settings.held_out:g} is for a data set to learn from; leave it out")
+    own = writes_prompts(settings)
     given, asked = ([], []) if own else align.prompts(settings)
     target = load_pair(settings)
     check_target(target)
@@ -138,6 +136,13 @@ def check_arguments(settings: Settings) -> None:
         raise BenchError("--loss: 'cross_entropy' does not learn from distributions; choose another loss")
     if settings.precision is not None:
         raise BenchError(f"--precision: {settings.precision!r} weights can't be trained; leave it out")
+    if writes_prompts(settings) and settings.held_out is not None:
+        raise BenchError(f"--held_out: {settings.held_out:g} is for a data set to learn from; leave it out")
+
+
+def writes_prompts(settings: Settings) -> bool:
+    """Whether the draft learns from prompts that the target writes itself."""
+    return settings.own_prompts or settings.dataset == OWN
 
 
 def destination(settings: Settings) -> Path:

@@ -141,7 +141,7 @@ def _in_float32(settings: Settings, pair: LoadedPair) -> PreTrainedModel:
     """The target without quantization: what plain generate() decodes with where memory suffices."""
     if settings.precision == GGUF:
         return hf_specdec.load_gguf(gguf_path(pair.target_name)).dequantize()
-    return load_pair(replace(settings, precision=None, dtype="float32")).target
+    return load_pair(replace(settings, precision=None, dtype="float32", assisted_generation=False)).target
 
 
 def _on_engine(settings: Settings, pair: LoadedPair, engine: str, lengths: list[int]) -> list[Contender]:
