@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from time import perf_counter
@@ -220,11 +222,23 @@ def _seconds_per_call() -> float:
 
 
 _known: PerTarget[RecordedPasses] = PerTarget()
+_wanted: ContextVar[bool] = ContextVar("recordings wanted", default=True)
+
+
+@contextmanager
+def without_recordings() -> Iterator[None]:
+    """Run passes eagerly within the block, as with a torch version that cannot record them."""
+    before = _wanted.set(False)
+    try:
+        yield
+    finally:
+        _wanted.reset(before)
 
 
 def recordable(model: PreTrainedModel) -> bool:
     """Whether passes of a model can be recorded: it is on the CPU and runs layers only."""
-    return model.device.type == "cpu" and can_trace() and has_fixed_rope(model) and not runs_custom_python(model)
+    can_record = _wanted.get() and can_trace() and has_fixed_rope(model)
+    return model.device.type == "cpu" and can_record and not runs_custom_python(model)
 
 
 def recorded_passes(

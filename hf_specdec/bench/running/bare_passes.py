@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from hf_specdec.bench.inputs.prompts import Prompt, context_length
 from hf_specdec.bench.inputs.recordings import model_inputs
 from hf_specdec.bench.models.loading import LoadedPair
-from hf_specdec.bench.running.methods import GENERATE, Contender, without_recordings
+from hf_specdec.bench.running.methods import GENERATE, Contender
 from hf_specdec.bench.running.timed_call import synchronize
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import has_recurrent_layers, new_cache
-from hf_specdec.models.recorded_passes import recorded_passes
+from hf_specdec.models.recorded_passes import recorded_passes, without_recordings
 from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner, supports_recorded_row, supports_rows_cache

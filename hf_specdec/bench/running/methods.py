@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
-from unittest.mock import patch
 
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from hf_specdec.bench.records import Method, Rounds
 from hf_specdec.bench.running.rounds import summary
 from hf_specdec.bench.settings import KEYWORDS, Settings
 from hf_specdec.config import MAX_ASSISTANT_TOKENS, STRATEGY_SETTINGS, WITH_MODEL
-from hf_specdec.models import recorded_passes
+from hf_specdec.models.recorded_passes import without_recordings
 
 GENERATE = "generate"  # the engine of transformers' own loops
 
@@ -97,13 +96,6 @@ def engine_of(keywords: Mapping[str, Any], pair: LoadedPair) -> str:
     # Passes are recorded on a CPU only; a model without weights is treated as one on a CPU.
     on_cpu = pair.target.device.type in ("cpu", "meta")
     return "recorded" if keywords.get("recordings", True) and on_cpu else "eager"
-
-
-@contextmanager
-def without_recordings() -> Iterator[None]:
-    """Run passes eagerly within the block, as with a torch version that cannot record them."""
-    with patch.object(recorded_passes, "can_trace", lambda: False):
-        yield
 
 
 def plain_on_engine(keywords: Mapping[str, Any], pair: LoadedPair) -> Contender:
