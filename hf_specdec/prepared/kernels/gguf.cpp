@@ -1,36 +1,38 @@
 // Linear layers and embeddings with weights in the blocks of GGUF files.
 
 #include "gguf_products.h"
-#include "gguf_vnni.h"
 #include "linears.h"
 
 namespace {
 
+template <class Stored, class T> struct ProductsOf {
 #ifdef MULTIPLIES_BYTES
-template <class Stored, class T>
-using GgufProduct = std::conditional_t<std::is_same_v<T, double>, GgufTokens<Stored, T>, GgufDigits<Stored, T>>;
+  using type = GgufDigits<Stored, T>;
 #else
-template <class Stored, class T> using GgufProduct = GgufTokens<Stored, T>;
+  using type = GgufFloats<Stored, T>;
 #endif
+};
+template <class Stored> struct ProductsOf<Stored, double> {
+  using type = GgufDoubles<Stored>;
+};
 
 // Linear layers of one input `[..., K]` with weights `[N, K / numbers of a block, bytes]`, all of one type of blocks, and
 // biases `[N]` or none; outputs are `[..., N]`. All are contiguous.
-template <class T, size_t Count>
-void gguf_linears(Given input, const Given (&weights)[Count], const Given (&biases)[Count],
-                  Handle* const (&outputs)[Count]) {
-  for (size_t i = 0; i < Count; ++i) *outputs[i] = empty_rows(input, weights[i].size(0)).handle;
-  for_type(weights[0].size(2), [&](auto type) {
+template <class T> void gguf_linears(Given input, Tensors weights, Tensors biases, Results outputs) {
+  const Given* const weight = weights.begin();
+  for (size_t i = 0; i < weights.size(); ++i) *outputs.begin()[i] = empty_rows(input, weight[i].size(0)).handle;
+  for_type(weight->size(2), [&](auto type) {
     using Stored = decltype(type);
-    const int64_t k = weights[0].size(1) * Stored::kNumbers;
+    const int64_t k = weight->size(1) * Stored::kNumbers;
     for_groups(input.numel() / k, kMostTokens, [&](int64_t first, int64_t size, bool) {
-      std::array<Layer<Stored, T>, Count> layers;
-      for (size_t i = 0; i < Count; ++i) {
-        const int64_t rows = weights[i].size(0);
-        layers[i] = {reinterpret_cast<const Stored*>(pointer<const uint8_t>(weights[i])), rows, k,
-                     pointer<const T>(biases[i]), pointer<T>(Given(*outputs[i])) + first * rows, rows};
+      std::vector<Layer<Stored, T>> layers;
+      for (size_t i = 0; i < weights.size(); ++i) {
+        const int64_t rows = weight[i].size(0);
+        layers.push_back({reinterpret_cast<const Stored*>(pointer<const uint8_t>(weight[i])), rows, k,
+                          pointer<const T>(biases.begin()[i]), pointer<T>(Given(*outputs.begin()[i])) + first * rows, rows});
       }
       const T* tokens = pointer<const T>(input) + first * k;
-      multiply_layers(layers, GgufProduct<Stored, T>(tokens, size, k));
+      multiply_layers<Stored, T>(layers, typename ProductsOf<Stored, T>::type(tokens, size, k));
     });
   });
 }

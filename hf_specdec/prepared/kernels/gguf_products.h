@@ -1,20 +1,12 @@
-// Products of few tokens and a matrix in the blocks of GGUF files. Numbers are widened exactly: as they are read or, for
-// more tokens, a stretch of four rows at a time.
+// Products of few tokens and a matrix in the blocks of GGUF files. Weights are widened exactly, a stretch of some rows at a
+// time, and multiplied with unrounded numbers.
 
 #pragma once
 
 #include "floats.h"
-#include "gguf_types.h"
-#include "layers.h"
+#include "gguf_lanes.h"
 
 namespace {
-
-// Calls `work(block, pieces, first)` for each stretch of a row of k numbers: the index of its first block, its number of
-// pieces, and the index of its first number.
-template <class Block, class Work> INLINE void each_stretch(int64_t k, const Work& work) {
-  for (int64_t first = 0; first < k; first += kStretch)
-    work(first / Block::kNumbers, int(std::min<int64_t>(kStretch, k - first) / kPiece), first);
-}
 
 // Writes the widened numbers of a stretch.
 template <class A, class Block> INLINE void widen_stretch(const Block* blocks, int pieces, A* to) {
@@ -37,78 +29,174 @@ template <class A, class Block> INLINE void widen_stretch(const Block* blocks, i
   }
 }
 
-// Adds the products of four widened rows and all tokens; one function for all types of blocks.
-template <class A>
-__attribute__((noinline)) void multiply_widened(const A (&weights)[4][kStretch], const Tokens<FloatProduct<A, A>>& tokens,
-                                                int64_t count, int64_t numbers, Four<A>* sums) {
-  multiply_four<FloatProduct<A, A>>({weights[0], weights[1], weights[2], weights[3]}, tokens, count, 0, numbers,
-                                    [](bool, int, int64_t) {}, sums);
+#ifndef MULTIPLIES_BYTES
+constexpr int kVectors = 16 / kLaneRows;  // of rows, multiplied with the same numbers
+
+// The widened bytes of a stretch of rows, and the scale and shift of every part.
+template <class Stored> struct Unpacked {
+  Halves weights[kStretch / 4][kVectors];
+  Lanes scales[kStretch / Stored::kScaled][kVectors][2];
+};
+
+// Adds the products of parts of `4 * words` numbers of rows and N tokens, whose numbers are `[parts * 4 * words, N]`. A
+// byte is multiplied where it lies in its word, so numbers are divided by 1, 2^8, 2^16 and 1 in turn. `totals`, `[parts, N]`,
+// are the sums of a part's undivided numbers. One function for all types of blocks.
+template <int N, int words>
+__attribute__((noinline)) void add_parts(const Halves (*weights)[kVectors], const Lanes (*scales)[kVectors][2], int parts,
+                                         const float* numbers, const float* totals, Lanes (*sums)[kVectors]) {
+  // Sums in turn, so that additions needn't wait for each other.
+  constexpr int kSums = N * kVectors <= 2 ? 4 : N * kVectors <= 5 ? 2 : 1;
+  const LaneWords masks[] = {LaneWords{} + 0xff, LaneWords{} + 0xff00, LaneWords{} + 0xff0000};
+  for (int part = 0; part < parts; ++part, ++scales, totals += N) {
+    Lanes found[kSums][N][kVectors] = {};
+#pragma GCC unroll 1
+    for (int word = 0; word < words; ++word, ++weights, numbers += 4 * N)
+      each<4>([&](auto i) __attribute__((always_inline)) {
+        Lanes widened[kVectors];
+        each<kVectors>([&](auto v) __attribute__((always_inline)) {
+          const LaneWords four = (LaneWords)(*weights)[v];
+          widened[v] = as_floats(i == 3 ? four >> 24 : four & masks[i % 3]);
+          asm("" : "+v"(widened[v]));  // once for all tokens
+        });
+        each<N>([&](auto t) __attribute__((always_inline)) {
+          each<kVectors>([&](auto v) __attribute__((always_inline)) {
+            found[i % kSums][t][v] += widened[v] * numbers[i * N + t];
+          });
+        });
+      });
+    each<N>([&](auto t) __attribute__((always_inline)) {
+      each<kVectors>([&](auto v) __attribute__((always_inline)) {
+        Lanes sum = found[0][t][v];
+        if constexpr (kSums > 1)
+          each<kSums - 1>([&](auto at) __attribute__((always_inline)) { sum += found[at + 1][t][v]; });
+        sums[t][v] += (*scales)[v][1] * totals[t];
+        sums[t][v] += (*scales)[v][0] * sum;
+      });
+    });
+  }
 }
 
-template <class Stored, class T> class GgufTokens {
+// Four rows further on in memory are prefetched meanwhile: these products wait for more lines than the processor asks for.
+template <class Stored, class T> class GgufFloats {
  public:
-  using A = SumOf<T>;
-  static constexpr int kRows = 4, kHalves = 1;
-  static constexpr bool far() { return true; }
+  using A = float;
+  static constexpr int kRows = kLaneRows * kVectors, kHalves = 1;
+  static constexpr int64_t kBlocks = kStretch / Stored::kNumbers;  // of a stretch
+  static constexpr bool far() { return false; }
   struct Scratch {
-    alignas(64) A weights[4][kStretch];
+    Unpacked<Stored> unpacked;
+    Stored rows[kRows][kBlocks];
   };
 
-  GgufTokens(const T* x, int64_t tokens, int64_t k) : count(tokens), k(k), padded(x, tokens, k) {}
-
-  void multiply(const Block<Stored, T>& block, A* sums, Scratch& scratch) const {
-    auto* to = reinterpret_cast<Four<A>*>(sums);
-    if constexpr (sizeof(A) == 4)
-      if (count <= kMost) return for_constant<kMost>(count, [&](auto n) { multiply_read<n>(block, to); });
-    std::fill_n(to, count, Four<A>{});
-    each_stretch<Stored>(k, [&](int64_t at, int pieces, int64_t first) {
-      for (int r = 0; r < 4; ++r) widen_stretch(block.row(r) + at, pieces, scratch.weights[r]);
-      multiply_widened(scratch.weights, {padded.data + first, padded.width}, count, pieces * kPiece, to);
+  GgufFloats(const T* x, int64_t tokens, int64_t k)
+      : count(tokens), k(k), numbers(tokens * k), totals(tokens * k / kScaled) {
+    for_groups(count, kMost, [&](int64_t first, int64_t size, bool) {
+      float* to = numbers.data + first * k;
+      float* total = totals.data + first * k / kScaled;
+      std::fill_n(total, size * k / kScaled, 0.f);
+      for (int64_t i = 0; i < k; i += 4)
+        for (int64_t t = 0; t < size; ++t) {
+          const T* four = x + (first + t) * k + i;
+          const float a = float(four[0]), b = float(four[1]), c = float(four[2]), d = float(four[3]);
+          total[i / kScaled * size + t] += (a + b) + (c + d);
+          to[i * size + t] = a;
+          to[(i + 1) * size + t] = b * 0x1p-8f;
+          to[(i + 2) * size + t] = c * 0x1p-16f;
+          to[(i + 3) * size + t] = d;
+        }
     });
+  }
+
+  void multiply(const Block<Stored, T>& block, float* sums, Scratch& scratch) const {
+    const int64_t blocks = k / Stored::kNumbers;
+    auto* to = reinterpret_cast<Lanes(*)[kVectors]>(sums);
+    std::fill_n(sums, count * kRows, 0.f);
+    for (int64_t at = 0; at < blocks; at += kBlocks) {
+      const int64_t here = std::min(kBlocks, blocks - at), first = at * Stored::kNumbers;
+      const int parts = int(here * Stored::kNumbers / kScaled);
+      const Stored* next = block.row(0) + kRows * (blocks + at);
+      if (block.count == kRows) {
+        unpack(block.row(0) + at, blocks * int64_t(sizeof(Stored)), parts, next, scratch.unpacked);
+      } else {  // the last row stands for missing ones
+        for (int64_t r = 0; r < kRows; ++r) std::copy_n(block.row(r) + at, here, scratch.rows[r]);
+        unpack(scratch.rows[0], sizeof scratch.rows[0], parts, next, scratch.unpacked);
+      }
+      for_groups(count, kMost, [&](int64_t token, int64_t size, bool) {
+        for_constant<kMost>(size, [&](auto n) {
+          const int64_t of_group = token * k + first * n;
+          add_parts<n, kScaled / 4>(scratch.unpacked.weights, scratch.unpacked.scales, parts, numbers.data + of_group,
+                                    totals.data + of_group / kScaled, to + token);
+        });
+      });
+    }
   }
 
   const int64_t count, k;
 
  private:
-  static constexpr int kMost = kWide ? 5 : 2;  // tokens for which numbers are widened as they are read
+  static constexpr int kScaled = Stored::kScaled, kParts = kPiece / kScaled;  // of a piece, each with its own scale
+  static constexpr int64_t kMost = 6;  // tokens whose sums fill the registers
+  static constexpr int kBytes = kPiece * int(sizeof(Stored)) / Stored::kNumbers;  // of a piece
 
-  template <int N> void multiply_read(const Block<Stored, T>& block, Four<A>* sums) const {
-    constexpr int kScales = kStretch / Stored::kScaled;
-    const Stored* const rows[4] = {block.row(0), block.row(1), block.row(2), block.row(3)};
-    Vector<A> found[4][N];
-    each_stretch<Stored>(k, [&](int64_t blocks, int pieces, int64_t first) __attribute__((always_inline)) {
-      alignas(32) float scale[4][kScales], shift[4][kScales];
-      each<4>([&](auto r) __attribute__((always_inline)) { (rows[r] + blocks)->scales(pieces, scale[r], shift[r]); });
-      const A* token = padded.data + first;
-      for (int piece = 0; piece < pieces; ++piece, token += kPiece) {
-        __m256i quants[4];
-        each<4>([&](auto r) __attribute__((always_inline)) { quants[r] = (rows[r] + blocks)->quants(OneRow(), piece); });
-        each<kPiece / kLanes<A>>([&](auto part) __attribute__((always_inline)) {
-          constexpr int kFirst = part * kLanes<A>;
-          const int at = piece * (kPiece / Stored::kScaled) + kFirst / Stored::kScaled;
-          Vector<A> weights[4];
-          each<4>([&](auto r) __attribute__((always_inline)) {
-            __m128i bytes = kFirst < 16 ? _mm256_castsi256_si128(quants[r]) : _mm256_extracti128_si256(quants[r], 1);
-            if constexpr (kFirst % 16) bytes = _mm_srli_si128(bytes, kFirst % 16);
-            weights[r] = at::vec::fmadd(widen<A, false>(bytes), Vector<A>(scale[r][at]), Vector<A>(shift[r][at]));
-            keep(weights[r]);
-          });
-          each<N>([&](auto t) __attribute__((always_inline)) {
-            Vector<A> column = Vector<A>::loadu(token + t * padded.width + kFirst);
-            keep(column);
-            each<4>([&](auto r) __attribute__((always_inline)) {
-              found[r][t] = at::vec::fmadd(weights[r], column, found[r][t]);
-            });
+  static void unpack(const Stored* blocks, int64_t apart, int parts, const Stored* next, Unpacked<Stored>& to) {
+    const auto* ahead = reinterpret_cast<const char*>(next);
+    for (int v = 0; v < kVectors; ++v) {
+      const SomeRows rows{apart};
+      const LaneScales<Stored> scales(blocks, rows);
+      for (int pair = 0; pair * kParts < parts; pair += 2)
+        each<2>([&](auto odd) __attribute__((always_inline)) {
+          const int piece = pair + odd;
+          if (odd && piece * kParts == parts) return;
+          each<(kLaneRows * kBytes + 63) / 64>([&](auto line) { __builtin_prefetch(ahead + 64 * line, 0, kReadAgain); });
+          ahead += kLaneRows * kBytes;
+          const auto weights = blocks->quants(rows, piece);
+          each<8>([&](auto i) __attribute__((always_inline)) { to.weights[8 * piece + i][v] = weights.part[i]; });
+          each<kParts>([&](auto part) __attribute__((always_inline)) {
+            Lanes(&both)[2] = to.scales[piece * kParts + part][v];
+            scales.read(piece, part, both[0], both[1]);
           });
         });
-      }
-    });
-    each<N>([&](auto t) __attribute__((always_inline)) {
-      sums[t] = sums_of<A>(found[0][t], found[1][t], found[2][t], found[3][t]);
-    });
+      blocks = reinterpret_cast<const Stored*>(reinterpret_cast<const uint8_t*>(blocks) + kLaneRows * apart);
+    }
   }
 
-  const Padded<T, A> padded;
+  const Aligned<float> numbers, totals;  // `[count, k]` in groups of tokens, each `[k, tokens of the group]`
+};
+#endif
+
+// Adds the products of four widened rows and all tokens; one function for all types of blocks.
+inline __attribute__((noinline)) void multiply_widened(const double (&weights)[4][kStretch],
+                                                       const Tokens<FloatProduct<double, double>>& tokens, int64_t count,
+                                                       int64_t numbers, Four<double>* sums) {
+  multiply_four<FloatProduct<double, double>>({weights[0], weights[1], weights[2], weights[3]}, tokens, count, 0, numbers,
+                                              [](bool, int, int64_t) {}, sums);
+}
+
+template <class Stored> class GgufDoubles {
+ public:
+  using A = double;
+  static constexpr int kRows = 4, kHalves = 1;
+  static constexpr bool far() { return true; }
+  struct Scratch {
+    alignas(64) double weights[4][kStretch];
+  };
+
+  GgufDoubles(const double* x, int64_t tokens, int64_t k) : count(tokens), k(k), tokens{x, k} {}
+
+  void multiply(const Block<Stored, double>& block, double* sums, Scratch& scratch) const {
+    auto* to = reinterpret_cast<Four<double>*>(sums);
+    std::fill_n(to, count, Four<double>{});
+    for (int64_t first = 0; first < k; first += kStretch) {
+      const int pieces = int(std::min<int64_t>(kStretch, k - first) / kPiece);
+      for (int r = 0; r < 4; ++r) widen_stretch(block.row(r) + first / Stored::kNumbers, pieces, scratch.weights[r]);
+      multiply_widened(scratch.weights, {tokens.data + first, k}, count, pieces * kPiece, to);
+    }
+  }
+
+  const int64_t count, k;
+
+ private:
+  const Tokens<FloatProduct<double, double>> tokens;
 };
 
 }  // namespace

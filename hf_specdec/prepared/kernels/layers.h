@@ -6,8 +6,9 @@
 
 #pragma once
 
-#include <array>
 #include <cmath>
+#include <span>
+#include <vector>
 
 #include "blocks.h"
 
@@ -63,8 +64,8 @@ template <class S, class T> struct Block {
   int64_t first, apart, count;
 };
 
-template <class X, class S, class T, size_t Count>
-void multiply_layers(const std::array<Layer<S, T>, Count>& layers, const X& x) {
+// Not a template of the number of layers, which would be compiled for each.
+template <class S, class T, class X> void multiply_layers(std::span<const Layer<S, T>> layers, const X& x) {
   constexpr int kRows = X::kRows, kWidth = kRows * X::kHalves;
   int64_t work = 0;
   for (const auto& layer : layers) work += layer.outputs * layer.k * x.count;

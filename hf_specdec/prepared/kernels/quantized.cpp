@@ -52,7 +52,7 @@ void multiply_quantized(Given input, const QuantizedLayer (&given)[Count], bool 
                  pointer<T>(layer.output) + first * outputs, outputs, scales.back().scales.data,
                  scales.back().shifts, layer.scale.size(1)};
   }
-  multiply_layers(layers, X(numbers.data, tokens, k));
+  multiply_layers<int8_t, T>(layers, X(numbers.data, tokens, k));
 }
 
 // The same, by the class that suits the weights and the number of tokens.

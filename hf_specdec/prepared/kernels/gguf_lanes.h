@@ -1,9 +1,9 @@
-// Products of few tokens and a matrix in the blocks of GGUF files, where the processor multiplies bytes (VNNI).
+// Rows in the blocks of GGUF files, transposed into the lanes of vectors, 32 bits of each, once for all tokens; and their
+// products with few tokens where the processor multiplies bytes (VNNI).
 //
-// An instruction multiplies four bytes of each of 16 rows (8 without AVX-512) with four of a token. No weight is widened,
-// but rows are transposed into lanes, once for all tokens. A token's numbers become integers, in units of its largest one
-// divided by 127 · 2^16, of three digits in base 256. Sums of products of digits are exact, so results are about as precise
-// as in float.
+// An instruction multiplies four bytes of each of 16 rows (8 without AVX-512) with four of a token. No weight is widened.
+// A token's numbers become integers, in units of its largest one divided by 127 · 2^16, of three digits in base 256. Sums
+// of products of digits are exact, so results are about as precise as in float.
 
 #pragma once
 
@@ -12,10 +12,12 @@
 
 #if (defined(__AVX512VNNI__) && defined(CPU_CAPABILITY_AVX512)) || (defined(__AVXVNNI__) && !defined(CPU_CAPABILITY_AVX512))
 #define MULTIPLIES_BYTES
+#endif
+
 namespace {
 
 constexpr int kLaneRows = kLanes<float>;
-using Words = Numbers<uint32_t, kLaneRows>::type;  // 32 bits of every row
+using LaneWords = Numbers<uint32_t, kLaneRows>::type;  // 32 bits of every row
 using Halves = Numbers<uint16_t, 2 * kLaneRows>::type;
 using Ints = Numbers<int32_t, kLaneRows>::type;
 using Lanes = Numbers<float, kLaneRows>::type;
@@ -32,16 +34,8 @@ INLINE Bits every_fourth(const uint8_t* from, int64_t apart) {
   return (Bits)_mm256_inserti128_si256(_mm256_castsi128_si256(row(0)), row(4), 1);
 #endif
 }
-// Adds four products of unsigned and signed bytes to each sum.
-INLINE void add_products(Ints& sums, Halves bytes, const int32_t& digits) {
-#ifdef CPU_CAPABILITY_AVX512
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(bytes), "m"(digits));
-#else
-  sums = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)bytes, _mm256_set1_epi32(digits));
-#endif
-}
 // The lower 16 bits of words as floats.
-INLINE Lanes lower_floats(Words words) {
+INLINE Lanes lower_floats(LaneWords words) {
 #ifdef CPU_CAPABILITY_AVX512
   return (Lanes)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
 #else
@@ -49,7 +43,7 @@ INLINE Lanes lower_floats(Words words) {
   return (Lanes)_mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000)));
 #endif
 }
-INLINE Lanes as_floats(Words whole) { return __builtin_convertvector((Ints)whole, Lanes); }
+INLINE Lanes as_floats(LaneWords whole) { return __builtin_convertvector((Ints)whole, Lanes); }
 
 // Reads bytes of as many rows as a vector has lanes, `apart` bytes from one row to the next.
 struct SomeRows {
@@ -63,24 +57,24 @@ struct SomeRows {
     Halves part[8];
   };
   // The four words of 16 bytes of each row, transposed in groups of four rows.
-  INLINE void read(const uint8_t* from, Words (&to)[4]) const {
+  INLINE void read(const uint8_t* from, LaneWords (&to)[4]) const {
     Bits row[4];
     each<4>([&](auto i) __attribute__((always_inline)) { row[i] = every_fourth(from + i * apart, apart); });
     const Bits first = low_pairs(row[0], row[1]), second = low_pairs(row[2], row[3]);
     const Bits third = high_pairs(row[0], row[1]), fourth = high_pairs(row[2], row[3]);
-    to[0] = (Words)low_halves(first, second);
-    to[1] = (Words)high_halves(first, second);
-    to[2] = (Words)low_halves(third, fourth);
-    to[3] = (Words)high_halves(third, fourth);
+    to[0] = (LaneWords)low_halves(first, second);
+    to[1] = (LaneWords)high_halves(first, second);
+    to[2] = (LaneWords)low_halves(third, fourth);
+    to[3] = (LaneWords)high_halves(third, fourth);
   }
   INLINE Bytes bytes(const uint8_t* from) const {
-    Words found[2][4];
+    LaneWords found[2][4];
     read(from, found[0]);
     read(from + 16, found[1]);
     return Bytes().changed([&](Halves, auto i) __attribute__((always_inline)) { return (Halves)found[i / 4][i % 4]; });
   }
   INLINE Bytes nibbles(const uint8_t* from) const {
-    Words found[4];
+    LaneWords found[4];
     read(from, found);
     return Bytes().changed([&](Halves, auto i) __attribute__((always_inline)) {
       return (Halves)((i < 4 ? found[i % 4] : found[i % 4] >> 4) & 0x0f0f0f0f);
@@ -88,7 +82,7 @@ struct SomeRows {
   }
   // 32 bits of each row as bytes of 0 or 1; 16 bytes of each row must be readable.
   INLINE Bytes bits(const uint8_t* from) const {
-    Words found[4];
+    LaneWords found[4];
     read(from, found);
     return Bytes().changed([&](Halves, auto i) __attribute__((always_inline)) {
       return (Halves)(((found[0] >> (4 * i) & 15) * 0x00204081) & 0x01010101);
@@ -115,7 +109,7 @@ INLINE SomeRows::Bytes with_upper(const SomeRows::Bytes& lower, const SomeRows::
 template <class Stored> class LaneScales {
  public:
   INLINE LaneScales(const Stored* blocks, const SomeRows& rows) : blocks(blocks), rows(rows) {
-    Words found[4];
+    LaneWords found[4];
     if constexpr (kBytes) {
       rows.read(reinterpret_cast<const uint8_t*>(blocks->eighths), words);
       rows.read(blocks->d - 14, found);
@@ -134,13 +128,13 @@ template <class Stored> class LaneScales {
   INLINE void read(int piece, int part, Lanes& scale, Lanes& shift) const {
     if constexpr (kBytes) {
       const int at = 2 * piece + part;
-      scale = d * as_floats((Words)((Ints)(words[at / 4] << (24 - at % 4 * 8)) >> 24));
+      scale = d * as_floats((LaneWords)((Ints)(words[at / 4] << (24 - at % 4 * 8)) >> 24));
       shift = scale * -32.f;
     } else if constexpr (Stored::kNumbers == kStretch) {
       scale = d * as_floats(words[piece / 4] >> (piece % 4 * 8) & 255);
       shift = m * -as_floats(words[2 + piece / 4] >> (piece % 4 * 8) & 255);
     } else {
-      Words found[4];
+      LaneWords found[4];
       rows.read(blocks[piece].scale, found);
       scale = lower_floats(found[0]);
       shift = Stored::kMiddle ? scale * -float(Stored::kMiddle) : lower_floats(found[0] >> 16);
@@ -151,9 +145,19 @@ template <class Stored> class LaneScales {
   static constexpr bool kBytes = Stored::kScaled == 16;
   const Stored* blocks;
   const SomeRows& rows;
-  Words words[4];
+  LaneWords words[4];
   Lanes d, m;
 };
+
+#ifdef MULTIPLIES_BYTES
+// Adds four products of unsigned and signed bytes to each sum.
+INLINE void add_products(Ints& sums, Halves bytes, const int32_t& digits) {
+#ifdef CPU_CAPABILITY_AVX512
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(bytes), "m"(digits));
+#else
+  sums = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)bytes, _mm256_set1_epi32(digits));
+#endif
+}
 
 template <class Stored, class T> class GgufDigits {
  public:
@@ -255,7 +259,7 @@ template <class Stored, class T> class GgufDigits {
       });
     });
     each<N>([&](auto t) __attribute__((always_inline)) {
-      const Lanes high = as_floats((Words)found[t][0]), low = as_floats((Words)((found[t][1] << 8) + found[t][2]));
+      const Lanes high = as_floats((LaneWords)found[t][0]), low = as_floats((LaneWords)((found[t][1] << 8) + found[t][2]));
       const float total = totals.data[((token + t) * pieces + piece) * kParts + part];
       sums[token + t] += shift * total;
       sums[token + t] += scale * (high * 65536.f + low);
@@ -268,5 +272,6 @@ template <class Stored, class T> class GgufDigits {
   const Aligned<float> totals;    // sums of the numbers that share a scale, [tokens, pieces, parts]
 };
 
-}  // namespace
 #endif
+
+}  // namespace
