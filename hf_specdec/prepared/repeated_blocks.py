@@ -1,8 +1,9 @@
 """Cuts a traced step into segments, so that a model's layers, which are equal, are compiled once.
 
 A trace lists the operations of all layers one after another. The longest run that repeats with a fixed period consists
-of the layers; each period becomes a segment, as do the parts before and after. Segments with equal operations, shapes
-and wiring are one function of different tensors.
+of the layers; each period becomes a segment, as do the parts before and after. If layers of a few kinds alternate
+irregularly, as where a GGUF file mixes types of weights, segments begin at an operation that every layer has. Segments
+with equal operations, shapes and wiring are one function of different tensors.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def _outside(part: Sequence[Node]) -> list[Node]:
 def _cuts(units: Sequence[Sequence[Node]]) -> list[int]:
     """The boundaries of segments among the units."""
     kinds: dict[Hashable, int] = {}
-    codes = torch.tensor([kinds.setdefault(_kind(unit[0]), len(kinds)) for unit in units], device="cpu")
+    numbers = [kinds.setdefault(_kind(unit[0]), len(kinds)) for unit in units]
+    codes = torch.tensor(numbers, device="cpu")
     length, period, start = 0, 0, 0
     for shift in range(LEAST_PERIOD, len(units) // LEAST_REPEATS + 1):
         begin, run = _longest_run(codes[:-shift] == codes[shift:])
@@ -116,8 +118,23 @@ def _cuts(units: Sequence[Sequence[Node]]) -> list[int]:
             length, period, start = run, shift, begin
     repeats = length // period + 1 if period else 0
     if repeats < LEAST_REPEATS:
-        return [0, len(units)]
+        return _cuts_at_an_operation(units, numbers)
     return sorted({0, len(units), *(start + period * turn for turn in range(repeats + 1))})
+
+
+def _cuts_at_an_operation(units: Sequence[Sequence[Node]], kinds: Sequence[int]) -> list[int]:
+    """Boundaries before each call of the operation that leaves the fewest units to compile, if at most half of them."""
+    best, fewest = [0, len(units)], len(units) // 2
+    targets = [unit[0].target for unit in units]
+    for target in dict.fromkeys(targets):
+        calls = [at for at, other in enumerate(targets) if other == target]
+        if len(calls) < LEAST_REPEATS or len(units) < LEAST_PERIOD * len(calls):
+            continue
+        cuts = sorted({0, len(units), *calls})
+        left = sum(map(len, {tuple(kinds[start:end]) for start, end in pairwise(cuts)}))
+        if left <= fewest:
+            best, fewest = cuts, left
+    return best
 
 
 def _longest_run(same: Tensor) -> tuple[int, int]:

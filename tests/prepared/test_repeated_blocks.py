@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,12 +13,13 @@ from hf_specdec.prepared.repeated_blocks import LEAST_REPEATS, segments_of
 from hf_specdec.prepared.step_trace import trace, value_of
 
 LAYERS = LEAST_REPEATS + 2
+IRREGULAR = (0, 1, 4, 7, 9, 10, 14)  # of 2 * LAYERS
 
 
 class Layers:
     """Layers that write to caches of their own, read through views, and end in a result of several tensors."""
 
-    def __init__(self, count: int = LAYERS, odd: int | None = None) -> None:
+    def __init__(self, count: int = LAYERS, odd: Collection[int] = ()) -> None:
         draw = torch.Generator().manual_seed(0)
         self.weights = [torch.randn(4, 4, generator=draw) for _ in range(count)]
         self.caches = [torch.zeros(6, 4) for _ in range(count)]
@@ -30,7 +33,7 @@ class Layers:
             cache[:4].index_copy_(0, slot, mixed[:1])
             read = cache[:4] * mask
             states = torch.tanh(read + states).exp().log() * 0.5 + mixed.sum(dim=0, keepdim=True)
-            if at == self.odd:
+            if at in self.odd:
                 states = states.sin()
         best, where = states.max(dim=1)
         return [best.clone(), where + 1]
@@ -50,9 +53,13 @@ def _trace(layers: Layers) -> tuple[Graph, tuple[Tensor, Tensor]]:
     return trace(layers, *args), args
 
 
-@pytest.mark.parametrize("odd", [None, LAYERS - 1], ids=["alike", "one unlike the others"])
-def test_segments_compute_what_the_step_does(odd: int | None) -> None:
-    layers = Layers(odd=odd)
+@pytest.mark.parametrize(
+    ("count", "odd"),
+    [(LAYERS, ()), (LAYERS, (LAYERS - 1,)), (2 * LAYERS, IRREGULAR)],
+    ids=["alike", "one unlike the others", "two kinds"],
+)
+def test_segments_compute_what_the_step_does(count: int, odd: Collection[int]) -> None:
+    layers = Layers(count, odd)
     graph, args = _trace(layers)
     for cache in layers.caches:
         cache.zero_()
@@ -68,6 +75,24 @@ def test_segments_compute_what_the_step_does(odd: int | None) -> None:
 def test_layers_are_one_segment_however_many_there_are() -> None:
     counts = [len({segment.key for segment in segments_of(_trace(Layers(n))[0])}) for n in (LAYERS, 3 * LAYERS)]
     assert counts[0] == counts[1] <= 3
+
+
+def test_layers_of_two_kinds_are_a_few_segments() -> None:
+    segments = segments_of(_trace(Layers(2 * LAYERS, IRREGULAR))[0])
+    assert len(segments) > 2 * LAYERS
+    assert len({segment.key for segment in segments}) <= 4  # two of layers, one before and one after
+
+
+def test_layers_that_all_differ_are_not_cut() -> None:
+    layers = Layers(2 * LAYERS)
+    layers.weights = [torch.randn(4, 4 + at) for at in range(2 * LAYERS)]
+
+    def step(states: Tensor) -> list[Tensor]:
+        for weight in layers.weights:
+            states = torch.tanh(torch.mm(states, weight) @ weight.t()).exp().log() * 0.5 + states
+        return [states]
+
+    assert len(segments_of(trace(step, torch.ones(4, 4)))) == 1
 
 
 @pytest.mark.parametrize("count", [1, 3])
