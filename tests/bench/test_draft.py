@@ -252,6 +252,7 @@ def test_a_draft_is_made_trained_judged_and_saved(
     assert "Not recommended: decoding" in printed or "Decoding with it has" in printed
     assert len(result.prompts) == 3 and facts.prompts > 3, "a data set that only judges"
     assert sum("agreement with the target after" in note for note in result.notes) == 3, "shapes that were tried"
+    assert any("of the tokens of held-out answers are among those" in note for note in result.notes)
     assert [one.name for one in result.methods][2:] == ["suffix", "before", "after", "hybrid"]
     saved, own = (AutoModelForCausalLM.from_pretrained(path) for path in (facts.saved, folder))
     assert len(saved.config.draft_tokens) == facts.vocabulary

@@ -26,6 +26,7 @@ from transformers import (
 import hf_specdec
 from hf_specdec.bench.aligning.answers import target_answers
 from hf_specdec.bench.aligning.batches import IGNORED, Collator, answer_logits
+from hf_specdec.bench.aligning.encoding_keys import EncodingKeys
 from hf_specdec.bench.aligning.shape import check_target, cut_draft, layer_changes
 from hf_specdec.bench.aligning.trimmed import TrimmedVocabulary
 from hf_specdec.bench.inputs.questions import dialogues
@@ -171,6 +172,30 @@ def test_answers_are_learned_from_over_their_encodings(kind: str, tmp_path: Path
     assert trained and not any("encoder.block" in name or "encoder.layers" in name for name in trained)
     trimmed.restore()
     torch.testing.assert_close(answer_logits(cut, batch), found)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_keys_and_values_of_an_encoding_are_computed_once(kind: str, tmp_path: Path) -> None:
+    """Also if its row is padded to another length. They are not trained."""
+    settings = settings_for(kind, tmp_path)
+    pair = load_pair(settings)
+    groups = batches(dialogues(settings), 4)
+    rows = list(target_answers(tmp_path / "a", settings, pair, groups, Processes(), plain(pair)))
+    draft = cut_draft(pair.target, (0, 1), TOKENS)
+    with torch.no_grad():
+        expected = [answer_logits(draft, Collator(pair)([row])) for row in rows]
+        keys = EncodingKeys(draft)
+        assert len(keys.projections) == 4 and not any(one.weight.requires_grad for one in keys.projections)
+        for some in (rows[:2], rows[::-1]):
+            keys.read(batch := Collator(pair)(some))
+            answer_logits(draft, batch)
+        for projection in keys.projections:
+            projection.weight.zero_()
+        for row, logits in zip(rows, expected, strict=True):
+            keys.read(batch := Collator(pair)([row]))
+            torch.testing.assert_close(answer_logits(draft, batch), logits, atol=0.02, rtol=0.02)
+        keys.restore()
+        assert not torch.allclose(answer_logits(draft, batch), logits, atol=0.02), "the negative control"
 
 
 @pytest.mark.parametrize("kind", TARGETS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -21,7 +22,7 @@ from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.models.precision import quantized_layers
 from hf_specdec.bench.records import Pass, Result
 from hf_specdec.bench.results import document, load
-from hf_specdec.bench.running import memory, warming
+from hf_specdec.bench.running import bare_passes, memory, warming
 from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.running.transformers_methods import SCHEDULES
@@ -206,7 +207,8 @@ def test_nothing_is_recorded_on_the_engine_eager(settings: Settings) -> None:
     assert all(one == tokens[0] for one in tokens)
 
 
-def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
+def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their passes are not compiled, but use the compiled kernels, and so do their bare passes."""
     target, draft = save_pair(tmp_path, encoder_decoder=True)
     asked = replace(settings, model_name=str(target), assistant_model=str(draft))
     pair = load_pair(asked)
@@ -214,10 +216,12 @@ def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings) -> None:
     methods = {method.name: method for method in compared(asked, pair)}
     calls = [timed_call(methods[name], prompts, asked) for name in ("plain", "speculative, γ = 2, recorded")]
     assert calls[0].tokens == calls[1].tokens
-    for engine in ("generate", "recorded", "static"):
+    users: list[Any] = []
+    monkeypatch.setattr(bare_passes, "pass_kernels", lambda model: users.append(model) or nullcontext)
+    for engine in ("generate", "recorded", "static", "compiled"):
         times = BarePasses(pair, 12, [1, 3]).sample(engine, prompts)
         assert {tokens for role, tokens, _ in times if role == "target"} == {1, 3}
-    assert not BarePasses(pair, 12, [1, 3]).sample("compiled", prompts), "nothing was compiled for them"
+        assert users == ([pair.target, pair.draft] if engine == "compiled" else [])
     assert memory.describe(pair, 30).cache_bytes is None
 
 

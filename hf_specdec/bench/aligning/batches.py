@@ -26,8 +26,9 @@ class Collator:
     """Turns rows into tensors, padded on the right; labels are at the positions of the logits that predict them.
 
     Returns `input_ids`, `attention_mask` and `labels` `[B, L]`. For an encoder-decoder, labels have the shape of
-    `decoder_input_ids`, and stored encodings, as `encoding` `[B, S, H]`, replace the ids. Stored distributions become
-    `target_tokens [N, K]` and `target_log_probs [N, K + 1]`, over the N tokens of all answers, row by row.
+    `decoder_input_ids`, and stored encodings, as `encoding` `[B, S, H]` with `index` `[B]`, replace the ids. Stored
+    distributions become `target_tokens [N, K]` and `target_log_probs [N, K + 1]`, over the N tokens of all answers, row
+    by row.
     """
 
     def __init__(self, pair: LoadedPair) -> None:
@@ -48,6 +49,8 @@ class Collator:
             both = list(zip(prompts, answers, strict=True))
             batch = self._padded([[*prompt, *answer[:-1]] for prompt, answer in both])
             batch["labels"] = _rectangle([[IGNORED] * (len(prompt) - 1) + answer for prompt, answer in both], IGNORED)
+        if "encoding" in rows[0]:
+            batch["index"] = torch.tensor([row["index"] for row in rows])
         for name in ("target_tokens", "target_log_probs"):
             if name in rows[0]:
                 batch[name] = torch.tensor([position for row in rows for position in row[name]])

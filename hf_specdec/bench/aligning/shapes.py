@@ -44,6 +44,8 @@ class Trials:
         self.target, self.tokens, self.held_out, self.fit = target, tokens, held_out, fit
         self.folder, self.seconds = folder, seconds
         self.notes: list[str] = []
+        # The compiled steps of other models would take minutes for each shape.
+        self.engine = "compiled" if target.encoder_decoder else "recorded"
 
     def best(self) -> tuple[int, ...]:
         """The layers of the shape with the highest predicted speed."""
@@ -69,7 +71,7 @@ class Trials:
         speed = max(predicted_speedup(agreed, step, verifying[n], n) for n in _LOOKAHEADS)
         self.notes.append(
             f"Layers {', '.join(map(str, layers))}: {agreed:.1%} agreement with the target after {facts.seconds:.0f} s "
-            f"of training ({facts.steps} steps), c = {step:.3f} on recorded passes, predicted speed {speed:.2f}."
+            f"of training ({facts.steps} steps), c = {step:.3f} on {self.engine} passes, predicted speed {speed:.2f}."
         )
         return speed
 
@@ -78,13 +80,13 @@ class Trials:
         return replace(self.target, draft=draft, draft_name="trial", draft_tokenizer=self.target.tokenizer)
 
     def _passes(self, pair: LoadedPair) -> tuple[float, dict[int, float]]:
-        """c, and v by number of drafted tokens, on the recorded engine."""
+        """c, and v by number of drafted tokens."""
         assert pair.draft is not None
         hf_specdec.trim_draft_head(pair.draft)
         first = self.held_out[0]
         prompt = Prompt(0, OWN, tuple(first["prompt"]), recording=first.get("recording"))
         passes = BarePasses(pair, 64, [1, *(n + 1 for n in _LOOKAHEADS)])
-        times = [one for _ in range(_SAMPLES) for one in passes.sample("recorded", [prompt])]
+        times = [one for _ in range(_SAMPLES) for one in passes.sample(self.engine, [prompt])]
 
         def typical(role: str, width: int) -> float:
             return median(seconds for kind, tokens, seconds in times if (kind, tokens) == (role, width))

@@ -23,6 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specdec.bench.aligning.batches import IGNORED, Collator, answer_logits, shared_vocabulary
 from hf_specdec.bench.aligning.clock import Clock
+from hf_specdec.bench.aligning.encoding_keys import EncodingKeys
 from hf_specdec.bench.aligning.losses import DIVERGENCES, cross_entropy, on_tokens
 from hf_specdec.bench.aligning.trimmed import TrimmedVocabulary
 from hf_specdec.bench.models.loading import LoadedPair
@@ -62,15 +63,16 @@ class AlignmentTrainer(Trainer):
         settings: its `loss`, `on_policy` and `seed` are used.
         pair: provides the target; its draft does not change.
         trimmed: the tokens of the draft's head; None for all.
+        keys: those of the stored encodings; None without these.
         clock: sets the learning rate instead of the number of steps.
     """
 
     def __init__(
         self, *arguments: Any, settings: Settings, pair: LoadedPair, trimmed: TrimmedVocabulary | None = None,
-        clock: Clock | None = None, **keywords: Any,
+        keys: EncodingKeys | None = None, clock: Clock | None = None, **keywords: Any,
     ) -> None:  # fmt: skip
         super().__init__(*arguments, **keywords)
-        self.settings, self.pair, self.trimmed, self.clock = settings, pair, trimmed, clock
+        self.settings, self.pair, self.trimmed, self.keys, self.clock = settings, pair, trimmed, keys, clock
         self.collator = Collator(pair)
         self.tokens_read = 0
         self.agreed: list[Tensor] = []  # by position, where the draft's most likely token is the target's
@@ -97,6 +99,8 @@ class AlignmentTrainer(Trainer):
             self.tokens_read += int(read.sum())
             if self._draft_writes():
                 inputs = self._written_by(self.accelerator.unwrap_model(model), inputs)
+        if self.keys is not None:
+            self.keys.read(inputs)
         loss = self._losses(answer_logits(model, inputs, self.accelerator.unwrap_model(model)), inputs).mean()
         return (loss, {}) if return_outputs else loss
 
@@ -208,12 +212,13 @@ def train(
         model = draft.float() if dtype in (torch.float16, torch.bfloat16) else draft
         # Without stored distributions, the loss needs all logits.
         trimmed = TrimmedVocabulary.of(model) if settings.top_k_targets else None
+        keys = EncodingKeys(model) if trimmed is not None and "encoding" in learned.column_names else None
         model = model if settings.lora_rank is None else _with_lora(model, settings.lora_rank)
         settings = _chosen(settings, model, len(learned), shared.count)
         trainer = AlignmentTrainer(
             model, _arguments(settings, folder, pair, dtype, by_clock=clock is not None), data_collator=Collator(pair),
             train_dataset=_with_lengths(learned), eval_dataset=_with_lengths(held_out), settings=settings, pair=pair,
-            trimmed=trimmed, clock=clock,
+            trimmed=trimmed, keys=keys, clock=clock,
         )  # fmt: skip
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
@@ -228,6 +233,8 @@ def train(
             model = model if settings.lora_rank is None else model.merge_and_unload()
             if trimmed is not None:
                 trimmed.restore()
+            if keys is not None:
+                keys.restore()
             facts_file.write_text(json.dumps(as_json(facts)))
             _save(model.to(dtype), pair, finished)
         shared.wait()

@@ -20,6 +20,7 @@ from hf_specdec.bench.running.methods import GENERATE, Contender
 from hf_specdec.bench.running.timed_call import synchronize
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import has_recurrent_layers, new_cache
+from hf_specdec.models.onednn_linears import onednn_linears
 from hf_specdec.models.recorded_passes import recorded_passes, without_recordings
 from hf_specdec.models.recurrent_runner import RecurrentRunner
 from hf_specdec.models.static_cache import RowsCache
@@ -28,6 +29,7 @@ from hf_specdec.models.traits import pass_mode
 from hf_specdec.prepared import engine_store
 from hf_specdec.prepared.engine import Engine, prepared_capacity
 from hf_specdec.prepared.engine_store import kept_engines
+from hf_specdec.prepared.pass_kernels import pass_kernels
 
 # ("draft", draft steps in a row, seconds a step) and ("target", tokens of a pass, seconds)
 Times = list[tuple[str, int, float]]
@@ -63,13 +65,13 @@ class BarePasses:
 
         The order matters, since a model that has just run finds its weights in the processor's cache. Compiled and
         captured passes are the steps that the calls before have left. They also choose and judge tokens, which cannot
-        be separated from their passes.
+        be separated from their passes. Those of an encoder-decoder, which are not compiled, use the compiled kernels.
         """
         if engine not in _ENGINES:
             return []
         if engine in ("static", "compiled"):
             prepared = _prepared_times(self.pair, self._engines(engine == "compiled", prompts))
-            if prepared or engine == "compiled":
+            if prepared or (engine == "compiled" and not self.pair.encoder_decoder):
                 return prepared
         length = min(len(prompt.token_ids) for prompt in prompts)
         cut = [replace(prompt, token_ids=prompt.token_ids[-length:]) for prompt in prompts]
@@ -77,7 +79,7 @@ class BarePasses:
         with eagerly, pass_mode(*self.pair.models)():  # as our passes run
             place = engine, len(cut), length
             if place not in self._steps:
-                build = generate_step if engine == GENERATE else partial(our_step, always=engine == "static")
+                build = generate_step if engine == GENERATE else partial(our_step, engine=engine)
                 roles = {"target": self.pair.target} | ({} if self.pair.draft is None else {"draft": self.pair.draft})
                 self._steps[place] = {
                     role: build(self.pair, model, cut, self.half, self.widths[-1]) for role, model in roles.items()
@@ -155,19 +157,27 @@ def our_step(
     after: int,
     widest: int,
     *,
-    always: bool = False,
+    engine: str = "recorded",
 ) -> Step:
-    """Return a step that passes as this package's loop does; `generate_step` if that uses a dynamic cache.
+    """Return a step that passes as this package's loop does; with its kernels only if that uses a dynamic cache.
 
     Its passes are recorded after some calls.
 
     Args:
-        always: use a static cache if the model supports one, as under `cache_implementation="static"`.
+        engine: "static" uses a static cache if the model supports one; "compiled" the kernels of compiled steps if it
+            does not.
     """
     recurrent = has_recurrent_layers(model)
-    serves = supports_rows_cache if always or len(prompts) > 1 else supports_recorded_row
+    serves = supports_rows_cache if engine == "static" or len(prompts) > 1 else supports_recorded_row
     if not recurrent and not serves(model, {}):
-        return generate_step(pair, model, prompts, after, widest)
+        bare = generate_step(pair, model, prompts, after, widest)
+        kernels = (pass_kernels if engine == "compiled" else onednn_linears)(model)
+
+        def with_kernels(width: int) -> None:
+            with kernels():
+                bare(width)
+
+        return with_kernels
     text = _text(model, prompts, after + widest)
     prompt = _bounded(pair, text, widest)
     filled = prompt.shape[1]

@@ -105,7 +105,12 @@ def run(settings: Settings, shared: Processes) -> None:
         vocabulary=len(tokens),
     )
     answering = Clock(folder / "seconds", 1).before
-    result.notes += [f"The target answered for {answering / 60:.0f} minutes, all starts together.", *trials.notes]
+    result.notes += [
+        f"The target answered for {answering / 60:.0f} minutes, all starts together.",
+        f"{covered(tokens, held_out):.1%} of the tokens of held-out answers are among those that the draft proposes: "
+        "the most that can be accepted.",
+        *trials.notes,
+    ]
     os.replace(place / "draft", saved)
     save_as_gguf(target, settings, saved)
     results.finish(result, render)
@@ -212,6 +217,12 @@ def proposed_tokens(settings: Settings, pair: LoadedPair, learned: Any) -> list[
         raise BenchError(f"--draft_vocabulary: {count} is not possible ({error})") from error
 
 
+def covered(tokens: list[int], answers: Any) -> float:
+    """The share of the answers' tokens that are in a list."""
+    known, written = set(tokens), list(chain.from_iterable(answers["answer"]))
+    return sum(token in known for token in written) / len(written)
+
+
 def cut(pair: LoadedPair, layers: tuple[int, ...], tokens: list[int]) -> LoadedPair:
     """The target with an untrained draft of these layers."""
     name = f"{short_name(pair.target_name)}, layers {' '.join(map(str, layers))}"
@@ -222,8 +233,6 @@ def cut(pair: LoadedPair, layers: tuple[int, ...], tokens: list[int]) -> LoadedP
 def contenders(settings: Settings, before: LoadedPair, after: LoadedPair) -> list[Contender]:
     """Plain decoding, copies, the draft before and after training, and the trained draft with copies."""
     keywords = chosen_keywords(settings, after)
-    if after.encoder_decoder:
-        keywords["compile"] = False  # it has no effect on encoder-decoder models
     copies = keywords | {"num_assistant_tokens": None}
     return [
         plain(after),
@@ -257,13 +266,11 @@ def use(part: Part) -> str:
     assert facts is not None
     best = speed.fastest(part, [part.result.method(name) for name in (AFTER, HYBRID)])
     copies = "" if best is None or best.name == AFTER else ', drafter="hybrid"'
-    encoder_decoder = part.result.encoder_decoder
-    kind = part.result.models["target"].kind if encoder_decoder else "AutoModelForCausalLM"
-    compiled = "" if encoder_decoder else ", compile=True"
+    kind = part.result.models["target"].kind if part.result.encoder_decoder else "AutoModelForCausalLM"
     return f"""```python
 draft = {kind}.from_pretrained("{facts.saved}")
 hf_specdec.trim_draft_head(draft)  # proposes the {facts.vocabulary:,} tokens that the target writes
-model.generate(**inputs, assistant_model=draft, generation_strategy="speculative"{copies}{compiled})
+model.generate(**inputs, assistant_model=draft, generation_strategy="speculative"{copies}, compile=True)
 ```"""
 
 
