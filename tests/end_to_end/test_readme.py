@@ -156,7 +156,7 @@ def figures(text: str) -> set[str]:
 def linked_rows(name: str) -> Iterator[tuple[str, list[str]]]:
     """A document's table rows that link to a report in results/, each with the report's lines."""
     for row in read(name).splitlines():
-        target = re.search(r"\]\(([^)]*amd-zen5-2cores/[^)]+\.md)\)", row)
+        target = re.search(r"\]\(([^)]+/[^)]+\.md)\)", row)
         if row.startswith("|") and target:
             yield row, ((ROOT / name).parent / target[1]).read_text(encoding="utf-8").splitlines()
 
