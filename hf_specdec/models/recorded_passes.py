@@ -237,8 +237,9 @@ def without_recordings() -> Iterator[None]:
 
 def recordable(model: PreTrainedModel) -> bool:
     """Whether passes of a model can be recorded: it is on the CPU and runs layers only."""
-    can_record = _wanted.get() and can_trace() and has_fixed_rope(model)
-    return model.device.type == "cpu" and can_record and not runs_custom_python(model)
+    if model.device.type != "cpu" or not _wanted.get() or not can_trace():
+        return False
+    return has_fixed_rope(model) and not runs_custom_python(model)
 
 
 def recorded_passes(

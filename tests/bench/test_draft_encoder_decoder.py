@@ -147,13 +147,18 @@ def test_transformers_takes_the_draft(tmp_path: Path) -> None:
     assert torch.equal(target.generate(**given, assistant_model=draft), target.generate(**given))
 
 
+def answered(kind: str, folder: Path) -> tuple[LoadedPair, list[dict[str, Any]]]:
+    """The target, and its answers with their encodings."""
+    settings = settings_for(kind, folder)
+    pair = load_pair(settings)
+    groups = batches(dialogues(settings), 4)
+    return pair, list(target_answers(folder / "a", settings, pair, groups, Processes(), plain(pair)))
+
+
 @pytest.mark.parametrize("kind", TARGETS)
 def test_answers_are_learned_from_over_their_encodings(kind: str, tmp_path: Path) -> None:
     """Logits at the answers' tokens are those that wrote them, and the list's alone with a trimmed head."""
-    settings = settings_for(kind, tmp_path)
-    pair = load_pair(settings)
-    groups = batches(dialogues(settings), 4)
-    rows = list(target_answers(tmp_path / "a", settings, pair, groups, Processes(), plain(pair)))
+    pair, rows = answered(kind, tmp_path)
     expected = [BEGIN, NO_TIMES] if kind == "Whisper" else [0]
     assert [row["start"] for row in rows] == [expected] * 6
     batch = Collator(pair)(rows)
@@ -177,10 +182,7 @@ def test_answers_are_learned_from_over_their_encodings(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", TARGETS)
 def test_keys_and_values_of_an_encoding_are_computed_once(kind: str, tmp_path: Path) -> None:
     """Also if its row is padded to another length. They are not trained."""
-    settings = settings_for(kind, tmp_path)
-    pair = load_pair(settings)
-    groups = batches(dialogues(settings), 4)
-    rows = list(target_answers(tmp_path / "a", settings, pair, groups, Processes(), plain(pair)))
+    pair, rows = answered(kind, tmp_path)
     draft = cut_draft(pair.target, (0, 1), TOKENS)
     with torch.no_grad():
         expected = [answer_logits(draft, Collator(pair)([row])) for row in rows]
