@@ -30,7 +30,6 @@ class Settled:
 
     Args:
         accepted, new_tokens, overlap, width: see `Round`.
-        steps_ahead: forward passes of the draft during the target's pass.
         seconds: from the start of the pass until the result is known on the host.
         seconds_shown: time spent in criteria and the streamer within the round.
     """
@@ -38,7 +37,6 @@ class Settled:
     accepted: tuple[int, ...]
     new_tokens: tuple[int, ...]
     overlap: tuple[float, ...]
-    steps_ahead: int
     width: int
     seconds: float
     seconds_shown: float = 0.0
@@ -135,7 +133,7 @@ class Decoder:
             accepted=settled.accepted,
             new_tokens=settled.new_tokens,
             overlap=settled.overlap,
-            draft_steps=proposal.steps + settled.steps_ahead,
+            draft_steps=proposal.steps,
             width=settled.width,
             draft_seconds=drafted - began,
             verify_seconds=settled.seconds,
@@ -150,10 +148,7 @@ class Decoder:
         verified, recorded = self._verify(transcript, tokens, proposal, going)
         # One copy from device to host per round. float32 represents every token id below 2^24 exactly.
         decided = torch.stack([verified.n_accepted, verified.next_token], dim=1)
-        decided = shared(torch.cat([decided, verified.overlap, proposal.tokens], dim=1))
-        # On an accelerator, the verification is still running here, and the draft uses that time.
-        steps_ahead = self.drafter.ahead()
-        answers = decided.tolist()
+        answers = shared(torch.cat([decided, verified.overlap, proposal.tokens], dim=1)).tolist()
         seconds = perf_counter() - began
         accepted = tuple(int(n) for n, *_ in answers)
         lookahead = proposal.tokens.shape[1]
@@ -168,7 +163,7 @@ class Decoder:
             reached_overlap(row[2:], n, drafted)
             for row, n, drafted in zip(answers, accepted, proposal.lengths, strict=True)
         )
-        return Settled(accepted, kept, overlap, steps_ahead, tokens.shape[1], seconds)
+        return Settled(accepted, kept, overlap, tokens.shape[1], seconds)
 
     def _going(self, open_rows: Sequence[int], lengths: Sequence[int]) -> tuple[Sequence[int], float]:
         """The rows that take part in a round, and the most drafts that fit into its pass.

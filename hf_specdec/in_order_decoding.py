@@ -37,7 +37,6 @@ class InOrderDecoder(Decoder):
         tokens, rows = torch.cat([unread, proposal.tokens[:, :lookahead]], dim=1), len(unread)
         drafted = torch.tensor(proposal.lengths, device=tokens.device)
         logits = self.target.forward(tokens, lookahead + 1)
-        steps_ahead = self.drafter.ahead()
         accepted, added, overlap, shown = [0] * rows, [0] * rows, [0.0] * rows, 0.0
         for column in range(lookahead + 1):
             scores = logits[:, column].to(tokens.device, torch.float32, copy=True)
@@ -60,7 +59,7 @@ class InOrderDecoder(Decoder):
                 break
         self.processors.end_round()
         seconds = perf_counter() - began - shown
-        return Settled(tuple(accepted), tuple(added), tuple(overlap), steps_ahead, tokens.shape[1], seconds, shown)
+        return Settled(tuple(accepted), tuple(added), tuple(overlap), tokens.shape[1], seconds, shown)
 
     def _judge(self, scores: Tensor, proposal: DraftProposal, drafted: Tensor, column: int) -> list[list[float]]:
         """Judge one column of a proposal.

@@ -92,13 +92,6 @@ class Drafter(Protocol):
     def retain(self, rows: Sequence[int]) -> None:
         """Called before each round: only `rows` will be drafted for from now on."""
 
-    def ahead(self) -> int:
-        """Draft ahead while the target verifies the last proposal. Must not wait for the target's device.
-
-        Returns:
-            The number of forward passes.
-        """
-
     def observe(self, finished: Round) -> None:
         """Learn from a finished round."""
 
@@ -134,10 +127,6 @@ class BaseDrafter(CandidateGenerator):
 
     def retain(self, rows: Sequence[int]) -> None:
         """Draft for `rows` only from now on."""
-
-    def ahead(self) -> int:
-        """Draft nothing ahead; returns 0 passes."""
-        return 0
 
     def observe(self, finished: Round) -> None:
         """Let the stop rule learn from a finished round."""

@@ -12,12 +12,11 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.config import SpeculationConfig
-from hf_specdec.drafting.ahead_payoff import ahead_payoff
 from hf_specdec.drafting.draft_inputs import draft_inputs, source_tokens
 from hf_specdec.drafting.drafter import Drafter, NoDrafter
 from hf_specdec.drafting.hybrid import HybridDrafter
 from hf_specdec.drafting.model_drafter import ModelDrafter
-from hf_specdec.drafting.other_device import OtherDeviceDrafter, can_draft_ahead, is_on_other_device
+from hf_specdec.drafting.other_device import OtherDeviceDrafter, is_on_other_device
 from hf_specdec.drafting.other_tokenizer import OtherTokenizerDrafter, of_any_vocabulary, translated_inputs
 from hf_specdec.drafting.own_drafter import OwnDrafter
 from hf_specdec.drafting.suffix import SuffixDrafter
@@ -165,11 +164,7 @@ def _model(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> Drafte
     }
     if not is_on_other_device(draft.device, input_ids.device, call.processors):
         return ModelDrafter(runner, call.processors, rule, **settings)
-    # An adaptive lookahead would measure drafts made ahead as if they took no time.
-    steady = config.drafter == "model" and config.num_assistant_tokens != "auto"
-    ahead = steady and runner.rewinds_far and can_draft_ahead(draft.device, input_ids.device, len(input_ids))
-    payoff = ahead_payoff(call.model, _situation(config, call)) if ahead else None
-    return OtherDeviceDrafter(runner, call.processors, rule, device=draft.device, payoff=payoff, **settings)
+    return OtherDeviceDrafter(runner, call.processors, rule, device=draft.device, **settings)
 
 
 def _own(config: SpeculationConfig, call: DraftCall, rule: StopRule) -> OwnDrafter:

@@ -45,15 +45,6 @@ class TolerantDrafter:
         except Exception as error:
             self._drop(error)
 
-    def ahead(self) -> int:
-        """Let the drafter draft ahead, and return its number of passes; 0 after it has failed."""
-        try:
-            if self._drafter is not None:
-                return self._drafter.ahead()
-        except Exception as error:
-            self._drop(error)
-        return 0
-
     def observe(self, finished: Round) -> None:
         """Let the drafter learn from a finished round."""
         if self._drafter is not None:

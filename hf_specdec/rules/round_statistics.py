@@ -23,12 +23,11 @@ class Round:
             past the end of the row.
         overlap: Σ over the reached drafted positions of Σ_x min(p(x), q(x)), Leviathan et al. 2023's α per
             position; in greedy decoding the count of positions at which the target agrees.
-        draft_steps: forward passes of the draft, including those whose drafts were discarded. Passes made ahead,
-            while the target verifies, count too, so η can exceed 1 there.
+        draft_steps: forward passes of the draft, including those whose drafts were discarded.
         width: tokens per row in the target's pass, including the prompt in the first round.
         draft_seconds: time spent drafting before the target's pass.
         verify_seconds: time in the target's pass, the processors and the acceptance rule, until the result is known
-            on the host. It includes any drafting ahead.
+            on the host.
         seconds: the whole round.
         catch_up_seconds: the part of `draft_seconds` spent on a separate pass over tokens that the draft had not read
             yet (the prompt, and tokens of rounds without drafts); 0 if the first draft step reads them.

@@ -4,8 +4,7 @@ Covered are strategies at their lossless limits, both verifications, drafters, s
 batches, caches and engines. Any two values that can meet do so in at least one combination (a pairwise covering
 array). A batch has rows of three prompts of different lengths. In the engine "captured", what a CUDA graph would
 capture is just called; in "compiled", what inductor would compile is interpreted operation by operation. That
-inductor's code computes the same is shown in `test_prepared_rounds.py`, drafting ahead of the target in
-`test_drafting_ahead.py`, model families in `test_identity.py`.
+inductor's code computes the same is shown in `test_prepared_rounds.py`, model families in `test_identity.py`.
 
 Left out are the combinations named in `EXCLUDED`: calls that the package refuses, and settings that have no effect.
 
@@ -24,7 +23,7 @@ import pytest
 import torch
 from helpers import sampled_outputs
 from helpers.copies import copy_wherever_possible
-from helpers.distant import drafting_ahead
+from helpers.distant import drafting_apart
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.sampled_outputs import (
     AXES,
@@ -81,7 +80,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Combination],
 
     def use(c: Combination) -> list[int]:
         if c.drafter == "other device":
-            drafting_ahead(monkeypatch)
+            drafting_apart(monkeypatch)
         if c.engine == "eager":
             monkeypatch.setattr(static_runner, "recorded_passes", lambda model, kernels: None)
         elif c.engine == "recorded":
