@@ -25,8 +25,6 @@ setup(
             "prepared/kernels/*.cpp",
             "prepared/kernels/*.h",
             "hub/README.md",
-            "embedded/*.json",
-            "embedded/*.md",
             "embedded/models/**/*",
         ],
     },

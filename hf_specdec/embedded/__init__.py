@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_specdec.embedded.corpus.examples import METRIC, SPLITS, SUBTASKS, Example, examples, split_of
+from hf_specdec.embedded.corpus.examples import SPLITS, SUBTASKS, Example, examples, split_of
 from hf_specdec.embedded.corpus.prompts import encoder_text, prompt_ids, render_prompt
 
 MODELS_DIR = Path(__file__).resolve().parent / "models"
 _NAMES = ("target", "draft-small", "draft", "draft-large", "t5-target", "t5-draft")
 
 __all__ = [
-    "METRIC", "MODELS_DIR", "SPLITS", "SUBTASKS", "Example", "encoder_text", "examples", "model_path",
+    "MODELS_DIR", "SPLITS", "SUBTASKS", "Example", "encoder_text", "examples", "model_path",
     "names", "prompt_ids", "render_prompt", "split_of",
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The six embedded models: shapes, construction with random weights, parameter counts."""
+"""The six embedded models: shapes, and construction with random weights."""
 
 from __future__ import annotations
 
@@ -35,11 +35,6 @@ SHAPES: dict[str, Shape] = {
     "t5-target": Shape(160, 448, 6, encoder_layers=6),
     "t5-draft": Shape(128, 256, 1, encoder_layers=1),
 }
-
-
-def is_encoder_decoder(name: str) -> bool:
-    """Whether the model of this name is a T5."""
-    return SHAPES[name].encoder_layers > 0
 
 
 def build(shape: Shape, seed: int) -> PreTrainedModel:
@@ -112,10 +107,3 @@ def _prime(model: T5ForConditionalGeneration) -> None:
         cross = block.layer[1].EncDecAttention
         cross.q.weight.copy_(cross.k.weight)
     model.decoder.final_layer_norm.weight.fill_(model.config.d_model**0.5)
-
-
-def parameter_counts(model: PreTrainedModel) -> dict[str, int]:
-    """Parameters in the layers (encoder and decoder), in the embeddings (tied ones counted once), and in total."""
-    layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name or ".block." in name)
-    embeddings = model.get_input_embeddings().weight.numel()
-    return {"layers": layers, "embeddings": embeddings, "total": sum(p.numel() for p in model.parameters())}

@@ -1,14 +1,12 @@
-"""Train the embedded models, evaluate them, and write them together with their report.
+"""Train the embedded models and write them into the package; the script's task `subtasks` shows how good they are.
 
-    python -m hf_specdec.embedded.train                  # all six models, then the report
-    python -m hf_specdec.embedded.train --only draft     # some of them, then the report
-    python -m hf_specdec.embedded.train --report_only    # only the report, on the existing models
+    python -m hf_specdec.embedded.train                  # all six models
+    python -m hf_specdec.embedded.train --only draft     # some of them
 
 A GPU is used if there is one, and takes minutes. Two CPU cores take under two hours, in two processes:
 
     OMP_NUM_THREADS=1 python -m hf_specdec.embedded.train --only target &
     OMP_NUM_THREADS=1 python -m hf_specdec.embedded.train --only draft-small draft draft-large t5-draft t5-target
-    wait; python -m hf_specdec.embedded.train --report_only
 
 When it is started again after an interruption, it continues from the last checkpoint in `--work_dir`.
 """
@@ -28,7 +26,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_specdec.embedded import MODELS_DIR, model_path, names
 from hf_specdec.embedded.architectures import SHAPES, Shape
-from hf_specdec.embedded.report import measure, write
 from hf_specdec.embedded.tokenization import train_tokenizer
 from hf_specdec.embedded.training import Recipe, train
 
@@ -118,28 +115,19 @@ def train_and_save(name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, evaluate and write the models that the command line names."""
+    """Train and write the models that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="hf_specdec.embedded.train"
     )
     parser.add_argument("--work_dir", type=Path, default=_DEFAULT_WORK_DIR,
                         help="where checkpoints are kept (default: %(default)s)")  # fmt: skip
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--only", nargs="+", choices=names(), default=list(names()), metavar="NAME",
+    parser.add_argument("--only", nargs="+", choices=names(), default=list(names()), metavar="NAME",
                         help=f"models to train: {', '.join(names())} (default: all)")  # fmt: skip
-    choice.add_argument(
-        "--report_only", action="store_true", help="train nothing; evaluate the existing models and write the report"
-    )
     arguments = parser.parse_args(argv)
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
-    if not arguments.report_only:
-        tokenizer = prepared_tokenizer(arguments.work_dir)
-        for name in arguments.only:
-            train_and_save(name, RECIPES[name], tokenizer, arguments.work_dir)
-    if all((model_path(name) / "model.safetensors").exists() for name in names()):
-        write(measure())
-    else:
-        print("no report yet: some models have not been trained", flush=True)
+    tokenizer = prepared_tokenizer(arguments.work_dir)
+    for name in arguments.only:
+        train_and_save(name, RECIPES[name], tokenizer, arguments.work_dir)
 
 
 if __name__ == "__main__":

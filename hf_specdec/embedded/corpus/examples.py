@@ -22,10 +22,6 @@ _GENERATORS: dict[str, Callable[[Random], facts.Dialogue]] = {
 SUBTASKS: tuple[str, ...] = tuple(_GENERATORS)
 SPLITS: tuple[str, ...] = ("train", "heldout")
 
-# A summary or a legal opinion can be worded in several ways; all other answers have one right wording.
-METRIC: dict[str, str] = {
-    name: "rougeL" if name in ("summarization", "law analytics") else "exact_match" for name in SUBTASKS
-}
 _HELDOUT_SHARE = 8  # one prompt in eight is held out
 
 
