@@ -26,7 +26,8 @@ from hf_specdec.bench.results import load
 from hf_specdec.bench.running.measuring import batches
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.tasks import align, run_task
+from hf_specdec.bench.tasks import draft as task
+from hf_specdec.bench.tasks import run_task
 
 ALONE = Processes()
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def settings_for(pair: tuple[Path, Path], questions_file: Path, folder: Path, **
 
 
 def answered(settings: Settings, pair: LoadedPair, name: str = "learned") -> Any:
-    groups = batches(align.prompts(settings)[0], settings.batch_size)
+    groups = batches(task.prompts(settings)[0], settings.batch_size)
     settings.output_dir.mkdir(parents=True, exist_ok=True)
     return target_answers(answers_folder(settings, pair) / name, settings, pair, groups, ALONE)
 
@@ -163,7 +164,7 @@ def test_a_better_draft_is_saved_beside_the_old_one(
     assert facts is not None and facts.saved == str(saved) and weights_of(kinds["decoder"][1]) == before
     assert facts.held_out_curve[-1][1] < facts.held_out_curve[0][1] and facts.curve[-1][0] == 40
     assert facts.prompts == 18 and len(result.prompts) == 2
-    assert "The aligned draft is in" in capsys.readouterr().out
+    assert "The draft is in" in capsys.readouterr().out
     assert list(tmp_path.glob("align-*-acceptance-by-position.png"))
     kept = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
     assert kept == {"align", "answers", "draft"}, "no checkpoint, no journal"
@@ -308,33 +309,33 @@ def test_a_draft_of_another_vocabulary_is_refused(
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(align, "find_spec", lambda name: None if name == "peft" else object())
+    monkeypatch.setattr(task, "find_spec", lambda name: None if name == "peft" else object())
     with pytest.raises(BenchError, match=r"--lora_rank: 4 needs peft, .* pip install 'hf_specdec\[align\]'"):
-        align.run(Settings(task="align", lora_rank=4), ALONE)
-    align.check_arguments(Settings(task="align"))
-    monkeypatch.setattr(align, "find_spec", lambda name: None)
+        task.run(Settings(task="align", lora_rank=4), ALONE)
+    task.check_arguments(Settings(task="align"))
+    monkeypatch.setattr(task, "find_spec", lambda name: None)
     with pytest.raises(BenchError, match="--task: 'align' needs accelerate"):
-        align.run(Settings(task="align"), ALONE)
+        task.run(Settings(task="align"), ALONE)
 
 
 def test_no_prompt_is_learned_and_judged() -> None:
-    learned, held_out = align.prompts(Settings(task="align", dataset="embedded:qa", limit=20))
-    assert len(learned) == 20 and len(held_out) == align.MOST_HELD_OUT
+    learned, held_out = task.prompts(Settings(task="align", dataset="embedded:qa", limit=20))
+    assert len(learned) == 20 and len(held_out) == task.MOST_HELD_OUT
     assert {dialogue[0].subtask for dialogue in [*learned, *held_out]} == {"qa"}
     assert not {dialogue[0].turns for dialogue in learned} & {dialogue[0].turns for dialogue in held_out}
     with pytest.raises(BenchError, match=r"--held_out: 0\.5 can't be chosen for the embedded data"):
-        align.prompts(Settings(task="align", dataset="embedded:qa", held_out=0.5))
+        task.prompts(Settings(task="align", dataset="embedded:qa", held_out=0.5))
 
 
 def test_a_share_is_held_out(questions_file: Path) -> None:
     """Spread over the data; no prompt is in both."""
     settings = Settings(task="align", dataset=str(questions_file), prompt_column="q", held_out=0.5)
-    learned, held_out = align.prompts(settings)
+    learned, held_out = task.prompts(settings)
     assert len(learned) == len(held_out) == 10
     assert not {one[0].turns for one in learned} & {one[0].turns for one in held_out}
     assert [one[0].index for one in held_out] == list(range(0, 20, 2))
-    all_of_them = align.prompts(Settings(task="align", limit=2))
-    assert len(all_of_them[0]) == 16 and len(all_of_them[1]) == align.MOST_HELD_OUT
+    all_of_them = task.prompts(Settings(task="align", limit=2))
+    assert len(all_of_them[0]) == 16 and len(all_of_them[1]) == task.MOST_HELD_OUT
 
 
 def test_two_processes_align_as_one_does(
@@ -355,7 +356,7 @@ def test_two_processes_align_as_one_does(
     assert done.stdout.lower().count("acceptance went from") == 1, "only one process speaks"
     facts, aligned = result_in(tmp_path / "two").training, tmp_path / "two" / "draft-aligned"
     assert facts is not None and facts.rows == 4 and facts.prompts == 18
-    assert facts.saved == (str(aligned) if "The aligned draft is in" in done.stdout else None)
+    assert facts.saved == (str(aligned) if "The draft is in" in done.stdout else None)
     assert aligned.exists() == (facts.saved is not None)
     settings = settings_for(kinds["decoder"], questions_file, tmp_path / "one", batch_sizes=(2,))
     alone = list(answered(settings, load_pair(settings)))

@@ -32,11 +32,12 @@ from hf_specdec.bench.aligning.trimmed import TrimmedVocabulary
 from hf_specdec.bench.figures.frames import whole
 from hf_specdec.bench.inputs.questions import Question
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
+from hf_specdec.bench.reports.trained_drafts import advice
 from hf_specdec.bench.results import load
 from hf_specdec.bench.running.methods import plain
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.tasks import align, run_task
+from hf_specdec.bench.tasks import run_task
 
 TOKENS = list(range(0, models.VOCABULARY, 2))
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}assistant:"
@@ -280,13 +281,13 @@ def test_a_draft_that_does_not_pay_is_not_recommended(gain: float, words: str) -
         drafted_call([(4, 4), (4, 4)], prompt=prompt, method="after", seconds=1 + 0.5 / gain) for prompt in range(3)
     ]
     methods = [method("none recorded", "none"), method("after", "speculative", same_engine="none recorded")]
-    assert words in align.advice(whole(result_of(calls, methods)), ["after"])
+    assert words in advice(whole(result_of(calls, methods)), ["after"])
     for seconds, faster in ((1 + 0.4 / gain, True), (1 + 0.6 / gain, False)):
         copied = [
             drafted_call([(4, 4), (4, 4)], prompt=prompt, method="copies", seconds=seconds) for prompt in range(3)
         ]
         both = [*methods, method("copies", "speculative", same_engine="none recorded")]
-        told = align.advice(whole(result_of([*calls, *copied], both)), ["after"], "copies")
+        told = advice(whole(result_of([*calls, *copied], both)), ["after"], "copies")
         assert ("faster without it" in told) == faster and (words in told) != faster
 
 

@@ -227,7 +227,12 @@ def train(
         checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         trainer.train(resume_from_checkpoint=checkpoint)
         resumed = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
-        facts = _facts(trainer, settings, time.perf_counter() - start, resumed)
+        facts = replace(
+            _facts(trainer, settings, time.perf_counter() - start, resumed),
+            prompts=len(learned),
+            tokens=sum(map(len, learned["answer"])),
+            rows=settings.batch_size * shared.count,
+        )
         if shared.main:
             model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
             model = model if settings.lora_rank is None else model.merge_and_unload()

@@ -176,7 +176,7 @@ TASKS: Mapping[str, Task] = {
 
 def task_module(name: str) -> Any:
     """Import a task's module; done only when it runs, since some need packages that others don't."""
-    return import_module(f"hf_specdec.bench.tasks.{name}")
+    return import_module(f"hf_specdec.bench.tasks.{'draft' if name == 'align' else name}")
 
 
 def run_task(settings: Settings) -> None:

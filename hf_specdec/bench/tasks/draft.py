@@ -1,7 +1,12 @@
-"""Makes a draft from some of a target's layers, trains it on the target's answers, and judges it."""
+"""Trains a draft on its target's answers, and judges it on held-out prompts.
+
+The task `draft` makes the draft out of some of the target's layers; `align` fine-tunes one that exists.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import sys
@@ -9,6 +14,7 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,33 +24,38 @@ import torch
 import hf_specdec
 from hf_specdec.bench import results
 from hf_specdec.bench.aligning.answers import answers_folder, target_answers
+from hf_specdec.bench.aligning.batches import shared_vocabulary
 from hf_specdec.bench.aligning.clock import Clock
 from hf_specdec.bench.aligning.own_prompts import own_groups, own_questions
 from hf_specdec.bench.aligning.shape import check_target, cut_draft
 from hf_specdec.bench.aligning.shapes import Trials
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.figures.frames import Part, whole
+from hf_specdec.bench.figures.frames import whole
 from hf_specdec.bench.inputs import questions
-from hf_specdec.bench.inputs.questions import OWN
+from hf_specdec.bench.inputs.questions import OWN, Question
 from hf_specdec.bench.journal import Journal
+from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.loading import LoadedPair, gguf_path, load_pair, with_draft
 from hf_specdec.bench.models.names import is_gguf, short_name, stem
-from hf_specdec.bench.records import Result
-from hf_specdec.bench.reports import columns
+from hf_specdec.bench.records import Result, Training, as_json
+from hf_specdec.bench.reports import columns, trained_drafts
 from hf_specdec.bench.reports.columns import method_table
 from hf_specdec.bench.reports.document import Block, Picture, section
 from hf_specdec.bench.reports.heading import heading, remarks, terminal
-from hf_specdec.bench.reports.markdown import table
+from hf_specdec.bench.reports.trained_drafts import AFTER, BEFORE, HYBRID, SUFFIX
 from hf_specdec.bench.running.measuring import batches, measured_questions
 from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.tasks import align
-from hf_specdec.bench.tasks.align import AFTER, BEFORE, MOST_HELD_OUT, Dialogues, judging
+from hf_specdec.bench.tasks.subtasks import by_subtask
 from hf_specdec.models.processor import multiplies_bfloat16
 
-SUFFIX, HYBRID = "suffix", "hybrid"  # the names of more methods
+Dialogues = list[list[Question]]
+
+MOST_HELD_OUT = 64  # dialogues
 GGUF = "draft.gguf"  # in the draft's folder, for targets from GGUF files
+_HELD_OUT_SHARE = 0.1  # of the dialogues, if a data set has no split for it
+# Of drafts that are made:
 _ANSWERING, _TRYING = 0.45, 0.1  # of the time; the rest trains
 _ROWS = 8  # texts of a training step
 _COVERED = 0.98  # of the answers' tokens are among those that the draft may propose
@@ -52,70 +63,79 @@ _HELD_OUT = 10  # one of this many answers to the target's own prompts is held o
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Answer, try shapes, train and judge; the draft is saved as `<target>-draft`. The report says whether to use it.
+    """Answer, train and judge; save a draft that was made, or that is accepted more often than before.
 
     An interrupted run continues where it stopped. Raises `BenchError` for errors that the user can fix.
     """
     check_arguments(settings)
     judged = judging(settings)
+    # Raises now what would otherwise be raised after the training.
     Journal(judged, stem(judged), shared.count)
-    saved = destination(settings)
-    own = writes_prompts(settings)
-    given, asked = ([], []) if own else align.prompts(settings)
-    target = load_pair(settings)
-    check_target(target)
-    if own and target.encoder_decoder:
-        raise BenchError(
-            f"--dataset: {target.target_name!r} is an encoder-decoder model, which writes no prompts of its own; give "
-            "some"
-        )
-    folder, learned, held_out = answered(settings, target, given, asked, shared)
-    held_out = held_out.select(range(min(MOST_HELD_OUT, len(held_out))))
-    if own:
-        asked = own_questions(folder / "prompts.jsonl", held_out["index"])
-        asked = asked if settings.dataset == OWN else questions.dialogues(settings)
+    given, asked = ([], []) if writes_prompts(settings) else prompts(settings)
+    pair = load_pair(settings)
+    saved = destination(settings, pair)
+    check_models(settings, pair)
+    folder, learned, held_out = answered(settings, pair, given, asked, shared)
+    if not asked:
+        own = settings.dataset == OWN
+        asked = own_questions(folder / "prompts.jsonl", held_out["index"]) if own else questions.dialogues(settings)
+    place = workplace(settings, folder)
+    trained = _given_draft if settings.task == "align" else _made_draft
+    before, facts, notes = trained(settings, pair, learned, held_out, place, shared)
+    assert before.draft is not None
+    after = replace(with_draft(pair, str(place / "draft"), settings, before.draft.device), draft_name=str(saved))
+    result = measured_questions(judged, contenders(judged, before, after), asked, shared)
+    if result is None:
+        return
+    gain = speed.acceptance_gain(whole(result), AFTER, BEFORE)
+    keep = settings.task == "draft" or (gain is not None and gain.value > 0)
+    result.training = replace(facts, answers=str(folder), saved=str(saved) if keep else None)
+    if settings.task == "draft":
+        minutes = Clock(folder / "seconds", 1).before / 60
+        notes = [f"The target answered for {minutes:.0f} minutes, all starts together.", *notes]
+    result.notes += notes
+    if keep:
+        os.replace(place / "draft", saved)
+        save_as_gguf(pair, settings, saved)
+    results.finish(result, render)
+    shutil.rmtree(place)
+    sys.stdout.write(terminal(render(result)))
 
+
+def _given_draft(
+    settings: Settings, pair: LoadedPair, learned: Any, held_out: Any, place: Path, shared: Processes
+) -> tuple[LoadedPair, Training, list[str]]:
+    """Train a copy of the pair's draft; return the pair, the facts of the training, and notes for the report."""
     # Here because it takes seconds, and needs accelerate.
     from hf_specdec.bench.aligning.training import train
 
-    place = align.workplace(settings, folder)
+    assert pair.draft is not None and pair.draft_name is not None
+    copy = with_draft(pair, pair.draft_name, settings, pair.draft.device, trim=False).draft
+    assert copy is not None
+    return pair, train(settings, pair, copy, learned, held_out, place, shared), []
+
+
+def _made_draft(
+    settings: Settings, target: LoadedPair, learned: Any, held_out: Any, place: Path, shared: Processes
+) -> tuple[LoadedPair, Training, list[str]]:
+    """Choose the layers of a draft and train it; return it untrained, the facts of the training, and notes."""
+    from hf_specdec.bench.aligning.training import train
+
     tokens = proposed_tokens(settings, target, learned)
     fit = partial(train, replace(settings, batch_sizes=(_ROWS,)), learned=learned, held_out=held_out, shared=shared)
     trials = Trials(target, tokens, held_out, fit, place / "trials", 60 * settings.minutes * _TRYING)
     layers = settings.layers or trials.best()
     pair = cut(target, layers, tokens)
     clock = Clock(place / "seconds", 60 * settings.minutes * (1 - _ANSWERING - (0 if settings.layers else _TRYING)))
-    assert pair.draft is not None
     facts = fit(pair=pair, draft=pair.draft, folder=place, clock=clock)
-
     before = cut(target, layers, tokens)
     hf_specdec.trim_draft_head(before.draft)
-    after = replace(with_draft(target, str(place / "draft"), settings, target.target.device), draft_name=str(saved))
-    result = measured_questions(judged, contenders(judged, before, after), asked, shared)
-    if result is None:
-        return
-    result.training = replace(
-        facts,
-        prompts=len(learned),
-        tokens=sum(map(len, learned["answer"])),
-        rows=_ROWS,
-        answers=str(folder),
-        saved=str(saved),
-        layers=tuple(layers),
-        vocabulary=len(tokens),
-    )
-    answering = Clock(folder / "seconds", 1).before
-    result.notes += [
-        f"The target answered for {answering / 60:.0f} minutes, all starts together.",
+    notes = [
         f"{covered(tokens, held_out):.1%} of the tokens of held-out answers are among those that the draft proposes: "
         "the most that can be accepted.",
         *trials.notes,
     ]
-    os.replace(place / "draft", saved)
-    save_as_gguf(target, settings, saved)
-    results.finish(result, render)
-    shutil.rmtree(place)
-    sys.stdout.write(terminal(render(result)))
+    return before, replace(facts, layers=tuple(layers), vocabulary=len(tokens)), notes
 
 
 def save_as_gguf(pair: LoadedPair, settings: Settings, saved: Path) -> None:
@@ -134,25 +154,83 @@ def save_as_gguf(pair: LoadedPair, settings: Settings, saved: Path) -> None:
         write_gguf(draft, saved / GGUF, "q8_0", gguf_path(pair.target_name))
 
 
+def workplace(settings: Settings, answers: Path) -> Path:
+    """The folder for the checkpoints of a training with these arguments on these answers."""
+    told = json.dumps(as_json(settings) | {"output_dir": answers.name}, sort_keys=True)
+    digest = hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
+    return settings.output_dir / f"{stem(settings)}-{digest}"
+
+
+def judging(settings: Settings) -> Settings:
+    """The settings for judging drafts, under which the result is stored."""
+    return replace(settings, batch_sizes=(1,))
+
+
 def check_arguments(settings: Settings) -> None:
     """Raise `BenchError` for impossible settings, before anything is loaded."""
-    align.check_arguments(settings)
-    if settings.loss == "cross_entropy":
-        raise BenchError("--loss: 'cross_entropy' does not learn from distributions; choose another loss")
-    if settings.precision is not None:
+    makes, by_tokens = settings.task == "draft", settings.loss == "cross_entropy"
+    for package, wanted, argument in (
+        ("accelerate", True, f"--task: {settings.task!r}"),
+        ("peft", settings.lora_rank is not None, f"--lora_rank: {settings.lora_rank}"),
+    ):
+        if wanted and find_spec(package) is None:
+            raise BenchError(f"{argument} needs {package}, which is not installed; pip install 'hf_specdec[align]'")
+    if synthetic.is_synthetic(settings.model_name):
+        raise BenchError(f"--model_name: {settings.model_name!r} has random weights; give a target that was trained")
+    if settings.drafter not in (None, "model"):
+        raise BenchError(f"--drafter: {settings.drafter!r} is not a model that can be trained; leave it out")
+    if settings.draft_precision is not None:
+        raise BenchError(f"--draft_precision: {settings.draft_precision!r} can't be trained; leave it out")
+    if makes and settings.precision is not None:
         raise BenchError(f"--precision: {settings.precision!r} weights can't be trained; leave it out")
+    if makes and by_tokens:
+        raise BenchError("--loss: 'cross_entropy' does not learn from distributions; choose another loss")
+    for argument in ("top_k_targets", "on_policy"):
+        if by_tokens and (value := getattr(settings, argument)):
+            raise BenchError(
+                f"--{argument}: {value} asks for the target's distributions, which --loss cross_entropy does not "
+                "use; leave it out, or choose another loss"
+            )
+    if settings.on_policy and settings.top_k_targets:
+        raise BenchError(
+            f"--top_k_targets: {settings.top_k_targets} stores judgements of the target's answers alone, and "
+            f"--on_policy {settings.on_policy:g} judges the draft's too; give one of them"
+        )
     if writes_prompts(settings) and settings.held_out is not None:
         raise BenchError(f"--held_out: {settings.held_out:g} is for a data set to learn from; leave it out")
 
 
+def check_models(settings: Settings, pair: LoadedPair) -> None:
+    """Raise `BenchError` if no draft can be made of the target, or the given draft cannot be aligned."""
+    if settings.task == "draft":
+        check_target(pair)
+        if writes_prompts(settings) and pair.encoder_decoder:
+            raise BenchError(
+                f"--dataset: {pair.target_name!r} is an encoder-decoder model, which writes no prompts of its own; "
+                "give some"
+            )
+        return
+    assert pair.draft_tokenizer is not None
+    if pair.draft_tokenizer.get_vocab() != pair.tokenizer.get_vocab():
+        raise BenchError(
+            f"--assistant_model: {pair.draft_name!r} has another vocabulary than the target {pair.target_name!r}; "
+            "give a draft that shares the target's tokenizer"
+        )
+    if (settings.top_k_targets or 0) > (most := shared_vocabulary(pair)):
+        raise BenchError(f"--top_k_targets: {settings.top_k_targets} exceeds the vocabulary; give at most {most}")
+
+
 def writes_prompts(settings: Settings) -> bool:
     """Whether the draft learns from prompts that the target writes itself."""
-    return settings.own_prompts or settings.dataset == OWN
+    return settings.task == "draft" and (settings.own_prompts or settings.dataset == OWN)
 
 
-def destination(settings: Settings) -> Path:
-    """The folder of the draft; raises `BenchError` if it exists."""
-    path = settings.output_dir / f"{short_name(settings.model_name)}-draft"
+def destination(settings: Settings, pair: LoadedPair) -> Path:
+    """The folder of the trained draft; raises `BenchError` if it exists."""
+    name = f"{short_name(settings.model_name)}-draft"
+    if settings.task == "align":
+        name = f"{short_name(str(pair.draft_name))}-aligned"
+    path = settings.output_dir / name
     if path.exists():
         raise BenchError(
             f"--output_dir: {str(path)!r} is there already and is not overwritten; move it away, or give another folder"
@@ -160,10 +238,42 @@ def destination(settings: Settings) -> Path:
     return path
 
 
+def prompts(settings: Settings) -> tuple[Dialogues, Dialogues]:
+    """Dialogues to learn from, and held-out ones; no prompt is in both.
+
+    The embedded data has a split for each. From other data, a share is held out, at most `MOST_HELD_OUT` dialogues.
+
+    Raises:
+        BenchError: see `questions.dialogues`, or there are too few prompts.
+    """
+    if questions.is_embedded(settings.dataset):
+        for option in ("split", "held_out"):
+            if (value := getattr(settings, option)) is not None:
+                raise BenchError(
+                    f"--{option}: {value!r} can't be chosen for the embedded data: drafts learn from train and are "
+                    "judged on heldout; leave it out"
+                )
+        kinds = len(questions.embedded_subtasks(settings.dataset))
+        judged = replace(settings, split="heldout", limit=MOST_HELD_OUT // kinds)
+        return questions.dialogues(replace(settings, split="train")), questions.dialogues(judged)
+    split = None if questions.split_of(settings) is None else settings.split or "train"
+    found = questions.dialogues(replace(settings, split=split))
+    share = _HELD_OUT_SHARE if settings.held_out is None else settings.held_out
+    count = min(MOST_HELD_OUT, max(1, round(len(found) * share)))
+    held_out = [found[number * len(found) // count] for number in range(count)]
+    texts = {dialogue[-1].turns for dialogue in held_out}
+    learned = [dialogue for dialogue in found if dialogue[-1].turns not in texts]
+    if not learned:
+        raise BenchError(f"--dataset: {settings.dataset!r} has too few different prompts to hold one out; give more")
+    return learned, held_out
+
+
 def answered(
     settings: Settings, pair: LoadedPair, given: Dialogues, asked: Dialogues, shared: Processes
 ) -> tuple[Path, Any, Any]:
-    """The folder of the target's answers, those to learn from, as many as time allows, and the held-out ones.
+    """The folder of the target's answers, those to learn from, and the held-out ones.
+
+    A draft that is made learns from as many as time allows; without `given` prompts, the target writes them itself.
 
     Raises:
         BenchError: there was no time for any.
@@ -174,10 +284,14 @@ def answered(
             settings, dataset=OWN, dataset_path=None, split=None, prompt_column=None, prompt_template="{prompt}",
             limit=None,
         )  # fmt: skip
-    folder = answers_folder(settings, pair)
+    folder, size = answers_folder(settings, pair), settings.batch_size
+    if settings.task == "align":
+        answer = partial(target_answers, settings=settings, pair=pair, shared=shared)
+        learned = answer(folder / "learned", groups=batches(given, size))
+        return folder, learned, answer(folder / "held-out", groups=batches(asked, size))
     folder.mkdir(parents=True, exist_ok=True)
     clock = Clock(folder / "seconds", 60 * settings.minutes * _ANSWERING)
-    size, pair = settings.batch_size, for_many_rows(pair)
+    pair = for_many_rows(pair)
     answer = partial(target_answers, settings=settings, pair=pair, shared=shared, contender=plain(pair))
     groups = batches(given, size) if given else own_groups(folder / "prompts.jsonl", settings, pair)
     held_out = answer(folder / "held-out", groups=batches(asked, size)) if given else None
@@ -188,7 +302,7 @@ def answered(
         learned, held_out = (learned.select(some) if some else None for some in places)
     if learned is None or held_out is None:
         raise BenchError(f"--minutes: {settings.minutes:g} are too few for a single batch of answers; give more")
-    return folder, learned, held_out
+    return folder, learned, held_out.select(range(min(MOST_HELD_OUT, len(held_out))))
 
 
 def for_many_rows(pair: LoadedPair) -> LoadedPair:
@@ -231,63 +345,36 @@ def cut(pair: LoadedPair, layers: tuple[int, ...], tokens: list[int]) -> LoadedP
 
 
 def contenders(settings: Settings, before: LoadedPair, after: LoadedPair) -> list[Contender]:
-    """Plain decoding, copies, the draft before and after training, and the trained draft with copies."""
+    """Plain decoding, the draft before and after training; for a draft that was made, also copies with and without."""
     keywords = chosen_keywords(settings, after)
-    copies = keywords | {"num_assistant_tokens": None}
-    return [
+    found = [
         plain(after),
         plain_on_engine(keywords, after),
-        ours("speculative", copies | {"drafter": "suffix"}, after, name=SUFFIX),
         ours("speculative", keywords, before, name=BEFORE, title="draft before training"),
         ours("speculative", keywords, after, name=AFTER, title="draft"),
-        ours("speculative", copies | {"drafter": "hybrid"}, after, name=HYBRID, title="draft and copies"),
     ]
+    if settings.task == "draft":
+        copies = keywords | {"num_assistant_tokens": None}
+        found.insert(2, ours("speculative", copies | {"drafter": "suffix"}, after, name=SUFFIX))
+        found.append(ours("speculative", copies | {"drafter": "hybrid"}, after, name=HYBRID, title="draft and copies"))
+    return found
 
 
 def render(result: Result) -> list[Block]:
     """The report."""
     part = whole(result)
     rounds = method_table({"": part}, columns.ROUNDS, methods=columns.drafted)
+    accepted = method_table(
+        by_subtask(part), trained_drafts.ACCEPTED, group="Subtask", methods=lambda _: [result.method(AFTER)]
+    )
     return [
         heading(part),
-        align.advice(part, [AFTER, HYBRID], SUFFIX),
-        use(part),
+        trained_drafts.verdict(part),
+        trained_drafts.use(part),
         *section("Speed", columns.SPEED, method_table({"": part}, columns.speed_columns(result))),
-        *section("Rounds", columns.ROUNDS_LEGEND, rounds),
+        *section("Acceptance", trained_drafts.ACCEPTANCE, accepted),
         Picture("acceptance-by-position", "lookahead.by_position", (part,)),
-        *section("Training", align.training_table(result), curve(result)),
+        *section("Rounds", columns.ROUNDS_LEGEND, rounds),
+        *section("Training", trained_drafts.training_table(result), trained_drafts.curve(result)),
         *remarks(part),
     ]
-
-
-def use(part: Part) -> str:
-    """Code that uses the draft in the faster way."""
-    facts = part.result.training
-    assert facts is not None
-    best = speed.fastest(part, [part.result.method(name) for name in (AFTER, HYBRID)])
-    copies = "" if best is None or best.name == AFTER else ', drafter="hybrid"'
-    kind = part.result.models["target"].kind if part.result.encoder_decoder else "AutoModelForCausalLM"
-    return f"""```python
-draft = {kind}.from_pretrained("{facts.saved}")
-hf_specdec.trim_draft_head(draft)  # proposes the {facts.vocabulary:,} tokens that the target writes
-model.generate(**inputs, assistant_model=draft, generation_strategy="speculative"{copies}, compile=True)
-```"""
-
-
-def curve(result: Result) -> str:
-    """A table of held-out loss and agreement during training."""
-    assert result.training is not None
-    facts = result.training
-    per_step = facts.tokens_read / max(1, facts.steps - facts.resumed_at)
-    agreed = dict(facts.agreement)
-    return table(
-        [
-            {
-                "Step": str(step),
-                "Tokens read": f"{step * per_step:,.0f}",
-                "Held-out loss": f"{loss:.3f}",
-                "Same most likely token as the target": f"{agreed[step]:.1%}" if step in agreed else "–",
-            }
-            for step, loss in facts.held_out_curve
-        ]
-    )
