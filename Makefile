@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
-PYTEST := -m pytest -q -n 2 --dist loadfile --max-worker-restart 1 -m "not install"
+PYTEST := -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -m "not install"
 # What setup.py admits; `make test-oldest TORCH=2.13.0` tries the oldest transformers with another torch.
 oldest = $(shell sed -n 's/.*"$(1)>=\([0-9.]*\).*/\1/p' setup.py).0
 TORCH ?= $(call oldest,torch)

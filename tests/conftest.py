@@ -39,6 +39,11 @@ def _no_fork() -> NoReturn:
 os.fork = _no_fork
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long begin first, so that no worker waits for the other at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in ("prepared", "bench"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     refusal = compiled_step.compile_refusal(torch.device("cpu"))
     if refusal is not None and item.get_closest_marker("compiles"):

@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from helpers.interpreted_steps import interpret_compiled_steps
+from pytest import MonkeyPatch
 from torch import Tensor
 from torch.nn.functional import linear
 
 import hf_specdec
 from hf_specdec.bench.models import synthetic
+from hf_specdec.bench.models.synthetic import SHAPES
 from hf_specdec.prepared import compiled_step, engine, gpu_products
 from hf_specdec.prepared.gpu_products import GpuProducts, Tiles, linears
 
@@ -44,6 +47,8 @@ def check_models() -> None:
     for module in (compiled_step, engine):
         module.kernels_as_compiled = lambda device, compile=True: GpuProducts()
     together = Counter[int]()
+    # Interpreted, a block of the kernel takes milliseconds.
+    synthetic.SHAPES = {name: {**shape, "num_hidden_layers": 2, "vocab_size": 160} for name, shape in SHAPES.items()}
 
     def counted(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         together[len(weights)] += 1
@@ -51,6 +56,8 @@ def check_models() -> None:
 
     gpu_products.linears = counted
     for shape in ("tiny-qwen2", "tiny-opt"):
+        if shape == "tiny-opt":  # inductor takes most of the time, and one model shows what it makes of the kernel
+            interpret_compiled_steps(MonkeyPatch())
         target, draft, _ = synthetic.build(synthetic.parse(f"synthetic:{shape}"), CPU, HALF, CPU, HALF)
         given = {"input_ids": torch.arange(10, 30).unsqueeze(0), "max_new_tokens": 6, "do_sample": False}
         plain = target.generate(**given)

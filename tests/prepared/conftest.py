@@ -32,8 +32,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 WITH_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 FORMS = [
     "this processor",
-    "AVX2",
-    *(["tiles in software"] if WITH_AVX512 else []),
+    *(["AVX2", "tiles in software"] if WITH_AVX512 else []),
     *(["no tiles"] if torch.cpu._is_amx_tile_supported() else []),
 ]
 

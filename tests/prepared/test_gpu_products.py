@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.pairwise import pairwise
 
 triton = pytest.importorskip("triton", minversion="3.6")
 
@@ -23,11 +24,11 @@ ROOT = Path(__file__).parents[2]
 ALIGNED = [["tt.divisibility", 16]]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("tiles", [MANY, SOME, FEW], ids=["many", "some", "few"])
-@pytest.mark.parametrize("number", ["bf16", "fp16"])
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("capability", "number", "tiles", "biased", "whole"),
+    pairwise((80, 90), ("bf16", "fp16"), (MANY, SOME, FEW), (True, False), (True, False)),
+    ids=str,
+)
 def test_it_compiles_to_wide_copies_ahead_of_the_products(
     capability: int,
     number: str,
