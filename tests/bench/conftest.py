@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from filelock import FileLock
 from helpers.script import load_script
 
+from hf_specdec.bench.aligning import clock
 from hf_specdec.bench.figures import bootstrap
 from hf_specdec.bench.records import Result
 from hf_specdec.bench.results import SUFFIX, load
@@ -28,6 +30,13 @@ bootstrap.RESAMPLES = 200
 SUMS = "".join(
     f'{{"q": "How much is {a} and {b}?", "a": "{a + b}", "kind": "x"}}\n' for a, b in ((2, 2), (2, 3), (4, 5))
 )
+
+
+@pytest.fixture
+def a_second_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes with every look at the clock that ends training."""
+    readings = count()
+    monkeypatch.setattr(clock, "monotonic", lambda: next(readings))
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +69,7 @@ def measure_each_task(pair: tuple[Path, Path], folder: Path) -> None:
         "model_name": str(target), "assistant_model": str(draft), "assisted_generation": True, "max_new_tokens": 6,
         "repeats": 2, "output_dir": folder,
     }  # fmt: skip
-    data = common | {"dataset": str(questions), "prompt_column": "q", "reference_column": "a"}
+    data = common | {"dataset": str(questions), "prompt_column": "q", "reference_column": "a", "repeats": 1}
     grid = {
         "num_assistant_tokens": (1, 2, 3, "auto"),
         "fallback_threshold": (0.1,),
@@ -70,12 +79,18 @@ def measure_each_task(pair: tuple[Path, Path], folder: Path) -> None:
         # Any two calls will do: no test looks at how warm they were.
         patch.setattr(warming, "SETTLED", 10.0)
         run_task(Settings(**common, prompt_lengths=(20, 30)))
-        run_task(Settings(task="subtasks", **data))
+        run_task(Settings(task="subtasks", **data | {"repeats": 2}))
         run_task(Settings(task="subtasks", **data, do_sample=True))
-        run_task(Settings(task="sweep", **data | {"limit": 2, "repeats": 1}, grid=grid))
-        run_task(Settings(task="ablation", **data | {"repeats": 1}))
+        run_task(Settings(task="sweep", **data | {"limit": 2}, grid=grid))
+        run_task(Settings(task="ablation", **data))
         lookaheads = {"num_assistant_tokens": (2,)}
-        sizes: dict[str, Any] = {"batch_sizes": (1, 2, 3), "prompt_lengths": (20,), "limit": 3, "max_new_tokens": 12}
+        sizes: dict[str, Any] = {
+            "batch_sizes": (1, 2, 3),
+            "prompt_lengths": (20,),
+            "limit": 3,
+            "max_new_tokens": 12,
+            "repeats": 1,
+        }
         run_task(Settings(task="engines", **common | sizes, engines=("recorded", "static"), grid=lookaheads))
 
 

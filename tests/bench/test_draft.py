@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from helpers.tiny_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_specdec
-from hf_specdec.bench.aligning import clock, own_prompts
+from hf_specdec.bench.aligning import own_prompts
 from hf_specdec.bench.aligning.answers import target_answers
 from hf_specdec.bench.aligning.batches import Collator, answer_logits
 from hf_specdec.bench.aligning.clock import Clock
@@ -63,7 +63,7 @@ def settings_for(folder: Path, output: Path, **more: Any) -> Settings:
     given: dict[str, Any] = {"max_new_tokens": 8, "batch_sizes": (4,), "num_assistant_tokens": 3, "layers": (0, 3)}
     return Settings(
         task="draft", model_name=str(folder), assisted_generation=True, dataset="own", loss="lk_hybrid",
-        top_k_targets=8, minutes=2.0, output_dir=output, **given | more,
+        top_k_targets=8, minutes=0.7, output_dir=output, **given | more,
     )  # fmt: skip
 
 
@@ -232,12 +232,11 @@ def test_evaluations_take_a_fifth_of_the_time(cost: int, expected: int) -> None:
     assert found == expected
 
 
+@pytest.mark.usefixtures("a_second_each_look")
 def test_a_draft_is_made_trained_judged_and_saved(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the layers that trials choose, on its own prompts, for others; a second run does not overwrite it."""
-    readings = count()
-    monkeypatch.setattr(clock, "monotonic", lambda: next(readings))  # a second passes with every look at it
     asked = folder.parent / "asked.jsonl"
     asked.write_text("".join(f'{{"q": "tell me {"more " * n}"}}\n' for n in range(3)))
     settings = replace(
@@ -297,11 +296,12 @@ def test_a_draft_that_does_not_pay_is_not_recommended(gain: float, words: str) -
         ({"loss": "cross_entropy", "top_k_targets": None}, "--loss: 'cross_entropy' does not learn from distributions"),
         ({"precision": "int8"}, "--precision: 'int8' weights can't be trained"),
         ({"model_name": "synthetic:smollm-135m"}, "--model_name: 'synthetic:smollm-135m' has random weights"),
-        ({"draft_vocabulary": 1}, "--draft_vocabulary: 1 is not possible"),
+        ({"draft_vocabulary": 1, "minutes": 0.2}, "--draft_vocabulary: 1 is not possible"),
         ({"minutes": 1e-9}, "--minutes: 1e-09 are too few for a single batch of answers"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
+@pytest.mark.usefixtures("a_second_each_look")
 def test_refusals(more: dict[str, Any], words: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=words):
         run_task(replace(settings_for(folder, tmp_path), **more))

@@ -87,7 +87,7 @@ def settings_for(kind: str, folder: Path, **more: Any) -> Settings:
     (folder / "asked.jsonl").write_text("".join(json.dumps({"q": one}) + "\n" for one in asked))
     settings = Settings(
         task="draft", model_name=str(saved_target(kind, folder)), assisted_generation=True, loss="lk_hybrid",
-        dataset=str(folder / "asked.jsonl"), prompt_column="q", top_k_targets=8, minutes=0.2, compile=True,
+        dataset=str(folder / "asked.jsonl"), prompt_column="q", top_k_targets=8, minutes=0.5, compile=True,
         output_dir=folder / "runs", max_new_tokens=8, batch_sizes=(4,), num_assistant_tokens=3, layers=(0, 1),
     )  # fmt: skip
     return replace(settings, **more)
@@ -200,6 +200,7 @@ def test_keys_and_values_of_an_encoding_are_computed_once(kind: str, tmp_path: P
         assert not torch.allclose(answer_logits(draft, batch), logits, atol=0.02), "the negative control"
 
 
+@pytest.mark.usefixtures("a_second_each_look")
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_draft_is_made_trained_judged_and_saved(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

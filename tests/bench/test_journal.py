@@ -145,8 +145,8 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.Mo
 
 # Each draws its tokens.
 LINES = {
-    "benchmark": "--task benchmark --prompt_lengths 20 30 --repeats 2",
-    "decode": "--task decode --repeats 3",
+    "benchmark": "--task benchmark --prompt_lengths 20 --repeats 2",
+    "decode": "--task decode --repeats 1 --prompt one --prompt two",
 }
 
 
@@ -266,7 +266,7 @@ def test_what_was_decoded_before_is_shown_again(
     run("decode", saved_pair, tmp_path)
     again = capsys.readouterr().out.split("# Decode")[0]
     run("decode", saved_pair, tmp_path)
-    assert capsys.readouterr().out.split("# Decode")[0] == again and again.count("--- ") == 8
+    assert capsys.readouterr().out.split("# Decode")[0] == again and again.count("--- ") == 2
 
 
 def test_a_restart_with_other_arguments_is_refused(
@@ -301,5 +301,5 @@ def test_a_disk_too_full_for_the_result_loses_nothing(
     last = capsys.readouterr().err.splitlines()[-1]
     assert "No space left on device); give a folder" in last and written.read_bytes() == earlier
     seconds = sorted(one["record"]["seconds"] for one in kept(tmp_path) if one["kind"] == "call")
-    assert len(seconds) == 5 * 24, "five methods"
+    assert len(seconds) == 5 * 2, "five methods"
     assert sorted(call.seconds for call in run("decode", saved_pair, tmp_path).calls) == seconds

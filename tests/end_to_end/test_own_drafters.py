@@ -87,7 +87,7 @@ def drafted_and_accepted(stats: Any) -> tuple[int, int]:
 def test_the_text_is_that_of_plain_generate(family: str, layers: int, with_mtp) -> None:
     model = with_mtp(family, layers)
     drafted = accepted = 0
-    for rows, lengths in ((1, (1, 3, "auto")), (2, (2, 5)), (4, (1, 3, "auto"))):
+    for rows, lengths in ((1, (1, "auto")), (2, (5,)), (4, (1, 3))):
         inputs = texts(rows)
         plain = model.generate(**inputs, **GREEDY)
         for length in lengths:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from helpers.interpreted_steps import interpret_compiled_steps
 from pytest import MonkeyPatch
 from torch import Tensor
 from torch.nn.functional import linear
 
 import hf_specdec
+from helpers.interpreted_steps import interpret_compiled_steps
 from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.synthetic import SHAPES
 from hf_specdec.prepared import compiled_step, engine, gpu_products

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.fx import GraphModule
@@ -28,12 +30,12 @@ def _draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     [(1, 1, 12), (1, 7, 130), (2, 3, 1100), (13, 64), (16, 12), (2, 10, 50), (39, 64), (MOST_TOKENS, 33)],
     ids=str,
 )
-@pytest.mark.parametrize("rows", [1, 5, 35])
-def test_linear_layers(shape: tuple[int, ...], rows: int, dtype: torch.dtype) -> None:
-    states, weight, bias = _draw(*shape, dtype=dtype), _draw(rows, shape[-1], dtype=dtype), _draw(rows, dtype=dtype)
-    exact = linear(states.double(), weight.double())
-    scale = exact.abs().amax().clamp(min=1)
-    for given in (None, bias):
+def test_linear_layers(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for rows, biased in product((1, 5, 35), (False, True)):
+        states, weight, bias = _draw(*shape, dtype=dtype), _draw(rows, shape[-1], dtype=dtype), _draw(rows, dtype=dtype)
+        exact = linear(states.double(), weight.double())
+        scale = exact.abs().amax().clamp(min=1)
+        given = bias if biased else None
         with FewTokenProducts():
             found = linear(states, weight, bias=given)
         asked = exact if given is None else exact + given.double()
