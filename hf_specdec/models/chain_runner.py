@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.models.hidden_states import HiddenStates
-from hf_specdec.models.masks import SlotMasks, attention_windows
+from hf_specdec.models.masks import attention_mask, attention_windows
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.states_runner import StatesRunner
 from hf_specdec.models.traits import on_device
@@ -60,12 +60,6 @@ class ChainRunner(StatesRunner):
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits `[B, 1, V]` of hidden states `[B, 1, H]`; defined by subclasses."""
         raise NotImplementedError
-
-    def _make_tables(self, total: int) -> None:
-        super()._make_tables(total)
-        self._masks = {
-            kind: SlotMasks(total, window, self._dtype, self._device) for kind, window in self._windows.items()
-        }
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `StatesRunner.rewind`."""
@@ -118,7 +112,7 @@ class ChainRunner(StatesRunner):
 
     def _mask_of(self, kind: str) -> Tensor:
         """The additive mask `[B, 1, k, span]` of the current pass, for a kind of layer."""
-        return self._masks[kind].of(self._slots, self._span, self._shown)
+        return attention_mask(self._slots, self._span, self._windows[kind], self._dtype, self._shown)
 
     def _last_states(self) -> Tensor:
         """`[B, 1, H]`: the hidden states of each row's last token."""

@@ -18,7 +18,6 @@ from hf_specdec.config import FORESEEN_TOKENS
 from hf_specdec.models import cache_rollback
 from hf_specdec.models.cache_names import cache_argument, takes_cache
 from hf_specdec.models.hidden_states import HiddenStates, states_of
-from hf_specdec.models.masks import MAX_MASKED_TOKENS, CausalMasks, takes_one_causal_mask
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.recurrent_states import recurrent_layers
 from hf_specdec.models.rope_stages import stages_of
@@ -105,9 +104,6 @@ class DynamicRunner:
         self.states: HiddenStates | None = None
         needs_text = self.cache is None or self._own_inputs or not self._names_cache
         self._text = input_ids[:, :read] if needs_text else None
-        self._causal = None
-        if self._prepared and self.cache is not None and self._mask is None and takes_one_causal_mask(model):
-            self._causal = CausalMasks(self._total, None, model.dtype, model.device)
 
     def _make_tables(self, input_ids: Tensor, parameters: Mapping[str, Any], total: int) -> None:
         """Make the masks, positions and token types of `total` slots that the model accepts."""
@@ -191,8 +187,6 @@ class DynamicRunner:
         self._per_token = {key: _extend_types(key, types, total) for key, types in self._per_token.items()}
         if self._ones is not None:
             self._ones = self._ones.new_ones(self._ones.shape[0], total)
-        if self._causal is not None:
-            self._causal = CausalMasks(total, None, self.model.dtype, self.model.device)
 
     def _leave_unused_cache(self) -> None:
         """After the first pass: continue without a cache that the model has left empty."""
@@ -322,11 +316,7 @@ class DynamicRunner:
         mask = self._mask
         if ragged and mask is None and self._takes_mask:
             mask = self._ones
-        width = last_slot - first_slot
-        if mask is None and self._causal is not None and self.passes and 1 < width <= MAX_MASKED_TOKENS:
-            # For a single token and for the prompt, attention needs no mask.
-            kwargs[self._mask_key] = self._causal.of_last(width, last_slot)
-        elif mask is not None:
+        if mask is not None:
             kwargs[self._mask_key] = _rows_at(mask, lags, 0, last_slot, before=0) if ragged else mask[:, :last_slot]
         tables = dict(self._per_token)
         if self._positions is not None:

@@ -66,7 +66,7 @@ class Eagle3Runner(ChainRunner):
         return slots, self._draft.fused(states)
 
     def _made(self, layer: int, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        masks = {kind: self._mask_of(kind) for kind in self._masks}
+        masks = {kind: self._mask_of(kind) for kind in self._windows}
         embedded = self._embeddings(ids).to(hidden.dtype)
         made: Tensor = self._draft(embedded, hidden, masks, positions, self.cache)
         return made

@@ -1,8 +1,4 @@
-"""Additive 4-D attention masks from precomputed tables.
-
-transformers passes such masks on unchanged. Otherwise it builds boolean masks in each pass, and every layer converts
-them to numbers: together 3% of a small model's verification pass.
-"""
+"""Additive 4-D attention masks, which transformers passes on unchanged, for rows of different lengths."""
 
 from __future__ import annotations
 
@@ -15,10 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_specdec.compat.transformers_private import attention_name, compiles_whole
 
 ATTENTION = ("eager", "sdpa")
-# The widest pass that is recorded, or has its masks in a table. Only prompts and drafts that catch up are wider.
-MAX_MASKED_TOKENS = 32
-# Memory-efficient attention on CUDA loads this many numbers of a mask at a time. torch checks only the strides.
-ALIGNMENT = 8
 Masks = Tensor | dict[str, Tensor] | None  # one mask, or one per kind of layer, as the model expects
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -72,80 +64,32 @@ def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(types))}
 
 
-def attention_mask(slots: Tensor, visible: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The additive mask `[B, 1, k, span]` of queries in `slots` `[B, k]` over the slots of `visible` `[B, span]`.
+def attention_mask(
+    slots: Tensor, span: int, window: int | None, dtype: torch.dtype, visible: Tensor | None = None
+) -> Tensor:
+    """The additive mask `[B, 1, k, span]` of queries in `slots` `[B, k]` over the first `span` slots.
 
     A query sees the visible slots within its window up to its own. It always sees itself, even as padding, so that
     no softmax is empty.
+
+    Args:
+        visible: `[B, span]`, the slots without padding; None for all.
     """
-    keys = torch.arange(visible.shape[1], device=slots.device)
-    distance = slots.unsqueeze(2) - keys
-    seen = (distance >= 0) & visible.unsqueeze(1)
+    keys, own = torch.arange(span, device=slots.device), slots.unsqueeze(2)
+    hidden = keys > own
     if window is not None:
-        seen &= distance < window
-    hidden = ~(seen | (distance == 0))
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
-    return mask.masked_fill(hidden, torch.finfo(dtype).min).unsqueeze(1)
+        hidden = hidden | (keys <= own - window)
+    if visible is not None:
+        hidden = hidden | (~visible.unsqueeze(1) & (keys != own))
+    shown = torch.zeros((), dtype=dtype, device=slots.device)
+    return shown.masked_fill(hidden, torch.finfo(dtype).min).unsqueeze(1)
 
 
-class CausalMasks:
-    """Masks of rows without padding that have the same length: views of one table per width.
-
-    Args:
-        capacity: the most slots of a row.
-        window: as in `attention_mask`.
-        dtype, device: of the model's hidden states.
-    """
-
-    def __init__(self, capacity: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._capacity, self._window, self._dtype, self._device = capacity, window, dtype, device
-        self._tables: dict[int, Tensor] = {}
-
-    def of_last(self, width: int, slots: int) -> Tensor:
-        """`[1, 1, width, slots]`: queries in the last `width` of `slots` slots."""
-        if width > MAX_MASKED_TOKENS:
-            return self._table(width, slots)
-        if width not in self._tables:
-            self._tables[width] = self._table(width, self._capacity + width)
-        mask = self._tables[width][..., -slots:]
-        if self._device.type != "cpu" and mask.storage_offset() % ALIGNMENT:
-            mask = mask.clone(memory_format=torch.contiguous_format)
-        return mask
-
-    def _table(self, width: int, slots: int) -> Tensor:
-        ends = torch.arange(slots - width, slots, device=self._device).unsqueeze(0)
-        visible = torch.ones(1, slots, dtype=torch.bool, device=self._device)
-        return attention_mask(ends, visible, self._window, self._dtype)
-
-
-class SlotMasks:
-    """Masks of rows with different lengths: each query's mask is a section of one precomputed line.
-
-    They equal `attention_mask` with a third of its operations, except that queries in padding may see nothing.
-
-    Args:
-        capacity: slots of a row.
-        window: as in `attention_mask`.
-        dtype, device: of the model's hidden states.
-    """
-
-    def __init__(self, capacity: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._last = capacity - 1
-        self._hidden = torch.finfo(dtype).min
-        self._line = torch.full((2 * capacity,), self._hidden, dtype=dtype, device=device)
-        self._line[max(capacity - (window or capacity), 0) : capacity] = 0
-
-    def of(self, slots: Tensor, span: int, visible: Tensor | None) -> Tensor:
-        """`[B, 1, k, span]`, for queries in `slots` `[B, k]`; `visible` is `[B, span]`, or None for all slots."""
-        mask = self._line.unfold(0, span, 1)[self._last - slots]
-        if visible is not None:
-            mask = mask.masked_fill(~visible.unsqueeze(1), self._hidden)
-        return mask.unsqueeze(1)
-
-
-def slot_masks(slots: Tensor, visible: Tensor, windows: dict[str, int | None], dtype: torch.dtype) -> Masks:
-    """4-D masks in the form that the model expects: one, or one per kind of layer; see `attention_mask`."""
-    return by_kind({kind: attention_mask(slots, visible, window, dtype) for kind, window in windows.items()})
+def slot_masks(
+    slots: Tensor, span: int, windows: dict[str, int | None], dtype: torch.dtype, visible: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The masks by kind of layer; see `attention_mask`."""
+    return {kind: attention_mask(slots, span, window, dtype, visible) for kind, window in windows.items()}
 
 
 def by_kind(masks: dict[str, Tensor]) -> Masks:

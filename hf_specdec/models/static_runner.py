@@ -19,10 +19,7 @@ from hf_specdec.models.cache_rollback import holds_whole_text, new_cache
 from hf_specdec.models.dynamic_runner import extend_count, extend_mask, in_chunks, prompt_positions
 from hf_specdec.models.hidden_states import HiddenStates, states_of
 from hf_specdec.models.masks import (
-    MAX_MASKED_TOKENS,
-    CausalMasks,
     Masks,
-    SlotMasks,
     attention_windows,
     by_kind,
     slot_masks,
@@ -44,6 +41,7 @@ class Passes(Protocol):
         """Read `tokens` into `slots`, `[B, k]`; return logits `[B, k, V]` and hidden states, or None if unable to."""
 
 
+WIDEST_RECORDED = 32  # tokens of a pass; only prompts and drafts that catch up are wider
 LONG_TEXT = 4096  # tokens; for longer texts, models with sliding windows use caches that drop tokens
 KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", CACHE_NAME, "logits_to_keep"})
 
@@ -145,8 +143,6 @@ class StaticRunner:
         self.visible = everything if mask is None else mask.bool()
         self.windows = attention_windows(model.config)
         self._all_slots = torch.arange(capacity, device=device).unsqueeze(0)
-        self._one_row = batch_size == 1 and mask is None
-        self._tables: dict[str, CausalMasks | SlotMasks] = {}
         self._mode, self._kernels = pass_mode(model), kernels(model)
         self._recorded, self._made_for = recorded_passes(model, kernels), kernels
         self._weights = [] if self._recorded is None else tensors_of(model)
@@ -182,7 +178,7 @@ class StaticRunner:
         """The pass's logits, and the hidden states `[m, k, H]` if requested."""
         with self._mode(), self._kernels():
             self.cache.reserve(span)
-            if self._recorded is not None and self.passes and any(self.read) and tokens.shape[1] <= MAX_MASKED_TOKENS:
+            if self._recorded is not None and self.passes and any(self.read) and tokens.shape[1] <= WIDEST_RECORDED:
                 return self._recorded_pass(self._recorded, tokens, slots, span)
             masks, positions = self._masks_of(slots, span), self._positions_of_pass()
             asked = self.outputs.last(count)
@@ -194,13 +190,12 @@ class StaticRunner:
         return outputs.logits, states
 
     def _lengthen(self, slots: int) -> None:
-        """Extend the tables of masks and positions to twice the needed slots."""
+        """Extend the tables of slots and positions to twice the needed slots."""
         positions = extend_count(self.positions, 2 * slots)
         assert positions is not None
         more = 2 * slots - self.visible.shape[1]
         self.positions, self.visible = positions, torch.nn.functional.pad(self.visible, (0, more), value=True)
         self._all_slots = torch.arange(2 * slots, device=self._all_slots.device).unsqueeze(0)
-        self._tables.clear()
 
     def _positions_of_pass(self) -> Tensor:
         """`positions`, adjusted for rows that are set aside."""
@@ -223,7 +218,7 @@ class StaticRunner:
 
         A recording returns one tensor: the hidden states if requested, then the logits.
         """
-        masks, asked, handed = self._ready_masks(slots, span), self.outputs.last(None), self.states
+        masks, asked, handed = self._slot_masks(slots, span), self.outputs.last(None), self.states
 
         def step(tokens: Tensor, slots: Tensor, positions: Tensor, *rest: Tensor, model: Any = self.model) -> Tensor:
             given, looked_at = by_kind(dict(zip(masks, rest, strict=False))), rest[0].shape[-1]
@@ -250,23 +245,11 @@ class StaticRunner:
         """The masks of a pass; for a prompt the model makes its own from the padding, without a table of all pairs."""
         if not any(self.read):
             return self.visible[:, :span].long() if self._padded else None
-        return by_kind(self._ready_masks(slots, span))
+        return by_kind(self._slot_masks(slots, span))
 
-    def _ready_masks(self, slots: Tensor, span: int) -> dict[str, Tensor]:
-        """4-D masks by kind of layer."""
-        if not self._tables:
-            kind_of_table = CausalMasks if self._one_row else SlotMasks
-            made_for = self.model.dtype, slots.device
-            self._tables = {
-                kind: kind_of_table(self._all_slots.shape[1], window, *made_for)
-                for kind, window in self.windows.items()
-            }
-        return {kind: self._mask(table, slots, span) for kind, table in self._tables.items()}
-
-    def _mask(self, table: CausalMasks | SlotMasks, slots: Tensor, span: int) -> Tensor:
-        if isinstance(table, CausalMasks):
-            return table.of_last(slots.shape[1], span)
-        return table.of(slots, span, self.visible[:, :span] if self._padded else None)
+    def _slot_masks(self, slots: Tensor, span: int) -> dict[str, Tensor]:
+        visible = self.visible[:, :span] if self._padded else None
+        return slot_masks(slots, span, self.windows, self.model.dtype, visible)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """As `DynamicRunner.rewind`; only lengths change."""
@@ -373,7 +356,7 @@ def static_pass(
     Returns:
         The model's outputs, of which the logits are `[B, count, V]`, or of all tokens `[B, k, V]`.
     """
-    masks = slot_masks(slots, visible[:, :span], windows, model.dtype)
+    masks = by_kind(slot_masks(slots, span, windows, model.dtype, visible[:, :span]))
     return masked_pass(model, cache, tokens, slots, positions, masks, span=span, asked=asked)
 
 

@@ -12,7 +12,6 @@ from hf_specdec import SpeculativeDecoding, generation
 from hf_specdec.drafting import drafter_choice
 from hf_specdec.models import static_runner
 from hf_specdec.models.cache_names import CACHE_NAME, cache_of
-from hf_specdec.models.masks import SlotMasks
 from hf_specdec.models.static_cache import RowsCache, RowsLayer
 from hf_specdec.models.static_runner import StaticRunner, supports_rows_cache
 
@@ -109,8 +108,8 @@ def test_a_mask_that_shows_rejected_drafts_gives_other_logits(monkeypatch) -> No
     target, draft = pair("llama")
     plain = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False)
 
-    of = SlotMasks.of
-    monkeypatch.setattr(SlotMasks, "of", lambda *args: of(*args) * 0)
+    made = static_runner.slot_masks
+    monkeypatch.setattr(static_runner, "slot_masks", lambda *args: {kind: 0 * m for kind, m in made(*args).items()})
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         out = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static")
     assert out.shape != plain.shape or not torch.equal(out, plain)
