@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from hf_specdec.bench.figures.bootstrap import ENOUGH
@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 _ADDED = ("indexes", "question", "label", "batch", "length", "decode_tokens", "decode_seconds")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Part:
-    """Some calls of a result; neither changes, so that what was found in them is kept."""
+    """Some calls of a result."""
 
     result: Result
     calls: pd.DataFrame
-    _of: dict[tuple[str, ...], pd.DataFrame] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def methods(self) -> list[Method]:
@@ -43,9 +42,7 @@ class Part:
 
     def of(self, *methods: str) -> pd.DataFrame:
         """The frame of these methods' calls."""
-        if methods not in self._of:
-            self._of[methods] = self.calls[self.calls["method"].isin(methods)]
-        return self._of[methods]
+        return self.calls[self.calls["method"].isin(methods)]
 
     def where(self, **values: Any) -> Part:
         """The part whose calls have these values in these columns; None means any."""

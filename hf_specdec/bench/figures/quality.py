@@ -132,7 +132,6 @@ def answers(part: Part, method: str) -> dict[int, tuple[str, Sequence[str]]]:
     }
 
 
-@lru_cache(maxsize=256)
 def per_example(part: Part, method: str, measure: str) -> dict[int, float]:
     """The scores by a measure of `OF_ONE`, by prompt."""
     return {index: OF_ONE[measure](*pair) for index, pair in answers(part, method).items()}
