@@ -30,15 +30,25 @@ def outcome(path: Path) -> dict[str, Any]:
     return {"calls": calls} | {key: getattr(result, key) for key in ("prompts", "quality", "methods")}
 
 
-def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    """Three questions and their answers."""
+    path = tmp_path / "asked.jsonl"
+    path.write_text("".join(f'{{"q": "How much is {n} and 2?", "a": "{n + 2}"}}\n' for n in range(3)))
+    return path
+
+
+def test_two_processes_give_what_one_does(tmp_path: Path, asked: Path) -> None:
     target, draft = save_pair(tmp_path)
     settings = Settings(
-        task="subtasks", model_name=str(target), assistant_model=str(draft), assisted_generation=True, limit=1,
-        max_new_tokens=6, do_sample=True, seed=3, output_dir=tmp_path / "one",
+        task="subtasks", model_name=str(target), assistant_model=str(draft), assisted_generation=True, repeats=1,
+        dataset=str(asked), prompt_column="q", reference_column="a", max_new_tokens=6, do_sample=True, seed=3,
+        output_dir=tmp_path / "one",
     )  # fmt: skip
     run_task(settings)
     line = ["scripts/assisted_generation.py", "--task", "subtasks", "--model_name", str(target), "--device", "cpu"]
-    line += ["--assistant_model", str(draft), "--limit", "1", "--max_new_tokens", "6", "--do_sample", "--seed", "3"]
+    line += ["--assistant_model", str(draft), "--max_new_tokens", "6", "--do_sample", "--seed", "3"]
+    line += ["--dataset", str(asked), "--prompt_column", "q", "--reference_column", "a"]
     line += ["--repeats", "1", "--output_dir", str(tmp_path / "two")]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *line],
@@ -50,7 +60,7 @@ def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Overall Result: AS: ") == 6, "only one process speaks"
-    stem = "subtasks-target-draft-embedded-sampling"
+    stem = "subtasks-target-draft-asked.jsonl-sampling"
     name, table = f"{stem}.json.gz", f"{stem}.md"
     assert outcome(tmp_path / "two" / name) == outcome(tmp_path / "one" / name)
     assert load(tmp_path / "two" / name).processes == 2
@@ -61,12 +71,12 @@ def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("finishes", [1, 2])
 def test_a_run_finished_by_another_number_of_processes_says_so(
-    saved_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finishes: int
+    saved_pair: tuple[Path, Path], tmp_path: Path, asked: Path, monkeypatch: pytest.MonkeyPatch, finishes: int
 ) -> None:
     target, draft = saved_pair
     settings = Settings(
-        task="subtasks", model_name=str(target), assistant_model=str(draft), assisted_generation=True, limit=1,
-        max_new_tokens=3, output_dir=tmp_path,
+        task="subtasks", model_name=str(target), assistant_model=str(draft), assisted_generation=True, repeats=1,
+        dataset=str(asked), prompt_column="q", reference_column="a", max_new_tokens=3, output_dir=tmp_path,
     )  # fmt: skip
     keep, task, folder = Journal.keep, task_module("subtasks"), tmp_path
 
