@@ -227,14 +227,6 @@ def test_a_race_on_too_few_examples_does_not_count(
         assert tune.tried(whole(result), chosen)[0].name == chosen.choice
 
 
-def test_the_picture_shows_the_race_that_decides(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
-    machine(lambda name: 1.0 if name == "plain" else 0.5 + 0.4 * ("static" in name) + 0.2 * ("suffix" in name))
-    chosen, result = contest(replace(settings, max_quality_loss=9.0), pairs)
-    (picture,) = [block for block in tune.render(result) if not isinstance(block, str)]
-    _, shown, *_ = picture.arguments
-    assert [method.name for method in shown] == list(chosen.ratios) and chosen.choice in chosen.ratios
-
-
 def test_what_a_model_refuses_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
     machine(lambda name: -1.0 if "suffix" in name else 1.0)
     chosen, _ = contest(replace(settings, engines=("recorded",)), pairs)
@@ -315,7 +307,6 @@ def test_a_run_leaves_its_files(folder: Path) -> None:
     assert {call.method for call in result.calls} < names and any(name.startswith("bild") for name in names)
     text = data.with_name(data.name.replace(results.SUFFIX, ".md")).read_text()
     assert "## Batch size 2" in text and "within 1 minutes" in text
-    assert len(list(folder.glob("*-candidates-batch-*.png"))) == 2
     chosen = [tuned for tuned in result.tuned if tuned.choice is not None]
     saved = [
         folder / f"{data.name.removesuffix(results.SUFFIX)}-batch-{t.batch}" / GENERATION_CONFIG_NAME for t in chosen

@@ -17,7 +17,7 @@ from hf_specdec.bench.models.loading import LoadedPair, better_transformer, load
 from hf_specdec.bench.records import Method, Result
 from hf_specdec.bench.reports import columns
 from hf_specdec.bench.reports.columns import Columns, method_table
-from hf_specdec.bench.reports.document import Block, Picture
+from hf_specdec.bench.reports.document import Block
 from hf_specdec.bench.reports.heading import heading, remarks, terminal
 from hf_specdec.bench.reports.markdown import capital, ratio
 from hf_specdec.bench.running.measuring import measured_questions
@@ -93,9 +93,7 @@ def _switched(one: Contender, cache: bool, better: bool) -> Contender:
 def render(result: Result) -> list[Block]:
     """Compose the report."""
     part = whole(result)
-    drafted = [method for method in part.methods if method.ours]
-    picture = Picture("gains", "gains.of_methods", (part, drafted, ("engine", part.methods[0].name)))
-    return [heading(part), LEGEND, ablation_table(part), picture, *remarks(part)]
+    return [heading(part), LEGEND, ablation_table(part), *remarks(part)]
 
 
 def ablation_table(part: Part) -> str:

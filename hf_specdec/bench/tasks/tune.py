@@ -26,7 +26,7 @@ from hf_specdec.bench.models.loading import LoadedPair, load_pair, load_pairs
 from hf_specdec.bench.models.names import known_drafts, short_name
 from hf_specdec.bench.records import Asked, Method, Result, Tuned
 from hf_specdec.bench.reports.best_settings import at_the_edge, command, keywords
-from hf_specdec.bench.reports.document import Block, Picture
+from hf_specdec.bench.reports.document import Block
 from hf_specdec.bench.reports.heading import heading, remarks, terminal
 from hf_specdec.bench.reports.markdown import bullets, capital, number, points, ratio, table
 from hf_specdec.bench.running.measuring import new
@@ -138,9 +138,6 @@ def render(result: Result) -> list[Block]:
     for tuned in result.tuned:
         here = part.where(batch=tuned.batch)
         found += [f"## Batch size {tuned.batch}", bullets([*choice(here, tuned), *tuned.notes])]
-        if shown := [result.method(name) for name in tuned.ratios]:
-            arguments = (here, shown, ("plain",), "end to end")
-            found.append(Picture(f"candidates-batch-{tuned.batch}", "gains.of_methods", arguments))
         found.append(_candidates(here, tuned))
     if lines := servers(result):
         found += ["## Other engines", *lines]

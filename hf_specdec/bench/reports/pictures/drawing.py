@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from PIL import Image
 
 from hf_specdec.bench.figures.bootstrap import ENOUGH
 from hf_specdec.bench.figures.frames import Part, examples
-from hf_specdec.bench.records import Interval, Method
+from hf_specdec.bench.records import Interval
 from hf_specdec.bench.reports.heading import unsteady
-from hf_specdec.bench.reports.markdown import capital, ratio
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito; indigo and olive of Paul Tol's muted scheme).
 BLACK, GREY, BLUE, VERMILION, GREEN = "#000000", "#999999", "#0072B2", "#D55E00", "#009E73"
@@ -44,31 +42,13 @@ LINES = (BLUE, VERMILION, ORANGE, SKY, PURPLE, GREEN, GREY, BLACK)
 matplotlib.rcParams["text.parse_math"] = False
 
 WIDTH, DPI = 8.0, 80  # inches; GitHub shows a page about 840 pixels wide
-_LEGEND_ROW = 0.25  # inches
 _COLOURS = 64  # colours of a PNG: a third of the bytes of one with all colours
 
 
-def new_figure(
-    height: float, columns: int = 1, *, sharey: bool = False, explain: Iterable[Method] = ()
-) -> tuple[Figure, list[Axes]]:
-    """A figure as wide as a page with axes side by side.
-
-    Args:
-        height: height in inches, including title and caption.
-        explain: methods whose colours are explained by a legend above the axes, which adds to the height.
-    """
-    present = {method.kind for method in explain}
-    kinds = [kind for kind in KINDS if kind in present]
-    across = max(1, _columns([KINDS[kind][1] for kind in kinds], 125))
-    room = _LEGEND_ROW * -(-len(kinds) // across)
-    figure = Figure(figsize=(WIDTH, height + room), dpi=DPI, layout="constrained")
-    below: Any = figure
-    if kinds:
-        above, below = figure.subfigures(2, 1, height_ratios=(room, height))  # type: ignore[misc]
-        handles = [Line2D([], [], color=KINDS[kind][0], marker="o", linestyle="none") for kind in kinds]
-        names = [KINDS[kind][1] for kind in kinds]
-        above.legend(handles, names, loc="center", ncols=across, fontsize="small", frameon=False)
-    axes = list(below.subplots(1, columns, sharey=sharey, squeeze=False)[0])
+def new_figure(height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure as wide as a page with axes side by side, `height` inches high with title and caption."""
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    axes = list(figure.subplots(1, columns, squeeze=False)[0])
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -106,21 +86,6 @@ def draw_ratio(axes: Axes, place: float, found: Interval, colour: str, *, label:
     )  # fmt: skip
 
 
-def ratio_panel(axes: Axes, rows: Sequence[tuple[str, Interval | None, str]]) -> None:
-    """Draw one row per (name, ratio, colour), the first on top, with a line at 1 and the figures at the right edge."""
-    for place, (_, found, colour) in enumerate(rows):
-        if found is not None:
-            draw_ratio(axes, place, found, colour)
-            style: Any = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "right", "fontsize": "small"}
-            axes.text(1.0, place - 0.4, ratio(found), **style)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize="small")
-    axes.set_ylim(len(rows) - 0.4, -0.8)
-    axes.margins(x=0.12)
-    axes.grid(axis="x", color="0.92")
-    axes.set_axisbelow(True)
-
-
 def offset(place: float, number: int, count: int) -> float:
     """The position of one of `count` points side by side around `place`."""
     return place + 0.8 * ((number + 0.5) / count - 0.5)
@@ -146,11 +111,6 @@ def legend(axes: Axes, width: int = 100) -> None:
 def _columns(labels: Sequence[str], width: int) -> int:
     """The number of labels with their keys that fit side by side into `width` characters."""
     return max(1, min(len(labels), int(width / (max(map(len, labels), default=1) + 8))))
-
-
-def title_of(method: Method, width: int = 50) -> str:
-    """A method's title for an axis, broken into lines."""
-    return _broken(capital(method.title), width)
 
 
 def _broken(text: str, width: int) -> str:

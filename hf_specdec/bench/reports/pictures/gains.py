@@ -21,8 +21,6 @@ from hf_specdec.bench.reports.pictures.drawing import (
     legend,
     new_figure,
     offset,
-    ratio_panel,
-    title_of,
 )
 
 _DRAFTS = {"none": "plain", "speculative": "speculative", "bild": "BiLD"}
@@ -83,35 +81,6 @@ def _name(method: Method) -> str:
     if method.kind == "plain":
         return "plain\ngenerate()"
     return f"{_DRAFTS.get(method.kind, method.kind)},\n{method.engine}"
-
-
-def of_methods(part: Part, methods: Sequence[Method], which: Sequence[str], by: str = "micro") -> Figure:
-    """The speedups of methods over baselines, a panel per baseline, sorted by the last.
-
-    Args:
-        which: keys of `speed.BASELINES`, or a method's name.
-    """
-    gains = {
-        (method.name, base): speed.over(part, method, base, by)
-        if base in speed.BASELINES
-        else speed.speedup(part, method.name, base, by)
-        for method in methods
-        for base in which
-    }
-
-    def key(method: Method) -> float:
-        found = gains[method.name, which[-1]]
-        return 0.0 if found is None else -found.value
-
-    shown = sorted(methods, key=key)
-    figure, panels = new_figure(1.5 + 0.42 * len(shown), columns=len(which), sharey=True, explain=shown)
-    for axes, base in zip(panels, which, strict=True):
-        ratio_panel(axes, [(title_of(m), gains[m.name, base], KINDS[m.kind][0]) for m in shown])
-        words = speed.BASELINES.get(base) or part.result.method(base).title
-        axes.set_xlabel(f"Speedup over\n{words} (×)", fontsize="small")
-    figure.suptitle("Decoding speed by method" + (", end to end" if by == "end to end" else ""))
-    caption(figure, part)
-    return figure
 
 
 def by_subtask(part: Part, which: str = "plain") -> Figure:
