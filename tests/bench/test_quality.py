@@ -16,7 +16,6 @@ from helpers.made_up_results import method, plain_call, result_of
 from rouge_score.rouge_scorer import RougeScorer
 from scipy.stats import beta, binom
 
-from hf_specdec.bench.figures import text_metrics
 from hf_specdec.bench.figures.frames import Part, whole
 from hf_specdec.bench.figures.quality import (
     MEASURES,
@@ -30,6 +29,7 @@ from hf_specdec.bench.figures.quality import (
     scores,
     verdict,
 )
+from hf_specdec.bench.figures.text_metrics import TextMetrics
 from hf_specdec.bench.records import Asked, Result, Score
 from hf_specdec.bench.running.divergence import divergence, first_divergence, next_logits
 
@@ -44,15 +44,15 @@ REFERENCES = [
 
 
 def bleu(predictions: list[str], references: list[list[str]]) -> float:
-    return text_metrics.Bleu().compute(predictions=predictions, references=references)["bleu"]
+    return quality(predictions, references)["bleu"]
 
 
 def rouge(predictions: list[str], references: list[list[str]]) -> dict[str, float]:
-    return text_metrics.Rouge().compute(predictions=predictions, references=references)
+    return {name: score for name, score in quality(predictions, references).items() if name.startswith("rouge")}
 
 
 def quality(predictions: list[str], references: list[list[str]]) -> dict[str, float]:
-    return text_metrics.combined().compute(predictions=predictions, references=references)
+    return TextMetrics().compute(predictions=predictions, references=references)
 
 
 def test_bleu_by_hand() -> None:
@@ -130,29 +130,12 @@ def test_text_without_spaces_is_compared_by_characters() -> None:
     assert RougeScorer(["rouge1"]).score("東京は雨です", "東京は雨です")["rouge1"].fmeasure == 0, "the control"
 
 
-def test_what_cannot_be_scored_is_named() -> None:
-    with pytest.raises(ValueError, match=r"references\[0\]: \[\]"):
-        text_metrics.Facts().compute(predictions=["a"], references=[[]])
-
-
-def test_metrics_can_be_combined_and_fed_in_batches() -> None:
-    expected = quality(PREDICTIONS, REFERENCES)
-    metric = text_metrics.combined()
+def test_the_metric_is_one_of_evaluate_and_can_be_fed_in_batches() -> None:
+    metric = TextMetrics()
+    assert isinstance(metric, evaluate.Metric)
     for first, last in ((0, 2), (2, 5)):
         metric.add_batch(predictions=PREDICTIONS[first:last], references=REFERENCES[first:last])
-    assert metric.compute() == expected
-    alone = evaluate.combine([text_metrics.Bleu(), text_metrics.ExactMatch()])
-    assert alone.compute(predictions=PREDICTIONS, references=REFERENCES).keys() == {"bleu", "exact_match"}
-
-
-def test_metrics_of_evaluate_take_single_references_and_examples_one_by_one() -> None:
-    for metric in (text_metrics.Bleu(), text_metrics.Rouge(), text_metrics.ExactMatch(), text_metrics.Facts()):
-        assert isinstance(metric, evaluate.Metric)
-        expected = metric.compute(predictions=PREDICTIONS, references=[texts[:1] for texts in REFERENCES])
-        assert metric.compute(predictions=PREDICTIONS, references=[texts[0] for texts in REFERENCES]) == expected
-        for prediction, texts in zip(PREDICTIONS, REFERENCES, strict=True):
-            metric.add(prediction=prediction, reference=texts[0])
-        assert metric.compute() == expected
+    assert metric.compute() == quality(PREDICTIONS, REFERENCES)
 
 
 def judged(answers: dict[str, list[str]], references: list[str]) -> Result:

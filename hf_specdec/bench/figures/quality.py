@@ -1,7 +1,7 @@
 """How good answers are: scores of single examples, and their paired differences between two methods.
 
-All scores run from 0 to 100, as in published tables. Corpus figures (BLEU, means) come from the `evaluate` metrics of
-`text_metrics`, which call the functions here.
+All scores run from 0 to 100, as in published tables. Corpus figures (BLEU, means) come from the `evaluate` metric of
+`text_metrics`, which calls the functions here.
 """
 
 from __future__ import annotations
@@ -287,16 +287,16 @@ def scores(result: Result) -> list[Score]:
     if not any(one.references for one in result.prompts):
         return []
     # Imported here since it takes seconds.
-    from hf_specdec.bench.figures.text_metrics import combined
+    from hf_specdec.bench.figures.text_metrics import TextMetrics
 
-    part = whole(result)
+    part, metrics = whole(result), TextMetrics()
     found = []
     for method in part.methods:
         for subtask in (None, *part.labels):
             chosen = list(answers(part.where(label=subtask), method.name).values())
             if chosen:
                 predictions, references = ([pair[side] for pair in chosen] for side in (0, 1))
-                measured = combined().compute(predictions=predictions, references=references)
+                measured = metrics.compute(predictions=predictions, references=references)
                 figures = {name: round(measured[name], 6) for name in MEASURES}
                 found.append(Score(method.name, subtask, len(chosen), **figures))
     return found
