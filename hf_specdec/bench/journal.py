@@ -23,10 +23,7 @@ _KEYS = {
 }
 _TYPES = {"call": Call, "asked": Asked, "cold": ColdStart}
 # The parts of the environment that decide whether times can be compared.
-COMPARED = {
-    "cpu": "processor", "instructions": "instructions of the processor", "gpus": "GPUs", "cores": "cores",
-    "torch_threads": "threads", "packages": "package versions", "commit": "commit",
-}  # fmt: skip
+_COMPARED = ("cpu", "instructions", "gpus", "cores", "torch_threads", "packages", "commit")
 
 
 def key_of(kind: str, record: Mapping[str, Any]) -> Key:
@@ -113,7 +110,7 @@ class Journal:
         """Notes on starts in different environments, whose times can't be compared."""
         (before, processes), now = self.began(), self.environment
         found = []
-        for name in COMPARED:
+        for name in _COMPARED:
             earlier, later = as_json(getattr(before, name)), as_json(getattr(now, name))
             if earlier != later:
                 found.append(

@@ -26,7 +26,6 @@ from hf_specdec.bench.reports.markdown import approximate, number, points, ratio
 from hf_specdec.bench.reports.pictures import drawing, gains, lookahead, quality
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import ablation, benchmark, engines, run_task, task_module
-from hf_specdec.bench.tasks.report import differences
 
 TASKS = ("benchmark", "subtasks", "sampling", "sweep", "ablation", "engines")
 
@@ -384,14 +383,6 @@ def test_damaged_results_are_named_after_the_others_are_rendered(
     empty.mkdir()
     with pytest.raises(BenchError, match="holds no JSON of an earlier task"):
         run_task(Settings(task="report", output_dir=empty))
-
-
-def test_results_of_different_machines_in_one_folder_are_warned_about() -> None:
-    here = result_of([], [])
-    there = replace(here, environment=replace(here.environment, cpu="another"))
-    (line,) = differences({Path("a/x"): here, Path("a/y"): there})
-    assert "differ in processor" in line and "another" in line
-    assert not differences({Path("a/x"): here, Path("b/y"): there})
 
 
 @pytest.mark.parametrize(("flags", "said"), [("fpu amx_int8", ", AMX"), ("fpu", "")])

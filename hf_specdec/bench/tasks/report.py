@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from hf_specdec.bench import results
-from hf_specdec.bench.journal import COMPARED
-from hf_specdec.bench.records import Result, as_json
+from hf_specdec.bench.records import Result
 from hf_specdec.bench.reports import readme
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
@@ -46,29 +44,10 @@ def run(settings: Settings, shared: Processes) -> None:
             _fill(path, loaded)
         except BenchError as error:
             failed.append(error)
-    for line in differences(loaded):
-        print(line, file=sys.stderr)
     for earlier in failed[:-1]:
         print(f"error: {earlier}", file=sys.stderr)
     if failed:
         raise failed[-1]
-
-
-def differences(loaded: Mapping[Path, Result]) -> Sequence[str]:
-    """Warnings about differences that make times of results in one folder incomparable."""
-    lines = []
-    folders: dict[Path, list[tuple[str, Result]]] = {}
-    for path, result in loaded.items():
-        folders.setdefault(path.parent, []).append((path.name, result))
-    for folder, listed in folders.items():
-        for key, words in COMPARED.items():
-            groups: dict[str, list[str]] = {}
-            for name, result in listed:
-                groups.setdefault(json.dumps(as_json(getattr(result.environment, key))), []).append(name)
-            if len(groups) > 1:
-                sides = "; ".join(f"{', '.join(names)}: {value}" for value, names in groups.items())
-                lines.append(f"warning: results in {folder} differ in {words}, so don't compare their times ({sides})")
-    return lines
 
 
 def _fill(path: Path, loaded: Mapping[Path, Result]) -> None:
