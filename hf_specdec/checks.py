@@ -1,4 +1,7 @@
-"""Checks before the first decoder pass. Each error names the argument and its value, and says what to do instead."""
+"""Checks before the first decoder pass.
+
+They raise a `ValueError` that names the argument and its value, and says what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +70,7 @@ def check_call(
     processors: LogitsProcessorList,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Refuse arguments of `generate` and models that speculation does not support.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
-    """
+    """Refuse arguments of `generate` and models that speculation does not support."""
     if not len(input_ids):
         raise ValueError(
             f"input_ids has the shape {list(input_ids.shape)}: there is no row to decode; pass at least one."
@@ -100,11 +99,7 @@ def check_call(
 
 
 def _check_states(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse `output_attentions` and `output_hidden_states` of decoder-only models, and with a filled cache.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
-    """
+    """Refuse `output_attentions` and `output_hidden_states` of decoder-only models, and with a filled cache."""
     cache = cache_of(model_kwargs)
     for name in STATES if generation_config.return_dict_in_generate else ():
         if getattr(generation_config, name, None) and not model.config.is_encoder_decoder:
@@ -120,11 +115,7 @@ def _check_states(model: PreTrainedModel, generation_config: GenerationConfig, m
 
 
 def _check_embeddings(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Refuse embeddings of a decoder's prompt without their tokens, or with a filled cache.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
-    """
+    """Refuse embeddings of a decoder's prompt without their tokens, or with a filled cache."""
     embeddings, cache = model_kwargs.get("inputs_embeds"), cache_of(model_kwargs)
     if embeddings is None or model.config.is_encoder_decoder:
         return
@@ -141,11 +132,7 @@ def _check_embeddings(model: PreTrainedModel, input_ids: Tensor, model_kwargs: d
 
 
 def _check_sizes(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse invalid chunk sizes, and chunks of a prompt without a cache; warn if pictures rule out chunks.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
-    """
+    """Refuse invalid chunk sizes, and chunks of a prompt without a cache; warn if pictures rule out chunks."""
     size: Any = generation_config.prefill_chunk_size
     if size is None:
         return
@@ -161,11 +148,7 @@ def _check_sizes(generation_config: GenerationConfig, model_kwargs: dict[str, An
 
 
 def _check_mode(generation_config: GenerationConfig) -> None:
-    """Refuse arguments that select another decoding mode, which speculation would silently ignore.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
-    """
+    """Refuse arguments that select another decoding mode, which speculation would silently ignore."""
     chosen = {name: getattr(generation_config, name, None) for name in OTHER_MODES}
     # The conditions for contrastive search are those of `GenerationConfig.get_generation_mode`.
     if not generation_config.do_sample and (generation_config.top_k or 0) > 1:
@@ -179,11 +162,7 @@ def _check_mode(generation_config: GenerationConfig) -> None:
 
 
 def check_cache_implementation(model: PreTrainedModel, name: str | None) -> None:
-    """Refuse cache implementations that cannot be built or rolled back, or that select another decoding loop.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
-    """
+    """Refuse cache implementations that cannot be built or rolled back, or that select another decoding loop."""
     reasons = {
         "paged": "it selects transformers' continuous batching, which can't be combined with speculation",
         "quantized": "its quantized part can't be rolled back after a rejected draft",
@@ -223,11 +202,7 @@ def checked_target(model: Any) -> PreTrainedModel:
 
 
 def check_is_model(draft: Any) -> None:
-    """Refuse a draft that is not a loaded model with a language-modelling head.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
-    """
+    """Refuse a draft that is not a loaded model with a language-modelling head."""
     model = wrapped_model(draft)
     if isinstance(model, Eagle3Draft):
         return
@@ -241,11 +216,7 @@ def check_is_model(draft: Any) -> None:
 
 
 def check_draft(draft: Any, config: SpeculationConfig) -> None:
-    """Refuse a draft that the drafter cannot use, or a missing one that it needs.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
-    """
+    """Refuse a draft that the drafter cannot use, or a missing one that it needs."""
     if draft is not None:
         check_is_model(draft)
     in_blocks = config.drafter == "dflash"
@@ -267,9 +238,6 @@ def check_kinds(model: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Refuse an encoder-decoder draft for a decoder-only target, and the reverse.
 
     A decoder-only draft that reads the target's encoder output, such as Distil-Whisper's, is allowed.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
     """
     encoded, own_encoder = model.config.is_encoder_decoder, draft.config.is_encoder_decoder
     reads_encoding = "encoder_outputs" in inspect.signature(draft.forward).parameters
@@ -288,9 +256,6 @@ def check_model(model: PreTrainedModel, argument: str) -> None:
     Args:
         model: the target or the draft.
         argument: the name of its argument, for the message.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
     """
     named = f"{argument}={type(model).__name__}"
     empty = "" if model.device.type == "meta" else _empty_part(model)
@@ -330,11 +295,7 @@ _REFUSED_FLAGS = {
 
 
 def check_flags(**flags: bool | None) -> None:
-    """Refuse `synced_gpus=True` and `token_healing=True`.
-
-    Raises:
-        ValueError: names the argument and its value, and says what to do instead.
-    """
+    """Refuse `synced_gpus=True` and `token_healing=True`."""
     for name, value in flags.items():
         if value:
             raise ValueError(f"{name}=True: {_REFUSED_FLAGS[name]}.")

@@ -1,7 +1,8 @@
 """The tasks of the script: the arguments of each, and the module that runs it.
 
-A task's module has `run(settings, shared)`, and `render(result)` if it measures. Arguments are declared here, so that
-`--help` imports neither torch nor pandas.
+A task's module has `run(settings, shared)`, which raises `BenchError` for what the user can correct, if possible before
+heavy work, and `render(result)` if it measures. Arguments are declared here, so that `--help` imports neither torch nor
+pandas.
 """
 
 from __future__ import annotations

@@ -34,10 +34,7 @@ LEGEND = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measure all rows, write the result and its report into `settings.output_dir`, print the table.
-
-    Raises `BenchError` for what the user can correct, such as a model without Better Transformer.
-    """
+    """Measure all rows, write the result and its report into `settings.output_dir`, print the table."""
     dialogues = questions.dialogues(settings)
     pair = load_pair(settings)
     # Called only to refuse early; the rows switch it on and off themselves.

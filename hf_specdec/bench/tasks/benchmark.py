@@ -50,10 +50,7 @@ _SOURCES = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measure, write the result and its report into `settings.output_dir`, print the report.
-
-    Raises `BenchError` for what the user can correct, if possible before heavy work.
-    """
+    """Measure, write the result and its report into `settings.output_dir`, print the report."""
     pair = load_pair(settings)
     count = max(settings.limit or PROMPTS_PER_LENGTH[settings.task], settings.batch_size)
     prompts, notes = asked_prompts(settings, pair, count)

@@ -23,7 +23,7 @@ render = benchmark.render
 def run(settings: Settings, shared: Processes) -> None:
     """Show the answers of the chosen strategy, or of plain decoding; then compare it with its baselines.
 
-    Prints and writes the report like `benchmark`. Raises `BenchError` for what the user can correct.
+    Prints and writes the report like `benchmark`.
     """
     for number, text in enumerate(settings.prompts, start=1):
         if not text.strip():

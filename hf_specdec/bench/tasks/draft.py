@@ -65,7 +65,7 @@ _HELD_OUT = 10  # one of this many answers to the target's own prompts is held o
 def run(settings: Settings, shared: Processes) -> None:
     """Answer, train and judge; save a draft that was made, or that is accepted more often than before.
 
-    An interrupted run continues where it stopped. Raises `BenchError` for errors that the user can fix.
+    An interrupted run continues where it stopped.
     """
     check_arguments(settings)
     judged = judging(settings)

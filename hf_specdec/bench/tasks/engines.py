@@ -70,10 +70,7 @@ CHOSEN = "It was chosen on the calls that it is measured on, which flatters it s
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measure calls, bare passes and memory bandwidth; write the result and its report, and print the report.
-
-    Raises `BenchError` for what the user can correct.
-    """
+    """Measure calls, bare passes and memory bandwidth; write the result and its report, and print the report."""
     check_llama_cpp(settings)
     pair = load_pair(settings)
     rows = settings.limit or len(settings.prompts) or PROMPTS_PER_LENGTH[settings.task]

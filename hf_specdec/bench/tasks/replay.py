@@ -45,10 +45,7 @@ COMPARED = "The same methods, decoded: the replayed figure, the measured one, an
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Replay, write the result and its report, print the tables.
-
-    Raises `BenchError` for what the user can correct.
-    """
+    """Replay, write the result and its report, print the tables."""
     check(settings)
     pair = load_pair(settings, weights=runs_target(settings))
     check_pair(pair)

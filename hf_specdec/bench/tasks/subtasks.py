@@ -53,10 +53,7 @@ DRAWN = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measure, write the result and its report into `settings.output_dir`, print the lines of each subtask.
-
-    Raises `BenchError` for what the user can correct.
-    """
+    """Measure, write the result and its report into `settings.output_dir`, print the lines of each subtask."""
     dialogues = questions.dialogues(settings)
     pair = load_pair(settings)
     result = measured_questions(settings, compared(settings, pair), dialogues, shared)

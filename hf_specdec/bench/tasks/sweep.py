@@ -63,10 +63,7 @@ AUTOMATIC = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measure, write the result and its report into `settings.output_dir`, print the tables and the best settings.
-
-    Raises `BenchError` for what the user can correct.
-    """
+    """Measure, write the result and its report into `settings.output_dir`, print the tables and the best settings."""
     dialogues = questions.dialogues(asked(settings))
     pairs = load_pairs(settings, drafts_of(settings)) if settings.uses_draft else [load_pair(settings)]
     result = measured_questions(settings, grid(settings, pairs), dialogues, shared)

@@ -54,10 +54,7 @@ SERVERS = (
 
 
 def run(settings: Settings, shared: Processes) -> None:
-    """Measure for `settings.minutes`; write the result, its report and a generation_config.json; print the choice.
-
-    Raises `BenchError` for what the user can correct.
-    """
+    """Measure for `settings.minutes`; write the result, its report and a generation_config.json; print the choice."""
     if beyond := sorted(set(settings.engines) & set(LLAMA_CPP)):
         raise BenchError(f"--engines: {beyond[0]} is for --task engines; leave it out")
     end = time.perf_counter() + 60 * settings.minutes
