@@ -114,19 +114,18 @@ def decode_prompts(pair: LoadedPair, texts: Sequence[str], new_tokens: int) -> t
 
     A prompt that does not fit into the context together with `new_tokens` is cut on the left.
     """
-    if texts:
-        tokenised = [("--prompt", _user_prompt(pair, text)) for text in texts]
-    else:
+    asked = [Question(index, "--prompt", (text,)) for index, text in enumerate(texts)]
+    if not asked:
         examples = [embedded.examples(subtask, split="heldout", n=1)[0] for subtask in embedded.SUBTASKS]
-        tokenised = [(example.subtask, _built_in_prompt(pair, example)) for example in examples]
-    room = _room(pair, new_tokens)
-    prompts, notes = [], []
-    for index, (label, token_ids) in enumerate(tokenised):
-        if room is not None and len(token_ids) > room:
-            notes.append(f"prompt {index + 1} has {len(token_ids)} tokens: cut on the left to the {room} that fit")
-            token_ids = token_ids[-room:]
-        prompts.append(Prompt(index, label, tuple(token_ids)))
-    return prompts, notes
+        asked = [Question(index, one.subtask, one.turns[:1]) for index, one in enumerate(examples)]
+    found = [question_prompt(pair, one, (), new_tokens) for one in asked]
+    notes = [
+        f"prompt {prompt.index + 1} has {len(prompt.token_ids) + cut} tokens: cut on the left to the "
+        f"{len(prompt.token_ids)} that fit"
+        for prompt, cut in found
+        if cut
+    ]
+    return [prompt for prompt, _ in found], notes
 
 
 def question_prompt(
@@ -231,10 +230,6 @@ def frame(pair: LoadedPair, *, task: bool = True) -> tuple[list[int], list[int]]
     return framed[:start] + asked, framed[start + len(word) :]
 
 
-def _user_prompt(pair: LoadedPair, text: str) -> list[int]:
-    return _dialogue(pair, (text,), ())
-
-
 def _dialogue(pair: LoadedPair, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
     """A dialogue up to the last turn, in the embedded pairs' format, in a chat template, or as plain text."""
     tokenizer = pair.tokenizer
@@ -252,9 +247,3 @@ def _dialogue(pair: LoadedPair, turns: Sequence[str], answers: Sequence[str]) ->
         return list(tokenizer(text, add_special_tokens=False).input_ids)
     text = turns[0] + "".join(f"\n{answer}\n{turn}" for answer, turn in zip(answers, turns[1:], strict=True))
     return list(tokenizer(text).input_ids)
-
-
-def _built_in_prompt(pair: LoadedPair, example: embedded.Example) -> list[int]:
-    if pair.target_name in embedded.names():
-        return list(embedded.prompt_ids(pair.tokenizer, example, encoder=pair.encoder_decoder))
-    return _user_prompt(pair, example.turns[0])
