@@ -222,9 +222,12 @@ def check_draft(draft: Any, config: SpeculationConfig) -> None:
     in_blocks = config.drafter == "dflash"
     if (in_blocks or config.drafts_by_model) and in_blocks != (draft is not None and drafts_blocks(draft)):
         raise ValueError(
-            f"assistant_model={None if draft is None else type(draft).__name__} with drafter={config.drafter!r}: a "
-            "DFlash draft, which reads the target's hidden states, needs drafter='dflash' or "
-            "speculation_type='dflash'; no other draft works with them."
+            f"assistant_model={None if draft is None else type(draft).__name__} with drafter={config.drafter!r}: "
+            + (
+                "this drafter is for DFlash drafts; pass one, or leave out drafter and speculation_type='dflash'."
+                if in_blocks
+                else "it is a DFlash draft, which needs drafter='dflash' or speculation_type='dflash'."
+            )
         )
     if draft is None and config.drafts_by_model:
         raise ValueError(

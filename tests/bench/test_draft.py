@@ -296,7 +296,6 @@ def test_a_draft_that_does_not_pay_is_not_recommended(gain: float, words: str) -
         ({"loss": "cross_entropy", "top_k_targets": None}, "--loss: 'cross_entropy' does not learn from distributions"),
         ({"precision": "int8"}, "--precision: 'int8' weights can't be trained"),
         ({"model_name": "synthetic:smollm-135m"}, "--model_name: 'synthetic:smollm-135m' has random weights"),
-        ({"draft_vocabulary": 1, "minutes": 0.2}, "--draft_vocabulary: 1 is not possible"),
         ({"minutes": 1e-9}, "--minutes: 1e-09 are too few for a single batch of answers"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -305,6 +304,21 @@ def test_a_draft_that_does_not_pay_is_not_recommended(gain: float, words: str) -
 def test_refusals(more: dict[str, Any], words: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=words):
         run_task(replace(settings_for(folder, tmp_path), **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"layers": (0, 4)}, "--layers: 4 is none of the target's layers 0 to 3"),
+        ({"draft_vocabulary": 1}, "--draft_vocabulary: 1 is not possible"),
+    ],
+)
+def test_what_no_answer_can_mend_is_refused_before_the_target_answers(
+    more: dict[str, Any], words: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(BenchError, match=words):
+        run_task(settings_for(folder, tmp_path, **more))
+    assert not list(tmp_path.glob("answers-*"))
 
 
 def small(name: str) -> PreTrainedModel:

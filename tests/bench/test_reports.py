@@ -25,7 +25,7 @@ from hf_specdec.bench.reports.heading import heading, remarks, terminal
 from hf_specdec.bench.reports.markdown import approximate, number, points, ratio, table
 from hf_specdec.bench.reports.pictures import drawing, gains, lookahead, quality
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.bench.tasks import ablation, benchmark, engines, run_task, task_module
+from hf_specdec.bench.tasks import ablation, benchmark, engines, run_task, subtasks, task_module
 
 TASKS = ("benchmark", "subtasks", "sampling", "sweep", "ablation", "engines")
 
@@ -269,6 +269,17 @@ def test_the_fastest_row_comes_with_its_command_and_keywords() -> None:
     assert lines[1] == "--num_assistant_tokens 8 is the highest value tried; a value beyond it may be better."
     assert "Fastest bild at no loss: none." in lines, "eight questions exclude nothing"
     assert "on 1 of 1, chosen on the split train" in lines[-1] and "--task subtasks" in lines[-1]
+
+
+def test_no_row_of_bild_is_named_where_none_wins_a_subtask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_specdec.bench.figures.quality.won", lambda *_: 0)
+    assert "quality kept: none, on no subtask of the split train" in best_settings.recommendations(swept())[-1]
+
+
+def test_the_terminals_lines_name_each_method_apart(results: dict[str, Result]) -> None:
+    part = whole(results["subtasks"])
+    names = re.findall(r"^Overall Result: .*? tokens/sec, (.*?): ", subtasks.terminal(part), flags=re.MULTILINE)
+    assert len(set(names)) == len(part.methods) - 1 and "HF assisted, constant 4" in names
 
 
 def drawn(figure: Figure | None) -> Figure:

@@ -392,8 +392,8 @@ def test_models_without_layers_are_refused_by_what_is_missing(monkeypatch) -> No
 def test_drafts_of_blocks_that_do_not_fit_are_refused() -> None:
     model, draft = llama(), block_draft()
     blocks = {"speculation_type": "dflash"}
-    refused(model, "assistant_model=None", "drafter='dflash'", **blocks)
-    refused(model, "assistant_model=LlamaForCausalLM", "drafter='dflash'", assistant_model=llama(), **blocks)
-    refused(model, "assistant_model=MuseGlimmerAssistantModel", "speculation_type='dflash'", assistant_model=draft)
+    refused(model, "assistant_model=None", "drafter='dflash'", "pass one", **blocks)
+    refused(model, "assistant_model=LlamaForCausalLM", "is for DFlash drafts", assistant_model=llama(), **blocks)
+    refused(model, "assistant_model=MuseGlimmerAssistantModel", "needs drafter='dflash'", assistant_model=draft)
     model.config.hidden_size = 48
     refused(model, "of width 32", "of width 48", "made for this model", assistant_model=draft, **blocks)

@@ -103,6 +103,8 @@ def _chosen(part: Part, bild: Sequence[Method]) -> list[str]:
     most = [method for method in bild if counts[method.name] == max(counts.values())]
     method = speed.fastest(part, most) or most[0]
     where = "these examples" if split is None else f"the split {split}"
+    if not counts[method.name]:
+        return [f"Faster than speculative decoding with quality kept: none, on no subtask of {where}."]
     text = (
         f"Faster than speculative decoding with quality kept on most subtasks: {method.title}, on "
         f"{counts[method.name]} of {len(part.labels)}, chosen on {where}"

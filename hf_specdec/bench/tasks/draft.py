@@ -209,6 +209,11 @@ def check_models(settings: Settings, pair: LoadedPair) -> None:
                 f"--dataset: {pair.target_name!r} is an encoder-decoder model, which writes no prompts of its own; "
                 "give some"
             )
+        # These raise now what would otherwise be raised after the answers.
+        if settings.layers:
+            cut_draft(pair.target, settings.layers, [])
+        if settings.draft_vocabulary is not None:
+            proposed_tokens(settings, pair, {"answer": []})
         return
     assert pair.draft_tokenizer is not None
     if pair.draft_tokenizer.get_vocab() != pair.tokenizer.get_vocab():

@@ -50,6 +50,9 @@ def run(settings: Settings, shared: Processes) -> None:
     pair = load_pair(settings, weights=runs_target(settings))
     check_pair(pair)
     contenders = compared(settings, pair)
+    if settings.pass_times:
+        # Raises now what would otherwise be raised after the answers.
+        given_times(settings.pass_times, drafts=any(one.method.draft for one in contenders))
     result, known = answered(settings, contenders, logged(settings, pair))
     times, notes = timed(settings, contenders, known)
     start = time.perf_counter()

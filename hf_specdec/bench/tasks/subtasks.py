@@ -161,7 +161,7 @@ def divergence_table(part: Part) -> str:
 
 def average_alpha(part: Part) -> str:
     """A line with α over all examples, for each method that reports it."""
-    found = [(SHORT[method.kind], alpha(part.of(method.name))) for method in part.methods]
+    found = [(_short(part, method), alpha(part.of(method.name))) for method in part.methods]
     values = [f"{name} {value:.3f}" for name, value in found if value is not None]
     return "Average alpha: " + (", ".join(values) if values else "– (nothing was drafted)")
 
@@ -218,12 +218,18 @@ def terminal(part: Part) -> str:
         for method in (one for one in here.methods if one.kind != "plain"):
             gain = speed.over(here, method, "plain")
             lines.append(
-                f"{label or 'Overall'} Result: AS: {rate('plain')} tokens/sec, {SHORT[method.kind]}: "
+                f"{label or 'Overall'} Result: AS: {rate('plain')} tokens/sec, {_short(part, method)}: "
                 f"{rate(method.name)} tokens/sec -> {'–' if gain is None else f'{gain.value:.2f}'} X Speedup"
             )
     lines += ["", average_alpha(part), *([count_line(part)] if _both(part) else [])]
     lines += [str(block) for block in remarks(part)[1:]]
     return "\n".join([*lines, _where(settings)]) + "\n"
+
+
+def _short(part: Part, method: Method) -> str:
+    """A method's short name, with the end of its title where several have the same."""
+    alone = sum(one.kind == method.kind for one in part.methods) == 1
+    return SHORT[method.kind] + ("" if alone else f", {method.title.rpartition(', ')[2]}")
 
 
 def _rate(part: Part, method: str) -> str:
