@@ -40,6 +40,8 @@ def test_the_layers_draft_in_both_loops(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert len(call.steps) - 1 == 2, "passes of layers in a round"
     recurrent, _ = target_with_mtp("Qwen3_5ForCausalLM", 1)
     assert not own_drafts(settings, replace(pair, target=recurrent))
+    with pytest.raises(BenchError, match=r"has no num_mtp_layers.*choose another drafter"):
+        own_drafts(settings, replace(pair, target=target_and_block_draft("LlamaForCausalLM")[0]))
 
 
 def test_a_dflash_draft_is_loaded_and_drafts_in_both_loops(tmp_path: Path) -> None:

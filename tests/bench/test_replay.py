@@ -180,7 +180,10 @@ def test_a_check_decodes_too(saved_pair: tuple[Path, Path], log: Path, tmp_path:
     [
         ({"answer_column": "b"}, "--answer_column: 'b' is not in row 1, which has a, ids, q"),
         ({"pass_times": {"target": {"2": 3}}}, "--pass_times: give milliseconds of the target's passes"),
-        ({"pass_times": {"target": 3}, "answer_column": None}, "--pass_times: give milliseconds of the target's passes"),
+        (
+            {"pass_times": {"target": 3}, "answer_column": None},
+            "--pass_times: give milliseconds of the target's passes",
+        ),
         ({"grid": {"drafter": ("hybrid",)}}, "--drafter: 'hybrid' needs a draft model here"),
         ({"engines": ("llama.cpp-f32",)}, "--engines: llama.cpp-f32 is for --task engines"),
         ({"model_name": "synthetic:tiny-llama"}, "--model_name: 'synthetic:tiny-llama' has random weights"),

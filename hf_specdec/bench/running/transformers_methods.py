@@ -16,7 +16,7 @@ from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import Method, Rounds
 from hf_specdec.bench.running.methods import Contender, ReadRounds, fixed_lookahead
 from hf_specdec.bench.running.rounds import streamed_rounds
-from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.compat.transformers_private import is_stateful
 from hf_specdec.config import OWN_DRAFTERS
 from hf_specdec.models.eagle_draft import Eagle3Draft
@@ -159,13 +159,19 @@ def own_drafts(settings: Settings, pair: LoadedPair) -> list[Contender]:
     """transformers' loop with the target's multi-token-prediction layers, or with its DFlash draft.
 
     Empty for recurrent targets, which transformers refuses. It loads the layers again in each call.
+
+    Raises:
+        BenchError: the target has no such layers.
     """
     if is_stateful(pair.target):
         return []
     keywords: dict[str, Any]
     models: dict[str, Any] = {}
     if settings.drafter == "mtp":
-        generator, length = candidate_generator.MTPCandidateGenerator, len(mtp_layers(pair.target).layers)
+        try:
+            generator, length = candidate_generator.MTPCandidateGenerator, len(mtp_layers(pair.target).layers)
+        except ValueError as error:
+            raise BenchError(" ".join(str(error).split())) from error
         name, drafts, keywords = "use_mtp", f"{length} multi-token-prediction layers", {"use_mtp": True}
     else:
         assert pair.draft is not None
