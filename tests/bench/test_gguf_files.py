@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -91,6 +92,14 @@ def test_tokenizer_and_template_come_from_the_file(files: tuple[Path, Path]) -> 
     prompts, _ = decode_prompts(pair, ["the rain"], 5)
     assert pair.tokenizer.decode(prompts[0].token_ids) == "<user>the rain<assistant>"
     assert pair.tokenizer("the rain").input_ids == tokenizer()("the rain").input_ids
+
+
+def test_so_does_the_template_beside_a_saved_tokenizer(files: tuple[Path, Path], tmp_path: Path) -> None:
+    words = load_pair(Settings(model_name=str(files[0]))).tokenizer
+    words.chat_template = "another"
+    words.save_pretrained(tmp_path)
+    shutil.copy(files[0], tmp_path)
+    assert load_pair(Settings(model_name=str(tmp_path / files[0].name))).tokenizer.chat_template == TEMPLATE
 
 
 def test_its_weights_can_be_quantized_anew(files: tuple[Path, Path]) -> None:

@@ -287,7 +287,11 @@ def _read(argument: str, name: str, source: Any) -> Any:
     """Read a configuration or tokenizer with the Auto class `source`."""
     try:
         # None would ask on the terminal whether to run code that comes with the model.
-        return source.from_pretrained(**location(name), trust_remote_code=False)
+        found = source.from_pretrained(**location(name), trust_remote_code=False)
+        # transformers drops the template if another one is saved in the file's folder.
+        if source is AutoTokenizer and is_gguf(name) and not found.chat_template:
+            found.chat_template = _template_in(gguf_path(name))
+        return found
     # Libraries raise many kinds of errors here (missing files, unknown architectures, damaged JSON); all mean that
     # the model cannot be read.
     except Exception as error:
@@ -316,6 +320,15 @@ def _load_model(
         quantize_made(model, quantized.weights, argument=argument)
     # A model that accelerate has spread over devices must not be moved.
     return model.eval() if "device_map" in kwargs else model.to(device).eval()
+
+
+def _template_in(file: Path) -> str | None:
+    """The chat template in a GGUF file."""
+    # Here because only such files need it.
+    import gguf
+
+    field = gguf.GGUFReader(file).fields.get("tokenizer.chat_template")
+    return None if field is None else str(field.contents())
 
 
 def gguf_path(name: str) -> Path:
