@@ -43,6 +43,18 @@ INLINE Lanes lower_floats(LaneWords words) {
   return (Lanes)_mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000)));
 #endif
 }
+// The upper four bits of a byte of every word, as bytes of 0 or 16.
+INLINE LaneWords upper_bits(LaneWords words, int byte) {
+  const __m128i words_of_four = _mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c);
+  const __m128i places = _mm_add_epi8(words_of_four, _mm_set1_epi8(char(byte)));
+#ifdef CPU_CAPABILITY_AVX512
+  const __m512i spread = _mm512_shuffle_epi8((__m512i)words, _mm512_broadcast_i32x4(places));
+  return (LaneWords)_mm512_min_epu8(_mm512_and_si512(spread, _mm512_set1_epi32(int(0x80402010))), _mm512_set1_epi8(16));
+#else
+  const __m256i spread = _mm256_shuffle_epi8((__m256i)words, _mm256_broadcastsi128_si256(places));
+  return (LaneWords)_mm256_min_epu8(_mm256_and_si256(spread, _mm256_set1_epi32(int(0x80402010))), _mm256_set1_epi8(16));
+#endif
+}
 INLINE Lanes as_floats(LaneWords whole) { return __builtin_convertvector((Ints)whole, Lanes); }
 
 // Reads bytes of as many rows as a vector has lanes, `apart` bytes from one row to the next.
@@ -80,12 +92,13 @@ struct SomeRows {
       return (Halves)((i < 4 ? found[i % 4] : found[i % 4] >> 4) & 0x0f0f0f0f);
     });
   }
-  // 32 bits of each row as bytes of 0 or 1; 16 bytes of each row must be readable.
-  INLINE Bytes bits(const uint8_t* from) const {
+  // 32 bits of each row, `at` bytes after `from`, as bytes of 0 or 16; 16 bytes of each row must be readable.
+  template <int at> INLINE Bytes fifths(const uint8_t* from) const {
     LaneWords found[4];
     read(from, found);
+    const LaneWords bits = at == 4 ? found[1] : found[0] >> 16 | found[1] << 16, words[] = {bits << 4, bits};
     return Bytes().changed([&](Halves, auto i) __attribute__((always_inline)) {
-      return (Halves)(((found[0] >> (4 * i) & 15) * 0x00204081) & 0x01010101);
+      return (Halves)upper_bits(words[i % 2], i / 2);
     });
   }
 
@@ -100,6 +113,9 @@ INLINE SomeRows::Bytes shifted(const SomeRows::Bytes& bytes, int bits) {
 }
 INLINE SomeRows::Bytes flipped(const SomeRows::Bytes& bytes) {
   return bytes.changed([&](Halves part, auto) __attribute__((always_inline)) { return part ^ uint16_t(0x8080); });
+}
+INLINE SomeRows::Bytes either(const SomeRows::Bytes& a, const SomeRows::Bytes& b) {
+  return a.changed([&](Halves part, auto i) __attribute__((always_inline)) { return part | b.part[i]; });
 }
 INLINE SomeRows::Bytes with_upper(const SomeRows::Bytes& lower, const SomeRows::Bytes& upper) {
   return lower.changed([&](Halves part, auto i) __attribute__((always_inline)) { return part | upper.part[i] << 4; });

@@ -152,11 +152,15 @@ template <class Stored, class T> class GgufFloats {
         each<kVectors>([&](auto v) __attribute__((always_inline)) {
           each<(kLaneRows * kBytes + 63) / 64>([&](auto line) { __builtin_prefetch(next + 64 * line, 0, kReadAgain); });
           next += kLaneRows * kBytes;
+          // Read before anything is written, so that bytes next to a scale are read along with it.
           const auto weights = of[v]->quants(rows, pair + odd);
-          each<8>([&](auto i) __attribute__((always_inline)) { unpacked.weights[8 * odd + i][v] = weights.part[i]; });
+          Lanes read[kParts][2];
           each<kParts>([&](auto part) __attribute__((always_inline)) {
-            Lanes(&both)[2] = unpacked.scales[odd * kParts + part][v];
-            scales[v]->read(pair + odd, part, both[0], both[1]);
+            scales[v]->read(pair + odd, part, read[part][0], read[part][1]);
+          });
+          each<8>([&](auto i) __attribute__((always_inline)) { unpacked.weights[8 * odd + i][v] = weights.part[i]; });
+          each<2 * kParts>([&](auto i) __attribute__((always_inline)) {
+            unpacked.scales[odd * kParts + i / 2][v][i % 2] = read[i / 2][i % 2];
           });
         });
       });

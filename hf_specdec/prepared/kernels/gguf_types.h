@@ -18,6 +18,7 @@ INLINE __m256i low_bits(__m256i bytes, int bits) {
   return _mm256_and_si256(bytes, _mm256_set1_epi8(char((1 << bits) - 1)));
 }
 INLINE __m256i shifted(__m256i bytes, int bits) { return _mm256_srl_epi16(bytes, _mm_cvtsi32_si128(bits)); }
+INLINE __m256i either(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
 INLINE __m256i with_upper(__m256i four_bits, __m256i upper) {
   return _mm256_or_si256(four_bits, _mm256_slli_epi16(upper, 4));
 }
@@ -31,14 +32,14 @@ struct OneRow {
     const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
     return low_bits(_mm256_srlv_epi64(_mm256_broadcastsi128_si256(bytes), _mm256_setr_epi64x(0, 0, 4, 4)), 4);
   }
-  // 32 bits as bytes of 0 or 1.
-  static INLINE __m256i bits(const void* from) {
+  // 32 bits as bytes of 0 or 16.
+  template <int at> static INLINE __m256i fifths(const uint8_t* from) {
     int32_t bits;
-    std::memcpy(&bits, from, sizeof bits);
+    std::memcpy(&bits, from + at, sizeof bits);
     const __m256i its_byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     const __m256i its_bit = _mm256_set1_epi64x(0x8040201008040201);
     const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), its_byte), its_bit);
-    return _mm256_min_epu8(found, _mm256_set1_epi8(1));
+    return _mm256_and_si256(_mm256_cmpeq_epi8(found, its_bit), _mm256_set1_epi8(16));
   }
 };
 
@@ -74,7 +75,7 @@ template <class Block, int middle> struct Block32 {
     _mm256_storeu_ps(shift, middle ? _mm256_mul_ps(by, _mm256_set1_ps(-middle)) : second);
   }
   template <class Rows> INLINE auto five_bits(const Rows& rows, int piece) const {
-    return with_upper(rows.nibbles(block(piece).q), rows.bits(block(piece).fifth));
+    return either(rows.nibbles(block(piece).q), rows.template fifths<sizeof(Block::scale)>(block(piece).scale));
   }
 };
 struct Q4_0 : Block32<Q4_0, 8> {
