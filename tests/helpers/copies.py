@@ -9,6 +9,10 @@ from hf_specdec.lengths.history import LengthHistory
 
 
 def copy_wherever_possible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every copied token seem worth verifying, and the model seem to be wrong until it was right."""
+    """Let every copied token seem worth verifying, and the model seem to be wrong until it was right.
+
+    Look-ups never rest: whether they do depends on how long they take.
+    """
     monkeypatch.setattr(LengthHistory, "seconds", lambda self, copied, steps: 1.0)
+    monkeypatch.setattr(LengthHistory, "pay_look_up", lambda self, saved: None)
     monkeypatch.setattr(chances, "PRIOR_ACCEPTANCE", 0.1)
