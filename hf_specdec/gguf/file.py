@@ -76,6 +76,7 @@ class _Header:
         self._path, self._content, self._at = path, content, 4
 
     def read(self) -> GgufFile:
+        """Read from the version on; where a value ends is only known once it is read."""
         version, tensors, keys = self._take("<IQQ")
         if version not in _VERSIONS:
             raise ValueError(f"{self._path} has version {version} of the GGUF format; versions 2 and 3 can be read.")

@@ -39,6 +39,7 @@ from hf_specdec.bench.models.names import (
 from hf_specdec.bench.models.precision import check_loaded, load_kwargs, quantize_made
 from hf_specdec.bench.records import Model
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.gguf.file import read as read_gguf
 from hf_specdec.gguf.weights import GgufWeight
 from hf_specdec.models.better_transformer import attention_of, better_transformer_refusal, to_better_transformer
 from hf_specdec.models.eagle_draft import Eagle3Draft
@@ -290,7 +291,7 @@ def _read(argument: str, name: str, source: Any) -> Any:
         found = source.from_pretrained(**location(name), trust_remote_code=False)
         # transformers drops the template if another one is saved in the file's folder.
         if source is AutoTokenizer and is_gguf(name) and not found.chat_template:
-            found.chat_template = _template_in(gguf_path(name))
+            found.chat_template = read_gguf(gguf_path(name)).metadata.get("tokenizer.chat_template")
         return found
     # Libraries raise many kinds of errors here (missing files, unknown architectures, damaged JSON); all mean that
     # the model cannot be read.
@@ -320,15 +321,6 @@ def _load_model(
         quantize_made(model, quantized.weights, argument=argument)
     # A model that accelerate has spread over devices must not be moved.
     return model.eval() if "device_map" in kwargs else model.to(device).eval()
-
-
-def _template_in(file: Path) -> str | None:
-    """The chat template in a GGUF file."""
-    # Here because only such files need it.
-    import gguf
-
-    field = gguf.GGUFReader(file).fields.get("tokenizer.chat_template")
-    return None if field is None else str(field.contents())
 
 
 def gguf_path(name: str) -> Path:

@@ -39,6 +39,7 @@ class Task:
         several: arguments that accept several values; keywords of generate() are then crossed, see `Settings.grid`.
         help: help texts of arguments that mean something else in this task.
         shared: whether several processes may share the work.
+        module: the module that runs it, if its name is another.
     """
 
     description: str
@@ -47,6 +48,7 @@ class Task:
     several: tuple[str, ...] = ()
     help: Mapping[str, str] = field(default_factory=dict)
     shared: bool = False
+    module: str | None = None
 
     def parser(self) -> OneLineParser:
         """The parser of the task's command line."""
@@ -146,6 +148,7 @@ TASKS: Mapping[str, Task] = {
         (*MODELS, *_DRAFTING, *LOSSLESS, *SAMPLING, *DATA, *TRAINING, *WORK),
         help={"batch_sizes": "texts answered at once, and in a training step"},
         shared=True,
+        module="draft",
     ),
     "draft": Task(
         "Makes a draft for a target out of some of its layers, trains it on what the target writes, and judges it.",
@@ -177,7 +180,7 @@ TASKS: Mapping[str, Task] = {
 
 def task_module(name: str) -> Any:
     """Import a task's module; done only when it runs, since some need packages that others don't."""
-    return import_module(f"hf_specdec.bench.tasks.{'draft' if name == 'align' else name}")
+    return import_module(f"hf_specdec.bench.tasks.{TASKS[name].module or name}")
 
 
 def run_task(settings: Settings) -> None:

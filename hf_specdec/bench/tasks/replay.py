@@ -50,11 +50,11 @@ def run(settings: Settings, shared: Processes) -> None:
     pair = load_pair(settings, weights=runs_target(settings))
     check_pair(pair)
     contenders = compared(settings, pair)
-    if settings.pass_times:
-        # Raises now what would otherwise be raised after the answers.
-        given_times(settings.pass_times, drafts=any(one.method.draft for one in contenders))
+    # Read before the target answers, since they may be malformed.
+    drafts = any(one.method.draft for one in contenders)
+    given = given_times(settings.pass_times, drafts=drafts) if settings.pass_times else None
     result, known = answered(settings, contenders, logged(settings, pair))
-    times, notes = timed(settings, contenders, known)
+    times, notes = timed(settings, contenders, known, given)
     start = time.perf_counter()
     result.replayed = replayed_calls(settings, contenders, known, times)
     result.notes += [*notes, f"Replaying took {time.perf_counter() - start:.1f} s."]
@@ -139,15 +139,14 @@ def answered(
 
 
 def timed(
-    settings: Settings, contenders: Sequence[Contender], known: Sequence[tuple[Logged, Known]]
+    settings: Settings, contenders: Sequence[Contender], known: Sequence[tuple[Logged, Known]], given: Costs | None
 ) -> tuple[dict[str, dict[str, Costs]], list[str]]:
     """The times of rounds by engine and drafter, given or measured on the prompt with the longest answer; notes."""
     found: dict[str, dict[str, Costs]] = {}
     longest, text = max(known, key=lambda one: len(one[1].answer))
     for engine in dict.fromkeys(one.method.engine for one in contenders[1:]):
         here = [one for one in contenders if one.method.engine == engine]
-        if settings.pass_times:
-            given = given_times(settings.pass_times, drafts=any(one.method.draft for one in here))
+        if given is not None:
             found[engine] = dict.fromkeys((one.method.keywords["drafter"] for one in here), given)
         else:
             found[engine] = measured_times(settings, here, longest.prompt, text.answer)
