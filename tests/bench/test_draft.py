@@ -249,11 +249,12 @@ def test_a_draft_is_made_trained_judged_and_saved(
     assert facts is not None and facts.saved == str(tmp_path / "target-draft")
     assert len(facts.agreement) == len(facts.held_out_curve) >= 2 and facts.tokens_read > 0
     assert f'AutoModelForCausalLM.from_pretrained("{facts.saved}")' in printed
+    assert "model.generate(**inputs, assistant_model=draft, generation_strategy=" in printed
     assert "Not recommended: decoding" in printed or "Decoding with it has" in printed
     assert len(result.prompts) == 3 and facts.prompts > 3, "a data set that only judges"
     assert sum("agreement with the target after" in note for note in result.notes) == 3, "shapes that were tried"
     assert any("of the tokens of held-out answers are among those" in note for note in result.notes)
-    assert [one.name for one in result.methods][2:] == ["suffix", "before", "after", "hybrid"]
+    assert [one.name for one in result.methods][2:] == ["suffix", "before", "after", "auto"]
     saved, own = (AutoModelForCausalLM.from_pretrained(path) for path in (facts.saved, folder))
     assert len(saved.config.draft_tokens) == facts.vocabulary
     assert saved.config.num_hidden_layers == len(facts.layers)

@@ -8,9 +8,10 @@ from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.frames import Part, acceptance_rate, tokens_per_round
 from hf_specdec.bench.records import Result
 from hf_specdec.bench.reports import columns
+from hf_specdec.bench.reports.best_settings import keywords
 from hf_specdec.bench.reports.markdown import number, percent, points, ratio, table
 
-BEFORE, AFTER, SUFFIX, HYBRID = "before", "after", "suffix", "hybrid"  # the names of the methods
+BEFORE, AFTER, SUFFIX, AUTO = "before", "after", "suffix", "auto"  # the names of the methods
 LEAST_GAIN = 1.05  # over plain decoding on the same engine, below which a draft is not recommended
 
 ACCEPTANCE = (
@@ -68,26 +69,24 @@ def advice(part: Part, names: Sequence[str], without: str | None = None) -> str:
 
 
 def use(part: Part) -> str:
-    """Code that uses a saved draft in the fastest way; empty if none was saved."""
+    """Code that uses a saved draft as the fastest method did; empty if none was saved."""
     result, facts = part.result, part.result.training
     if facts is None or facts.saved is None:
         return ""
     best = speed.fastest(part, [result.method(name) for name in _with_draft(part)])
-    more = ', drafter="hybrid"' if best is not None and best.name == HYBRID else ""
-    more += ", compile=True" if result.settings.compile else ""
     kind = result.models["target"].kind if result.encoder_decoder else "AutoModelForCausalLM"
     lines = [f'draft = {kind}.from_pretrained("{facts.saved}")']
     if facts.vocabulary is not None:
         lines.append(
             f"hf_specdec.trim_draft_head(draft)  # proposes the {facts.vocabulary:,} tokens that the target writes"
         )
-    lines.append(f'model.generate(**inputs, assistant_model=draft, generation_strategy="speculative"{more})')
+    lines.append(f"model.generate(**inputs, {keywords(best or result.method(AFTER))})")
     return "\n".join(["```python", *lines, "```"])
 
 
 def _with_draft(part: Part) -> list[str]:
     """The methods that decode with the trained draft."""
-    return [method.name for method in part.methods if method.name in (AFTER, HYBRID)]
+    return [method.name for method in part.methods if method.name in (AFTER, AUTO)]
 
 
 def training_table(result: Result) -> str:

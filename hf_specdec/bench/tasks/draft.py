@@ -42,7 +42,7 @@ from hf_specdec.bench.reports import columns, trained_drafts
 from hf_specdec.bench.reports.columns import method_table
 from hf_specdec.bench.reports.document import Block, Picture, section
 from hf_specdec.bench.reports.heading import heading, remarks, terminal
-from hf_specdec.bench.reports.trained_drafts import AFTER, BEFORE, HYBRID, SUFFIX
+from hf_specdec.bench.reports.trained_drafts import AFTER, AUTO, BEFORE, SUFFIX
 from hf_specdec.bench.running.measuring import batches, measured_questions
 from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
@@ -361,7 +361,7 @@ def contenders(settings: Settings, before: LoadedPair, after: LoadedPair) -> lis
     if settings.task == "draft":
         copies = keywords | {"num_assistant_tokens": None}
         found.insert(2, ours("speculative", copies | {"drafter": "suffix"}, after, name=SUFFIX))
-        found.append(ours("speculative", copies | {"drafter": "hybrid"}, after, name=HYBRID, title="draft and copies"))
+        found.append(ours("speculative", copies | {"drafter": "auto"}, after, name=AUTO, title="draft and copies"))
     return found
 
 
