@@ -56,7 +56,7 @@ MOST_HELD_OUT = 64  # dialogues
 GGUF = "draft.gguf"  # in the draft's folder, for targets from GGUF files
 _HELD_OUT_SHARE = 0.1  # of the dialogues, if a data set has no split for it
 # Of drafts that are made:
-_ANSWERING, _TRYING = 0.45, 0.1  # of the time; the rest trains
+_ANSWERING, _TRYING = 0.6, 0.1  # of the time; the rest trains. Drafts of real models lack answers, not training.
 _ROWS = 8  # texts of a training step
 _COVERED = 0.98  # of the answers' tokens are among those that the draft may propose
 _HELD_OUT = 10  # one of this many answers to the target's own prompts is held out
