@@ -57,12 +57,19 @@ def decoded(pair: LoadedPair, row: int, tokens: int, drafter: str, **how: Any) -
     return Known(text[:12], text[12:], (EOS,), NEW_TOKENS), output.speculation.rounds
 
 
-def rounds_of(pair: LoadedPair, text: Known, tokens: int, drafter: str, answer: Known | None = None) -> list[Round]:
+def rounds_of(
+    pair: LoadedPair,
+    text: Known,
+    tokens: int,
+    drafter: str,
+    answer: Known | None = None,
+    memory: hf_specdec.SuffixMemory | None = None,
+) -> list[Round]:
     """The replay, of this text with the drafts for another `answer`."""
     shown = answer or text
     view = predicted(pair, shown.prompt, shown.answer, Settings(task="replay", max_new_tokens=NEW_TOKENS))
     by_model = partial(PredictedDrafter, start=len(text.prompt), found=view, eos_tokens=frozenset(text.eos_tokens))
-    config = hf_specdec.SpeculationConfig(drafter=drafter, num_assistant_tokens=tokens)
+    config = hf_specdec.SpeculationConfig(drafter=drafter, num_assistant_tokens=tokens, suffix_memory=memory)
     return replayed(config, text, pair.target, TIMES, by_model=by_model)
 
 
@@ -111,6 +118,21 @@ def test_the_overlap_is_that_of_a_call_that_drew_the_answer(loaded: LoadedPair) 
     assert predicted(own, text.prompt, text.answer, sampled).overlap == pytest.approx((1.0,) * len(text.answer))
 
 
+@pytest.mark.parametrize("tokens", [3, 8])
+def test_remembered_answers_are_copied_in_the_rounds_of_real_calls(loaded: LoadedPair, tokens: int) -> None:
+    """The third call repeats the first. An emptied memory is the control."""
+    real, kept, emptied = hf_specdec.SuffixMemory(), hf_specdec.SuffixMemory(), hf_specdec.SuffixMemory()
+    counts = []
+    for row in (0, 1, 0):
+        text, decoded_in = decoded(loaded, row, tokens, "suffix", do_sample=False, suffix_memory=real)
+        found = rounds_of(loaded, text, tokens, "suffix", memory=kept)
+        assert told(found) == told(decoded_in) and len(kept) == len(real)
+        emptied.clear()
+        counts.append((len(found), len(rounds_of(loaded, text, tokens, "suffix", memory=emptied))))
+        assert counts[-1][1] == len(rounds_of(loaded, text, tokens, "suffix"))
+    assert counts[0][0] == counts[0][1] and counts[2][0] == -(-len(text.answer) // (tokens + 1)) < counts[2][1]
+
+
 @pytest.fixture
 def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding copies takes no time, so that times are exactly those of passes."""
@@ -154,6 +176,26 @@ def test_a_log_is_replayed_without_the_target(
     assert list(plain["seconds"]) == pytest.approx(list(0.01 * plain["new_tokens"]))
     report = next(tmp_path.glob("*.md")).read_text()
     assert "Best by prediction" in report and "Replayed and measured" not in report
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1), (1, 0, 0)])
+def test_each_answer_is_remembered_for_the_next_ones(
+    order: tuple[int, ...], saved_pair: tuple[Path, Path], tmp_path: Path, no_time_passes: None
+) -> None:
+    """Only the answer after its like gains, in every repeat; the first gains nothing, also where "auto" warmed up."""
+    texts = [list(range(20, 44)), list(range(50, 74))]
+    log, lookaheads = tmp_path / "log.jsonl", {"num_assistant_tokens": (4, "auto")}
+    log.write_text("".join(json.dumps({"q": [9, at], "a": texts[one]}) + "\n" for at, one in enumerate(order)))
+    result = run(log, saved_pair, tmp_path, pass_times=FLAT, do_sample=True, repeats=2, grid=lookaheads)
+    calls = frame(result.replayed, result.prompts).groupby(["method", "repeat"])["rounds"].agg(list)
+    for tokens, repeat in ((4, 0), (4, 1), ("auto", 0), ("auto", 1)):
+        without, remembering = (calls[f"suffix {tokens} recorded{role}", repeat] for role in ("", " remembering"))
+        gains = [one > other for one, other in zip(without, remembering, strict=True)]
+        assert gains == [at > 0 and order[at] == order[at - 1] for at in range(3)]
+        assert tokens == "auto" or min(remembering) == 6, "a token after a prompt that is new, then 23"
+    assert "suffix, remembering earlier answers" in next(tmp_path.glob("*.md")).read_text()
+    log.write_text(log.read_text().splitlines()[0])
+    assert not any(one.role for one in run(log, saved_pair, tmp_path / "one", pass_times=FLAT, grid=lookaheads).methods)
 
 
 def test_token_ids_are_taken_as_they_are(saved_pair: tuple[Path, Path], log: Path, tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from hf_specdec.bench.running.rounds import summary
 from hf_specdec.bench.running.timed_call import digest, seed_of
 from hf_specdec.bench.settings import Settings
 from hf_specdec.config import SpeculationConfig
+from hf_specdec.drafting.suffix_memory import SuffixMemory
 from hf_specdec.rules.round_statistics import Round
 
+REMEMBERING = "remembering"  # the role of methods that copy from earlier answers too
 _WARM_UPS = 3  # replays of the first answer from which "auto" learns before calls count
 
 
@@ -48,14 +50,17 @@ def replayed_calls(
         # A separate target: what "auto" or a drafter remembers of one must come from these answers alone.
         target = without_weights(pair.target.config)
         target.generation_config = pair.target.generation_config
+        memory = SuffixMemory() if one.method.role == REMEMBERING else None
         rounds_take = times[one.method.engine][one.method.keywords["drafter"]]
         work = [*product(range(repeats), zip(known, views, strict=True))]
         warm = work[:1] * (_WARM_UPS if one.method.lookahead == "auto" else 0)
         for position, (repeat, ((logged, text), view)) in enumerate([*warm, *work]):
+            if memory is not None and text is known[0][1]:
+                memory.clear()  # a warm-up or a repeat begins
             prompt = logged.prompt
             seed = seed_of(settings, prompt, repeat)
             view = view and view.drawn(text.answer, pair.target.config.get_text_config().vocab_size, seed)
-            rounds = _rounds(one.method, text, target, rounds_take, view)
+            rounds = _rounds(one.method, text, target, rounds_take, view, memory)
             seconds = sum(each.seconds for each in rounds)
             call = Call(
                 method=one.name, prompts=(prompt.index,), repeat=repeat, position=len(calls), seconds=seconds,
@@ -66,9 +71,16 @@ def replayed_calls(
     return calls
 
 
-def _rounds(method: Method, text: Known, target: PreTrainedModel, times: Costs, view: Predicted | None) -> list[Round]:
-    keywords = method.keywords
-    config = SpeculationConfig(drafter=keywords["drafter"], num_assistant_tokens=method.lookahead)  # type: ignore[arg-type]
+def _rounds(
+    method: Method,
+    text: Known,
+    target: PreTrainedModel,
+    times: Costs,
+    view: Predicted | None,
+    memory: SuffixMemory | None,
+) -> list[Round]:
+    drafter, tokens = method.keywords["drafter"], method.lookahead
+    config = SpeculationConfig(drafter=drafter, num_assistant_tokens=tokens, suffix_memory=memory)  # type: ignore[arg-type]
     config = config.resolve(target.config.model_type).within(text.max_new_tokens)
     if view is None or not config.drafts_by_model:
         return replayed(config, text, target, times)

@@ -14,6 +14,7 @@ from hf_specdec.bench.figures.passes import Costs
 from hf_specdec.config import SpeculationConfig
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.drafter_choice import DraftCall, make_drafter
+from hf_specdec.drafting.suffix_memory import TOKENS_BEFORE
 from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.stop_rules import StopRule
@@ -60,13 +61,14 @@ def replayed(
     draw this answer: a copied token is accepted if and only if it is the one that was drawn.
 
     Args:
-        config: resolved settings; whether they compile does not matter here.
+        config: resolved settings; whether they compile does not matter here. Their memory is copied from, and the
+            answer is added to it, as in a call.
         target: read for its settings only, so its weights may be missing.
         times: the durations of drafting and verifying. Looking up copies is timed here.
         by_model: makes the drafter that replaces the draft model, see `PredictedDrafter`.
         overlap: Σ min(p, q) of both models' distributions at each place of the answer, if drafts are sampled.
     """
-    transcript = known.transcript(config.longest_draft + 1)
+    transcript, memory = known.transcript(config.longest_draft + 1), config.suffix_memory
     call = DraftCall(
         model=target,
         draft=None,
@@ -77,6 +79,7 @@ def replayed(
         model_kwargs={},
         inputs_tensor=transcript.sequences,
         stand_in=by_model,
+        remembered=() if memory is None else memory.automata(target),
     )
     drafter = make_drafter(config, call)
     rounds = []
@@ -84,6 +87,8 @@ def replayed(
         rounds.append(_round(drafter, transcript, known.answer, times, overlap))
         drafter.observe(rounds[-1])
         transcript.show()
+    if memory is not None:
+        memory.add(target, transcript.answers(TOKENS_BEFORE))
     return rounds
 
 

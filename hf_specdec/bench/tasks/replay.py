@@ -17,7 +17,7 @@ from hf_specdec.bench.inputs.logs import Logged, logged
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.models.synthetic import is_synthetic
 from hf_specdec.bench.records import Asked, Method, Result
-from hf_specdec.bench.replaying.calls import replayed_calls
+from hf_specdec.bench.replaying.calls import REMEMBERING, replayed_calls
 from hf_specdec.bench.replaying.rounds import Known
 from hf_specdec.bench.replaying.times import given_times, measured_times
 from hf_specdec.bench.reports import columns
@@ -29,7 +29,7 @@ from hf_specdec.bench.running.measuring import measured, new
 from hf_specdec.bench.running.methods import ENGINES, Contender, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.config import DRAFTERS, OWN_DRAFTERS, SpeculationConfig
+from hf_specdec.config import COPYING, DRAFTERS, OWN_DRAFTERS, SpeculationConfig
 from hf_specdec.drafting.two_vocabularies import needs_translation
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16, "auto")
@@ -39,7 +39,8 @@ LEGEND = (
     "it agrees with the answer. n: different examples. Tokens/Round includes the target's own token. α: share of the "
     "drafted positions reached that were accepted; in sampling with a draft model, the overlap of both distributions. "
     "Predicted: from the times of rounds in a few short calls on one prompt, by tokens drafted and verified, or from "
-    "the given times of passes. As in every task, the first round doesn't count in speeds."
+    "the given times of passes. As in every task, the first round doesn't count in speeds. Remembering: all answers "
+    "before this one in the log can be copied as well."
 )
 COMPARED = "The same methods, decoded: the replayed figure, the measured one, and the difference between them."
 
@@ -56,6 +57,8 @@ def run(settings: Settings, shared: Processes) -> None:
     result, known = answered(settings, contenders, logged(settings, pair))
     times, notes = timed(settings, contenders, known, given)
     start = time.perf_counter()
+    contenders = remembering(contenders) if len(known) > 1 else contenders
+    result.methods = [one.method for one in contenders]
     result.replayed = replayed_calls(settings, contenders, known, times)
     result.notes += [*notes, f"Replaying took {time.perf_counter() - start:.1f} s."]
     results.finish(result, render)
@@ -106,6 +109,17 @@ def compared(settings: Settings, pair: LoadedPair) -> list[Contender]:
     return found
 
 
+def remembering(contenders: Sequence[Contender]) -> list[Contender]:
+    """The contenders, each that copies followed by one that also copies from the log's earlier answers."""
+    found = []
+    for one in contenders:
+        found.append(one)
+        if (drafter := one.method.keywords.get("drafter")) in COPYING:
+            title = one.method.title.replace(drafter, f"{drafter}, remembering earlier answers", 1)
+            found.append(one.told(name=f"{one.name} {REMEMBERING}", title=title, role=REMEMBERING))
+    return found
+
+
 def answered(
     settings: Settings, contenders: Sequence[Contender], log: Sequence[Logged]
 ) -> tuple[Result, list[tuple[Logged, Known]]]:
@@ -130,7 +144,6 @@ def answered(
             Asked(one.prompt.index, one.prompt.index, one.prompt.label, len(one.prompt.token_ids), one.cut)
             for one in log
         ]
-    result.methods = [one.method for one in contenders]
     if cut := sum(one.cut > 0 for one in log):
         result.notes.append(f"{cut} of {len(log)} prompts were longer than the context and cut on the left.")
     texts = zip(log, answers, strict=True)
@@ -190,7 +203,7 @@ def _best(part: Part, engine: str) -> str:
 
 
 COLUMNS: Mapping[str, Cell] = {
-    "Drafter": lambda part, method: str(method.keywords["drafter"]),
+    "Drafter": lambda part, method: method.title.partition(", γ")[0],
     "Engine": lambda part, method: method.engine,
     "γ": lambda part, method: str(method.lookahead),
     **columns.N,
