@@ -21,7 +21,8 @@ setup(
     package_data={
         "hf_specdec": [
             "py.typed",
-            "bench/inputs/alice.txt",
+            "bench/inputs/*.txt",
+            "bench/inputs/*.jsonl",
             "prepared/kernels/*.cpp",
             "prepared/kernels/*.h",
             "hub/README.md",

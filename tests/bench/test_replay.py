@@ -17,6 +17,7 @@ import hf_specdec
 from hf_specdec.bench import results
 from hf_specdec.bench.figures.frames import frame
 from hf_specdec.bench.figures.passes import Costs
+from hf_specdec.bench.inputs import logs
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import Result
 from hf_specdec.bench.replaying import rounds
@@ -196,6 +197,22 @@ def test_each_answer_is_remembered_for_the_next_ones(
     assert "suffix, remembering earlier answers" in next(tmp_path.glob("*.md")).read_text()
     log.write_text(log.read_text().splitlines()[0])
     assert not any(one.role for one in run(log, saved_pair, tmp_path / "one", pass_times=FLAT, grid=lookaheads).methods)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("code_edits", 12), ("shell_session", 23)])
+def test_the_logs_at_hand_are_replayed(name: str, rows: int, tmp_path: Path, no_time_passes: None) -> None:
+    """With the embedded tokenizer and without weights. In front of other answers, prompts help less."""
+    log = Path(logs.__file__).with_name(f"{name}.jsonl")
+    more = {"prompt_column": "prompt", "answer_column": "answer", "pass_times": FLAT, "max_new_tokens": 512}
+    texts = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    shifted = [one | {"prompt": other["prompt"]} for one, other in zip(texts, texts[-1:] + texts[:-1], strict=True)]
+    (control := tmp_path / "shifted.jsonl").write_text("\n".join(map(json.dumps, shifted)))
+    rounds_needed = []
+    for path in (log, control):
+        result = run(path, (Path("target"), Path()), tmp_path / path.stem, grid={"num_assistant_tokens": (4,)}, **more)
+        assert len(result.prompts) == rows and not result.calls
+        rounds_needed.append(sum(one.rounds for one in result.replayed if one.method == "suffix 4 recorded"))
+    assert rounds_needed[0] < rounds_needed[1]
 
 
 def test_token_ids_are_taken_as_they_are(saved_pair: tuple[Path, Path], log: Path, tmp_path: Path) -> None:
