@@ -99,7 +99,7 @@ class Drafter(Protocol):
         """How prepared rounds can draft in its place; None if they cannot."""
 
     def runners(self) -> list[Any]:
-        """The runners of its models, whose passes may be compiled."""
+        """The runners of its models, whose passes may be compiled or captured."""
 
 
 class BaseDrafter(CandidateGenerator):

@@ -35,7 +35,7 @@ class OwnDrafter(ModelDrafter):
         return self.own.states
 
     def runners(self) -> list[Any]:
-        """No runners: its passes are not compiled."""
+        """No runners: its passes are neither compiled nor captured."""
         return []
 
     def propose(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:

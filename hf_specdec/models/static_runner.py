@@ -37,8 +37,12 @@ from hf_specdec.models.traits import Outputs, has_default_inputs, on_device, pas
 class Passes(Protocol):
     """Another way to run passes over few tokens, with the same results."""
 
-    def run(self, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Read `tokens` into `slots`, `[B, k]`; return logits `[B, k, V]` and hidden states, or None if unable to."""
+    def run(self, tokens: Tensor, slots: Tensor, span: int) -> tuple[Tensor, Tensor | None] | None:
+        """Read `tokens` into `slots`, `[B, k]` and below `span`.
+
+        Returns:
+            Logits `[B, k, V]` and hidden states, which stay as they are; None if unable to.
+        """
 
 
 WIDEST_RECORDED = 32  # tokens of a pass; only prompts and drafts that catch up are wider
@@ -105,7 +109,7 @@ class StaticRunner:
         positions: `[m, capacity]`, the position of each slot's token, by place.
         windows: see `attention_windows`.
         outputs: which outputs passes return.
-        compiled: runs passes over few tokens if possible; ended rows are then not left out.
+        prepared: runs passes over few tokens if possible; ended rows are then not left out.
     """
 
     rewinds_far = True
@@ -148,7 +152,7 @@ class StaticRunner:
         self._weights = [] if self._recorded is None else tensors_of(model)
         self.outputs = Outputs.of(model)
         self.states: HiddenStates | None = None
-        self.compiled: Passes | None = None
+        self.prepared: Passes | None = None
 
     def forward(self, tokens: Tensor, count: int) -> Tensor:
         """As `DynamicRunner.forward`."""
@@ -165,8 +169,8 @@ class StaticRunner:
         if span > self._all_slots.shape[1]:
             self._lengthen(span)
         slots = self._slots(read, width)
-        done = self.compiled.run(tokens, slots) if self.compiled is not None and any(read) else None
-        logits, states = self._uncompiled(tokens, slots, span, count) if done is None else done
+        done = self.prepared.run(tokens, slots, span) if self.prepared is not None and any(read) else None
+        logits, states = self._unprepared(tokens, slots, span, count) if done is None else done
         if self.states is not None and states is not None:
             self.states.add([n + width for n in self.read], self._by_row(states))
         self.passes += 1
@@ -174,7 +178,7 @@ class StaticRunner:
             self.read[row] += width
         return self._by_row(logits if logits.shape[1] == count else logits[:, -count:])
 
-    def _uncompiled(self, tokens: Tensor, slots: Tensor, span: int, count: int) -> tuple[Tensor, Tensor | None]:
+    def _unprepared(self, tokens: Tensor, slots: Tensor, span: int, count: int) -> tuple[Tensor, Tensor | None]:
         """The pass's logits, and the hidden states `[m, k, H]` if requested."""
         with self._mode(), self._kernels():
             self.cache.reserve(span)
@@ -282,7 +286,7 @@ class StaticRunner:
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
         """As `DynamicRunner.retain`; the other rows are left out of passes."""
         count = len(rows)
-        if self.compiled is not None:
+        if self.prepared is not None:
             return range(len(self.read))
         if count == len(self._fed):
             return rows

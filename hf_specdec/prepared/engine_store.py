@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from hf_specdec.models.traits import drafting_model, wrapped_model
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.buffers import Buffers
-from hf_specdec.prepared.compiled_passes import CompiledPasses
 from hf_specdec.prepared.engine import Engine
 from hf_specdec.prepared.engine_key import plan_key
+from hf_specdec.prepared.prepared_passes import PreparedPasses
 from hf_specdec.prepared.round_steps import Plan, Side
 
 KEPT_BYTES = 2 << 30  # of idle caches on one device; the caches used last are kept even if they are larger
@@ -32,14 +32,14 @@ class EngineGroup:
     Args:
         buffers: the shared buffers.
         compile: whether they compile their steps.
-        passes: the compiled passes of general rounds, by the models' roles.
+        passes: the prepared passes of general rounds, by the models' roles.
         used: a growing number that orders groups by their last use.
     """
 
     buffers: Buffers
     compile: bool
     engines: dict[Hashable, Engine] = field(default_factory=dict)
-    passes: dict[str, CompiledPasses] = field(default_factory=dict)
+    passes: dict[str, PreparedPasses] = field(default_factory=dict)
     used: int = 0
 
     def engine_for(self, plan: Plan) -> Engine:
@@ -50,10 +50,10 @@ class EngineGroup:
         self.used = self.engines[key].used = next(_turns)
         return self.engines[key]
 
-    def passes_of(self, side: Side, name: str) -> CompiledPasses:
-        """A model's compiled passes, for general rounds; `name` is its role."""
+    def passes_of(self, side: Side, name: str) -> PreparedPasses:
+        """A model's prepared passes, for general rounds; `name` is its role."""
         self.used = next(_turns)
-        return self.passes.setdefault(name, CompiledPasses(side, self.buffers, name))
+        return self.passes.setdefault(name, PreparedPasses(side, self.buffers, name, compile=self.compile))
 
     def clear(self) -> None:
         """Free everything that was prepared."""
@@ -72,7 +72,7 @@ class EngineStore:
     def take(self, key: Hashable, plan: Plan | None) -> EngineGroup | None:
         """Take an idle group of this key out of the store until `put`, if possible one with an engine for the plan.
 
-        Without a plan, prefer one with compiled passes.
+        Without a plan, prefer one with prepared passes.
         """
         with self._lock:
             kept = self._kept.get(key, [])
@@ -136,8 +136,8 @@ class EngineStore:
         """The idle engines of a target for calls with or without `compile`."""
         return [engine for engine in self.of_all() if engine.target.held() is target and engine.compile == compile]
 
-    def compiled_passes(self, target: PreTrainedModel) -> int:
-        """The number of compiled passes of general rounds for a target and its drafts."""
+    def prepared_passes(self, target: PreTrainedModel) -> int:
+        """The number of prepared passes of general rounds for a target and its drafts."""
         with self._lock:
             mine = [group for group in self._groups() if group.buffers.target.held() is target]
             return sum(passes.made for group in mine for passes in group.passes.values())

@@ -1,7 +1,7 @@
 """`PreparedRounds`: rounds that run two prepared steps, drafting and verification, and copy once to the host.
 
 The loop is `decoding.Decoder`'s, which also makes the rounds of calls that the steps do not support: with processors
-that read the text, recorded scores, or other drafters. For these, only the models' passes are compiled.
+that read the text, recorded scores, or other drafters. For these, only the models' passes are prepared.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import context_length, tensor_parallel_group
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
-from hf_specdec.prepared.compiled_passes import RoundsOfPasses
 from hf_specdec.prepared.compiled_step import forget_codes, settle
 from hf_specdec.prepared.engine import Engine, with_copies
 from hf_specdec.prepared.engine_store import STORE, EngineGroup
 from hf_specdec.prepared.freed_memory import return_freed_memory
 from hf_specdec.prepared.lap_timer import LapTimer
 from hf_specdec.prepared.own_builds import tell_going_without, tell_once
+from hf_specdec.prepared.prepared_passes import RoundsOfPasses
 from hf_specdec.prepared.round_steps import Plan
 from hf_specdec.rules.round_statistics import Round, reached_overlap
 
@@ -191,15 +191,15 @@ class PreparedRounds:
 
 @contextmanager
 def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) -> Iterator[Rounds]:
-    """Yield a call's prepared rounds; if there are none, general rounds with compiled passes or the decoder's own.
+    """Yield a call's prepared rounds; if there are none, general rounds with prepared passes or the decoder's own.
 
     Args:
-        compile: compile the steps. Without it, prepared rounds run on CUDA only, captured.
+        compile: compile what is prepared. Without it, rounds and passes are prepared on CUDA only, captured.
     """
     STORE.drop_unusable()
     captures, target, drafter = cuda_graphs.captures(transcript.device), decoder.target, decoder.drafter
     plan = plan_for(decoder, transcript) if compile or captures else None
-    if plan is None and not (compile and _passes_compile(decoder, transcript)):
+    if plan is None and not ((compile or captures) and _prepares_passes(decoder, transcript, compile=compile)):
         yield decoder
         return
     assert isinstance(target, StaticRunner)
@@ -233,8 +233,8 @@ def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) 
         STORE.put(key, group)
 
 
-def _passes_compile(decoder: Decoder, transcript: Transcript) -> bool:
-    """Whether the target's passes can be compiled; a warning tells why not."""
+def _prepares_passes(decoder: Decoder, transcript: Transcript, *, compile: bool) -> bool:
+    """Whether the target's passes can be prepared; if they were to be compiled, a warning tells why not."""
     target = decoder.target
     if isinstance(target, StaticRunner) and not target.cache.grows:
         refusal = _refusal_of(target, transcript)
@@ -243,26 +243,26 @@ def _passes_compile(decoder: Decoder, transcript: Transcript) -> bool:
             "they need a static cache, which the model does not support, or the call may exceed its context (lower "
             "max_new_tokens) or continues from a cache (past_key_values) that can't be taken over."
         )
-    if refusal is not None:
+    if refusal is not None and compile:
         tell_once(f"compile=True compiles no passes of this call: {refusal}")
-    return refusal is None and transcript.device.type == "cpu"
+    device = transcript.device
+    return refusal is None and (device.type == "cpu" or cuda_graphs.captures(device))
 
 
 def _rounds_of_passes(
     decoder: Decoder, group: EngineGroup, target: StaticRunner, draft: StaticRunner | None
 ) -> RoundsOfPasses:
-    """General rounds whose models run in the group's compiled passes."""
+    """General rounds whose models run in the group's prepared passes."""
     sides = (("target", group.buffers.target, target), ("draft", group.buffers.draft, draft))
     passes = []
     for name, side, runner in sides:
         if side is not None and runner is not None:
-            compiled = runner.compiled = group.passes_of(side, f"pass of the {name}")
-            passes.append((runner, compiled))
+            passes.append((runner, group.passes_of(side, f"pass of the {name}")))
     return RoundsOfPasses(decoder, passes)
 
 
 def _shares(target: StaticRunner, runner: object, transcript: Transcript) -> bool:
-    """Whether a draft's passes can be compiled too, over a cache of the same size as the target's."""
+    """Whether a draft's passes can be prepared too, over a cache of the same size as the target's."""
     return (
         isinstance(runner, StaticRunner)
         and not runner.cache.grows

@@ -155,8 +155,8 @@ def test_passes_are_one_of_the_target_a_round_and_one_of_the_draft_a_token(
 def test_the_targets_passes_compile(rows: int, target: PreTrainedModel, tmp_path: Path, monkeypatch) -> None:
     interpret_compiled_steps(monkeypatch)
     draft, seen, found = draft_for(tmp_path, target), [], []
-    uncompiled = StaticRunner._uncompiled
-    monkeypatch.setattr(StaticRunner, "_uncompiled", lambda *given: seen.append(1) or uncompiled(*given))
+    uncompiled = StaticRunner._unprepared
+    monkeypatch.setattr(StaticRunner, "_unprepared", lambda *given: seen.append(1) or uncompiled(*given))
     with hf_specdec.enable(target, assistant_model=draft, num_assistant_tokens=3):
         for compile in (False, True, True):
             seen.clear()

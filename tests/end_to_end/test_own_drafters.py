@@ -245,8 +245,8 @@ def test_the_targets_passes_compile(kind: str, rows: int, sampled_target, monkey
         asked = {"speculation_type": "dflash", "assistant_model": draft}
     inputs, seen, found = texts(rows), [], []
     inputs["input_ids"] %= model.config.vocab_size
-    uncompiled = StaticRunner._uncompiled
-    monkeypatch.setattr(StaticRunner, "_uncompiled", lambda *given: seen.append(1) or uncompiled(*given))
+    uncompiled = StaticRunner._unprepared
+    monkeypatch.setattr(StaticRunner, "_unprepared", lambda *given: seen.append(1) or uncompiled(*given))
     with hf_specdec.enable(model):
         for compile in (False, True, True):
             seen.clear()

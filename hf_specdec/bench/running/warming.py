@@ -67,5 +67,5 @@ def prepared_so_far(pair: LoadedPair) -> tuple[int, ...]:
     compiled = sys.modules.get("torch._dynamo.utils")
     graphs = 0 if compiled is None else compiled.counters["stats"]["unique_graphs"]
     kept = (engine for compile in (False, True) for engine in kept_engines(pair.target, compile=compile))
-    steps = sum(len(engine.steps) for engine in kept) + STORE.compiled_passes(pair.target)
+    steps = sum(len(engine.steps) for engine in kept) + STORE.prepared_passes(pair.target)
     return (graphs, steps, *(recordings_of(model) for model in pair.models))

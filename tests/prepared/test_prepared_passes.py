@@ -16,9 +16,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_specdec
 from hf_specdec.prepared import own_builds
-from hf_specdec.prepared.compiled_passes import WIDEST, CompiledPasses
 from hf_specdec.prepared.compiled_step import CompiledStep
 from hf_specdec.prepared.engine_store import STORE
+from hf_specdec.prepared.prepared_passes import WIDEST, PreparedPasses
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 PROCESSORS = {"repetition_penalty": 1.3, "min_new_tokens": 5, "suppress_tokens": [3, 4]}
@@ -85,13 +85,13 @@ def test_tokens_are_plain_ones_and_warm_calls_compile_nothing(
 def test_the_tokens_are_those_of_compiled_passes(compiled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: a pass that returns other logits gives other tokens."""
     target = llama()
-    draft, run = noisy(target), CompiledPasses.run
+    draft, run = noisy(target), PreparedPasses.run
 
-    def reversed_logits(self: CompiledPasses, *given: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    def reversed_logits(self: PreparedPasses, *given: Tensor) -> tuple[Tensor, Tensor | None] | None:
         done = run(self, *given)
         return None if done is None else (-done[0], done[1])
 
-    monkeypatch.setattr(CompiledPasses, "run", reversed_logits)
+    monkeypatch.setattr(PreparedPasses, "run", reversed_logits)
     assert not torch.equal(_call(target, draft, 1, **PROCESSORS), _plain(target, 1, 11, PROCESSORS))
 
 
@@ -101,7 +101,7 @@ def test_a_pass_runs_in_one_of_up_to_twice_its_width_and_no_prompt_is_compiled(c
     _call(target, draft, 1, 40, num_assistant_tokens=6, **PROCESSORS)
     assert max(compiled) <= WIDEST and not {4, 5, 6} & set(compiled)
     assert 7 in compiled
-    assert STORE.compiled_passes(target) == len(compiled) and STORE.compiled_passes(draft) == 0
+    assert STORE.prepared_passes(target) == len(compiled) and STORE.prepared_passes(draft) == 0
 
 
 def test_where_a_pass_can_not_be_compiled_the_call_goes_on(

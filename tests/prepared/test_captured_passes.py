@@ -1,0 +1,234 @@
+"""Captured passes of general rounds, with CUDA graphs stood in for: plain tokens and the drafts of uncaptured passes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.auto_lengths import choose_in_turn
+from helpers.captured_steps import StandIn, capture_steps
+from helpers.eagle_drafts import draft_for
+from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.models import llama, noisy
+from helpers.own_drafters import PAD, VOCABULARY, lend, needs_own_drafters, target_and_block_draft, target_with_mtp
+from torch import Tensor
+from transformers import PreTrainedModel, modeling_layers
+
+import hf_specdec
+from hf_specdec.drafting.drafter import DraftProposal
+from hf_specdec.drafting.own_drafter import OwnDrafter
+from hf_specdec.models.static_runner import StaticRunner
+from hf_specdec.prepared import cuda_graphs
+from hf_specdec.prepared.prepared_passes import PreparedPasses
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+STATIC = {"cache_implementation": "static"}
+OWN = [*(pytest.param(kind, marks=needs_own_drafters) for kind in ("mtp", "dflash")), "eagle3"]
+ENGINES = {"captured": STATIC, "compiled and captured": {"compile": True}}
+Asked = tuple[PreTrainedModel, dict[str, Any]]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    """Lists what is captured. Automatic lengths include rounds without drafts, whose hidden states are read later."""
+    interpret_compiled_steps(monkeypatch)
+    choose_in_turn(monkeypatch, 4, 0, 0, 2)
+    return capture_steps(monkeypatch)
+
+
+@pytest.fixture
+def asked(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """A target, and the arguments that ask for a drafter that reads its hidden states."""
+    if request.param == "dflash":
+        target, draft = target_and_block_draft()
+        return target, {"assistant_model": draft, "speculation_type": "dflash"}
+    target = llama(seed=1, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
+    if request.param == "eagle3":
+        return target, {"assistant_model": draft_for(tmp_path, target)}
+    target.config.num_mtp_layers = 2
+    torch.manual_seed(3)
+    layers = modeling_layers.MtpModel(target, 2)
+    layers.layers.double()
+    lend(monkeypatch, target, layers.eval())
+    return target, {"use_mtp": True}
+
+
+def texts(rows: int) -> dict[str, Tensor]:
+    """Random prompts of nine tokens, the second of them with three of padding."""
+    ids = torch.randint(2, VOCABULARY, (rows, 9), generator=torch.Generator().manual_seed(rows))
+    mask = torch.ones_like(ids)
+    if rows > 1:
+        ids[1, :3], mask[1, :3] = PAD, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def drafted(target: PreTrainedModel, rows: int, **settings: Any) -> tuple[list[Any], Any]:
+    """A call's proposals, round by round, and its output, whose tokens are those of plain `generate`."""
+    call = {**texts(rows), **GREEDY, "return_dict_in_generate": True}
+    made: list[list[int]] = []
+    propose = OwnDrafter.propose
+
+    def noted(*given: Any) -> DraftProposal:
+        proposal = propose(*given)
+        made.extend(row[:count] for row, count in zip(proposal.tokens.tolist(), proposal.lengths, strict=True))
+        return proposal
+
+    with pytest.MonkeyPatch.context() as patch, hf_specdec.enable(target):
+        patch.setattr(OwnDrafter, "propose", noted)
+        plain = target.generate(**call)
+        out = target.generate(**call, generation_strategy="speculative", num_assistant_tokens="auto", **settings)
+    assert torch.equal(out.sequences, plain.sequences)
+    return made, out
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("asked", OWN, indirect=True)
+def test_tokens_are_plain_ones_and_drafts_those_of_uncaptured_passes(
+    asked: Asked, engine: str, rows: int, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the third call, graphs run all of the target's passes but the prompt's, and nothing is captured."""
+    target, settings = asked
+    seen: list[int] = []
+    unprepared = StaticRunner._unprepared
+    monkeypatch.setattr(StaticRunner, "_unprepared", lambda *given: seen.append(1) or unprepared(*given))
+    general, _ = drafted(target, rows, **settings)
+    assert not captured
+    for _ in range(3):
+        before = len(captured), sum(one.replays for one in captured)
+        seen.clear()
+        made, out = drafted(target, rows, **settings, **ENGINES[engine])
+        assert made == general
+    assert any(made)
+    assert before[0] == len(captured) > 1
+    assert sum(one.replays for one in captured) - before[1] == len(out.speculation.rounds) - 1
+    assert len(seen) == 1
+
+
+@needs_own_drafters
+@pytest.mark.parametrize("asked", ["mtp"], indirect=True)
+def test_control_kept_results_give_other_drafts(
+    asked: Asked, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens stay plain ones: hidden states change drafts alone."""
+    target, settings = asked
+    make = PreparedPasses.__init__
+
+    def keeping(self: PreparedPasses, *given: Any, **named: Any) -> None:
+        make(self, *given, **named)
+        self._captures = False
+
+    monkeypatch.setattr(PreparedPasses, "__init__", keeping)
+    made = [drafted(target, 1, **settings, **STATIC)[0] for _ in range(3)]
+    assert made[2] != drafted(target, 1, **settings)[0]
+
+
+@needs_own_drafters
+@pytest.mark.parametrize("asked", ["mtp"], indirect=True)
+def test_control_new_tensors_are_found(asked: Asked, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, settings = asked
+    prepare = cuda_graphs.prepare
+
+    def copying(*args: Any, **named: Any) -> Any:
+        step = prepare(*args, **named)
+        return lambda *given: step(*(one.clone() for one in given))
+
+    monkeypatch.setattr(cuda_graphs, "prepare", copying)
+    with pytest.raises(AssertionError, match="other tensors than captured"):
+        drafted(target, 1, **settings, **STATIC)
+
+
+def test_a_replay_spoils_the_results_of_later_graphs_in_its_pool() -> None:
+    pool, given = [], torch.ones(2)
+    first, second = (StandIn(lambda one, by=by: (one * by,), pool) for by in (2, 3))
+    (kept,) = first(given)
+    (later,) = second(given)
+    assert (kept.tolist(), later.tolist()) == ([2, 2], [3, 3])
+    given += 1
+    first(given)
+    assert kept.tolist() == [4, 4] and later.isnan().all()
+
+
+PROCESSORS = {"repetition_penalty": 1.3, "min_new_tokens": 5}
+OTHERS: dict[str, dict[str, Any]] = {
+    "text": PROCESSORS,
+    "no draft": {"drafter": "none", **PROCESSORS},
+    "hybrid": {"drafter": "hybrid", **PROCESSORS},
+    "careful": {"on_draft_error": "continue"},
+    "scores": {"output_scores": True, "output_logits": True},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
+def test_other_calls_whose_passes_are_captured(
+    settings: dict[str, Any], rows: int, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = llama(vocab_size=VOCABULARY)
+    draft = noisy(target)
+    of_both = {name: value for name, value in settings.items() if name.startswith(("output", *PROCESSORS))}
+    call = {**texts(rows), **GREEDY, **of_both, "return_dict_in_generate": True}
+    plain = target.generate(**call)
+    given = {} if settings.get("drafter") == "none" else {"assistant_model": draft}
+    for _ in range(2):
+        before = sum(one.replays for one in captured)
+        with hf_specdec.enable(target):
+            out = target.generate(**{**call, **settings}, **given, **STATIC, generation_strategy="speculative")
+        assert torch.equal(out.sequences, plain.sequences)
+        for name in ("scores", "logits") if "output_scores" in settings else ():
+            torch.testing.assert_close(torch.stack(getattr(out, name)), torch.stack(getattr(plain, name)))
+    replays = sum(one.replays for one in captured) - before
+    assert replays >= len(out.speculation.rounds) - 1
+
+
+def going_without(target: PreTrainedModel, **settings: Any) -> list[str]:
+    """What two calls tell of going without."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            drafted(target, 3, **settings)
+    return [str(one.message) for one in told if "decoding goes on without" in str(one.message)]
+
+
+@pytest.mark.parametrize("asked", OWN, indirect=True)
+def test_where_a_capture_fails_the_call_goes_on(
+    asked: Asked, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: StandIn, *given: Any) -> None:
+        raise RuntimeError("no graph today")
+
+    target, settings = asked
+    monkeypatch.setattr(StandIn, "_capture", fails)
+    (told,) = going_without(target, **settings, **STATIC)
+    assert told.startswith("CUDA graphs") and "no graph today" in told
+    assert [one.split(":")[0] for one in going_without(target, **settings, compile=True)] == ["compile=True"]
+
+
+@needs_own_drafters
+def test_passes_that_depend_on_values_are_not_captured(
+    captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of experts that are called one by one, if tokens are theirs."""
+    target, layers = target_with_mtp("DeepseekV3ForCausalLM", 1)
+    lend(monkeypatch, target, layers)
+    (told,) = going_without(target, use_mtp=True, **STATIC)
+    assert told.startswith("CUDA graphs")
+    assert not any(one.replays for one in captured)
+
+
+@needs_own_drafters
+@pytest.mark.parametrize("asked", ["mtp"], indirect=True)
+def test_where_compiling_fails_passes_are_captured(
+    asked: Asked, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any) -> None:
+        raise RuntimeError("no space")
+
+    target, settings = asked
+    monkeypatch.setattr("hf_specdec.prepared.compiled_step._compile", fails)
+    (told,) = going_without(target, **settings, compile=True)
+    assert told.startswith("compile=True") and "no space" in told
+    assert any(one.replays for one in captured)
