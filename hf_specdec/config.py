@@ -108,7 +108,7 @@ class SpeculationConfig:
             (repetition penalty) or are the caller's own, and recorded scores. On a CPU, they use the kernels of
             compiled rounds.
         on_draft_error: `"raise"` raises the draft's errors. `"continue"` warns once and decodes the rest of the call
-            without drafts; rounds are then neither compiled nor captured.
+            without drafts; only the models' passes are then compiled or captured, not whole rounds.
         disable_tqdm: show no progress bar while `compile=True` compiles. `transformers.utils.logging.
             disable_progress_bar()` does the same for all calls.
         suffix_memory: a `SuffixMemory` of earlier answers, from which `"suffix"` and `"hybrid"` copy as well, and to

@@ -9,10 +9,14 @@ import gc
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from helpers.eagle_drafts import draft_for
 from helpers.families import pair, prompts
+from helpers.models import noisy
+from helpers.own_drafters import llama_with_mtp, needs_own_drafters
 from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -21,6 +25,7 @@ import hf_specdec
 from hf_specdec.bench.models import synthetic
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.engine_store import STORE
+from hf_specdec.prepared.prepared_passes import PreparedPasses
 from hf_specdec.prepared.prepared_rounds import PreparedRounds
 
 pytestmark = pytest.mark.gpu
@@ -70,6 +75,40 @@ def test_greedy_tokens_are_those_of_plain_generate(
         found = target.generate(**inputs, **GREEDY, assistant_model=draft, **settings, **ENGINES[engine])
         assert torch.equal(found, plain), settings
     assert bool(prepared) == (engine != "eager")
+
+
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
+@pytest.mark.parametrize("kind", [pytest.param("mtp", marks=needs_own_drafters), "eagle3", "penalty"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_general_rounds_run_prepared_passes(
+    rows: int, kind: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens are plain ones, also at lengths that change from round to round and in a second call."""
+    target, settings = _pair()[0], {}
+    if kind == "mtp":
+        target, settings = llama_with_mtp(monkeypatch, DEVICE), {"use_mtp": True}
+    elif kind == "eagle3":
+        settings = {"assistant_model": draft_for(tmp_path, target).to(DEVICE)}
+    else:
+        settings = {"assistant_model": noisy(target)}
+    widths: list[int] = []
+    run = PreparedPasses.run
+
+    def noted(self: PreparedPasses, *given: object) -> object:
+        done = run(self, *given)
+        widths.extend([] if done is None else [done[0].shape[1]])
+        return done
+
+    monkeypatch.setattr(PreparedPasses, "run", noted)
+    inputs = _prompts(rows)
+    inputs["input_ids"] %= target.config.vocab_size
+    both = {"eos_token_id": None, "repetition_penalty": 1.3 if kind == "penalty" else 1.0}
+    plain = _plain(target, inputs, **both)
+    for length in (3, "auto"):
+        for _ in range(2):
+            call = {**GREEDY, **both, **settings, **ENGINES[engine], "num_assistant_tokens": length}
+            assert torch.equal(target.generate(**inputs, **call), plain)
+    assert bool(widths) == (engine != "eager")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,6 +10,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel, modeling_layers
 
+from helpers.models import llama
 from hf_specdec.compat.mtp_private import FIRST_VERSION
 
 TOO_OLD = Version(transformers.__version__).release < Version(FIRST_VERSION).release
@@ -92,6 +93,16 @@ def target_with_mtp(family: str, layers: int, seed: int = 0, **other: Any) -> tu
         torch.nn.init.normal_(weight, std=0.3)
     mtp.layers.double()
     return model, mtp.eval()
+
+
+def llama_with_mtp(monkeypatch: pytest.MonkeyPatch, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """A tiny random Llama in float64 with two multi-token-prediction layers; it has no experts, unlike the others."""
+    model = llama(seed=1, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_mtp_layers=2).to(device)
+    torch.manual_seed(3)
+    mtp = modeling_layers.MtpModel(model, 2)
+    mtp.layers.to(device, torch.float64)
+    lend(monkeypatch, model, mtp.eval())
+    return model
 
 
 def lend(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, mtp: Any) -> None:

@@ -1,4 +1,4 @@
-"""Captured passes of general rounds, with CUDA graphs stood in for: plain tokens and the drafts of uncaptured passes."""
+"""Captured passes of general rounds, with CUDA graphs stood in for: plain tokens and the usual drafts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from helpers.captured_steps import StandIn, capture_steps
 from helpers.eagle_drafts import draft_for
 from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.models import llama, noisy
-from helpers.own_drafters import PAD, VOCABULARY, lend, needs_own_drafters, target_and_block_draft, target_with_mtp
+from helpers.own_drafters import (
+    PAD,
+    VOCABULARY,
+    lend,
+    llama_with_mtp,
+    needs_own_drafters,
+    target_and_block_draft,
+    target_with_mtp,
+)
 from torch import Tensor
-from transformers import PreTrainedModel, modeling_layers
+from transformers import PreTrainedModel
 
 import hf_specdec
 from hf_specdec.drafting.drafter import DraftProposal
@@ -45,15 +53,10 @@ def asked(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "dflash":
         target, draft = target_and_block_draft()
         return target, {"assistant_model": draft, "speculation_type": "dflash"}
-    target = llama(seed=1, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
-    if request.param == "eagle3":
-        return target, {"assistant_model": draft_for(tmp_path, target)}
-    target.config.num_mtp_layers = 2
-    torch.manual_seed(3)
-    layers = modeling_layers.MtpModel(target, 2)
-    layers.layers.double()
-    lend(monkeypatch, target, layers.eval())
-    return target, {"use_mtp": True}
+    if request.param == "mtp":
+        return llama_with_mtp(monkeypatch), {"use_mtp": True}
+    target = llama(vocab_size=VOCABULARY)
+    return target, {"assistant_model": draft_for(tmp_path, target)}
 
 
 def texts(rows: int) -> dict[str, Tensor]:
@@ -211,7 +214,7 @@ def test_where_a_capture_fails_the_call_goes_on(
 def test_passes_that_depend_on_values_are_not_captured(
     captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of experts that are called one by one, if tokens are theirs."""
+    """As those of experts that are called one by one, each with its tokens."""
     target, layers = target_with_mtp("DeepseekV3ForCausalLM", 1)
     lend(monkeypatch, target, layers)
     (told,) = going_without(target, use_mtp=True, **STATIC)
