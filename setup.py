@@ -15,7 +15,7 @@ setup(
     description="Speculative and BiLD decoding under Hugging Face model.generate(assistant_model=...)",
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license="Apache-2.0 AND PSF-2.0",  # PSF-2.0: bench/inputs/code_edits.jsonl
     python_requires=">=3.10",
     packages=find_packages(include=["hf_specdec", "hf_specdec.*"]),
     package_data={
