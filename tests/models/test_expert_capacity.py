@@ -92,12 +92,15 @@ def test_what_does_not_fit_is_refused_by_name(make: Any, rows: int, words: str) 
         _speculated(make(), {"input_ids": _ids(rows)})
 
 
-@pytest.mark.parametrize("make", [lambda: switch(2), lambda: nllb(2)])
+@pytest.mark.parametrize("make", [switch, nllb])
 def test_control_longer_drafts_give_other_tokens(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {"input_ids": _ids(1), "decoder_input_ids": _ids(1)}
+    if torch.equal(make(1)(**inputs).logits, make(64)(**inputs).logits):
+        pytest.skip("transformers 5.17 leaves out no token of Switch Transformers")
     monkeypatch.setattr(generation, "most_drafts", lambda *_: math.inf)
     monkeypatch.setattr(sight, "most_tokens", lambda _: math.inf)
     with pytest.raises(AssertionError):
-        _speculated(make(), {"input_ids": _ids(1)})
+        _speculated(make(2), {"input_ids": _ids(1)})
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.6, 0.75, 0.9, 0.99])

@@ -77,5 +77,6 @@ def test_of_all_classes_those_that_only_lengthen_masks_are_served() -> None:
     """The sweep (`make families`) compares these with plain `generate`."""
     base = getattr(GenerationMixin, NAME)
     own = [kind for kind in generating_classes(NAME) if getattr(kind, NAME, base) is not base]
-    assert {kind.__name__ for kind in own if not steered_by(kind.__new__(kind))} == SERVED
-    assert len(own) > len(SERVED)
+    served = {kind.__name__ for kind in own if not steered_by(kind.__new__(kind))}
+    assert served == SERVED & {kind.__name__ for kind in own}, "in 5.17 PaliGemma has no method of its own"
+    assert len(own) > len(served) > 1
