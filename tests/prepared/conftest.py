@@ -46,7 +46,8 @@ def _kernel(form: str, name: str, dtype: torch.dtype) -> Any:
 def _load(form: str, library: str, dtype: torch.dtype) -> str:
     """The kernels as they are on another processor, under names of their own; returns what these contain.
 
-    Built with little optimization, which takes a few seconds; what they compute is the same.
+    Built without optimization and with calls in place of inlined functions, which takes a few seconds; what they
+    compute is the same.
     """
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
@@ -54,7 +55,7 @@ def _load(form: str, library: str, dtype: torch.dtype) -> str:
     mark, settings, flags, start = OTHERS[form]
     text = source(library, dtype).replace(f"SUFFIX {suffix(dtype)}", f"SUFFIX {mark}_{suffix(dtype)}")
     with in_own_folder(torch.device("cpu")), config.patch({**INSTRUCTIONS, **settings}):
-        CppCodeCache.load(start + text, extra_flags=(*flags, "-O1"))
+        CppCodeCache.load(start + text, extra_flags=(*flags, "-O0", "-Dalways_inline=unused"))
     return mark
 
 
