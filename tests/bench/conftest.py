@@ -18,12 +18,13 @@ from hf_specdec.bench.aligning import clock
 from hf_specdec.bench.figures import bootstrap
 from hf_specdec.bench.records import Result
 from hf_specdec.bench.results import SUFFIX, load
-from hf_specdec.bench.running import memory, warming
+from hf_specdec.bench.running import bare_passes, memory, warming
 from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks import run_task
 
-# Tests are about what is kept, so that fewer warm-up calls, less memory read and fewer resamples do.
-warming.MOST_WARM_UPS = 3
+# Tests are about what is kept, so that fewer warm-up calls, widths and resamples, and less memory read, do.
+warming.MOST_WARM_UPS = 2
+bare_passes._WIDTHS = (1, 2)
 memory.BUFFER["cpu"] = 2**23
 bootstrap.RESAMPLES = 200
 

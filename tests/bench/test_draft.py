@@ -50,9 +50,11 @@ def target() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target of four layers, with a chat template."""
+    """A tiny target of four layers, with a chat template; several tokens end its texts, so that prompts end soon."""
     path, _ = save_pair(tmp_path_factory.mktemp("pair"))
-    models.llama(num_hidden_layers=4, vocab_size=320, max_position_embeddings=160).save_pretrained(path)
+    ends = [models.EOS, *range(3, 10)]
+    target = models.llama(num_hidden_layers=4, vocab_size=320, max_position_embeddings=160, eos_token_id=ends)
+    target.save_pretrained(path)
     words = AutoTokenizer.from_pretrained(path)
     words.chat_template = TEMPLATE
     words.save_pretrained(path)

@@ -145,7 +145,7 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.Mo
 
 # Each draws its tokens.
 LINES = {
-    "benchmark": "--task benchmark --prompt_lengths 20 --repeats 2",
+    "benchmark": "--task benchmark --prompt_lengths 20 --limit 3 --repeats 2",
     "decode": "--task decode --repeats 1 --prompt one --prompt two",
 }
 

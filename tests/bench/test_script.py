@@ -344,7 +344,7 @@ def test_decode_streams_text_and_prints_the_table(
 
 def test_main_job_from_the_folder_of_the_script(models: list[str], tmp_path: Path) -> None:
     before = sorted(path for path in (ROOT / "scripts").glob("*") if path.name != "__pycache__")
-    short = ["--prompt_lengths", "20", "--repeats", "1", "--do_sample", "--output_dir", str(tmp_path)]
+    short = ["--prompt_lengths", "20", "--limit", "1", "--repeats", "1", "--do_sample", "--output_dir", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "assisted_generation.py", *models, "--task", "benchmark", "--assisted_generation", *short],
         cwd=ROOT / "scripts",

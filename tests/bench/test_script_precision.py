@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def measured(script: ModuleType, words: list[str], folder: Path) -> Result:
     """The result of a short benchmark with these arguments."""
-    short = ["--prompt_lengths", "20", "--max_new_tokens", "12", "--repeats", "1", "--gamma", "3"]
+    short = ["--prompt_lengths", "20", "--limit", "3", "--max_new_tokens", "12", "--repeats", "1", "--gamma", "3"]
     assert script.main([*words, *short, "--assisted_generation", "--output_dir", str(folder)]) == 0
     (found,) = folder.glob(f"*{SUFFIX}")
     return load(found)
@@ -73,7 +73,7 @@ def test_outputs_are_plain_decoding_s_or_part_at_a_near_tie(
         assert described[role].dtype == (dtype if weights is None else f"{weights} weights, {dtype}")
         assert described[role].device == "cpu"
     pairs = list(zip(outputs(result, "speculative"), outputs(result, "plain"), strict=True))
-    assert len(pairs) == 5
+    assert len(pairs) == 3
     if any(ours != plain for ours, plain in pairs):
         check_margins(parsed(script, words), result)
 
@@ -86,7 +86,7 @@ def parsed(script: ModuleType, words: list[str]) -> Settings:
 def check_margins(settings: Settings, result: Result) -> None:
     """Where outputs part, the target's best two logits are closer than its arithmetic resolves."""
     pair = load_pair(settings)
-    prompts = benchmark_prompts(pair, (20,), 5, 12)
+    prompts = benchmark_prompts(pair, (20,), 3, 12)
     for prompt, asked in zip(prompts, result.prompts, strict=True):
         found = asked.divergences.get("speculative")
         if found is not None:

@@ -292,7 +292,7 @@ def folder(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path
     line += f"--dataset {settings.dataset} --output_dir {folder}"
     with pytest.MonkeyPatch.context() as patch:
         # Seconds of this process, so that a busy machine tries as much.
-        patch.setattr(races.Contest, "run", lambda self, seconds: run(self, 4.0))
+        patch.setattr(races.Contest, "run", lambda self, seconds: run(self, 2.0))
         patch.setattr(tune, "Contest", partial(races.Contest, clock=time.process_time))
         assert load_script().main(line.split()) == 0
     return folder

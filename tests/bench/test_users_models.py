@@ -136,13 +136,15 @@ def test_passages_are_spread_over_a_chapter() -> None:
     assert "Curiouser" in prose.passage(0, 1, chapter=1) and "Curiouser" not in first
 
 
-def test_a_trimmed_head_knows_what_the_target_answers(pair: LoadedPair) -> None:
+def test_a_trimmed_head_knows_what_the_target_answers(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_PROMPT", "_ANSWER"):
+        monkeypatch.setattr(f"hf_specdec.bench.inputs.likely_tokens.{name}", 48)
     both = replace(pair, draft=noisy(pair.target), draft_name="x", draft_tokenizer=pair.tokenizer)
     tokens = likely_tokens(both, 60, [], following=30, seed=0)
     answers: set[int] = set()
-    for prompt in practice_prompts(pair, 128):
+    for prompt in practice_prompts(pair, 48):
         ids = torch.tensor([prompt.token_ids])
-        output = pair.target.generate(ids, max_new_tokens=128, do_sample=False, pad_token_id=0)[0]
+        output = pair.target.generate(ids, max_new_tokens=48, do_sample=False, pad_token_id=0)[0]
         answers |= {*output[len(prompt.token_ids) :].tolist()}
     corpus = " ".join(text for ex in embedded.examples("qa", split="train", n=20) for text in ex.turns)
     unseen = {*pair.tokenizer(corpus).input_ids} - answers
