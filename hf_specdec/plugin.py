@@ -50,6 +50,8 @@ _parameters = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
 # `generate` renames the outdated names and reads the last three from its keyword arguments, so its signature does not
 # list them.
 KNOWN = frozenset({*_parameters, *OUTDATED_NAMES, "tokenizer", "assistant_tokenizer", "trust_remote_code"})
+# transformers' defaults for the length of drafts. Whisper's `generate` fills them in before it calls the general one.
+_FILLED_IN = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
 # The ids of the models whose `generate` is running in this context.
 _running: ContextVar[frozenset[int]] = ContextVar("hf_specdec_running", default=frozenset())
 
@@ -294,7 +296,7 @@ def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabl
     defaults = {} if drafting else {key: value for enabled in in_force for key, value in enabled.defaults.items()}
     settings = {}
     for name in ARGUMENTS:
-        stored = [value for config in configs if (value := getattr(config, name, None)) is not None]
+        stored = [value for config in configs if (value := _stored(config, name)) is not None]
         if name in call and (call[name] is not None or name == "generation_strategy"):
             settings[name] = call[name]
         elif stored:
@@ -304,6 +306,12 @@ def _settings(model: PreTrainedModel, call: dict[str, Any], in_force: list[Enabl
     if any(defaults.get(name) is not None for name in ("assistant_model", "drafter")):
         settings.setdefault("generation_strategy", "speculative")
     return settings
+
+
+def _stored(config: GenerationConfig | None, name: str) -> Any:
+    """A setting in a `generation_config`; None if it is unset, or transformers' default in one that is filled in."""
+    value, is_filled = getattr(config, name, None), getattr(config, "assistant_lookbehind", None) is not None
+    return None if is_filled and value == _FILLED_IN.get(name) else value
 
 
 def _configured(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:

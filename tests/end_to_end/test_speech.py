@@ -73,6 +73,22 @@ def test_recordings(target: PreTrainedModel, draft: str, call: str, rows: int) -
     assert stats is not None and stats.drafted > 0
 
 
+@pytest.mark.parametrize("stored", [None, 6, 20])
+def test_the_lookahead_is_not_the_one_that_whisper_fills_in(target: PreTrainedModel, stored: int | None) -> None:
+    """Whisper passes on a configuration with all of transformers' defaults, 20 tokens and a confidence of 0.4."""
+    given = {**recorded(1, FRAMES), "max_new_tokens": 40}
+    plain = target.generate(**given)
+    target.generation_config.num_assistant_tokens = stored
+    try:
+        # The target as its own draft, which is never sure: a confidence of 0.4 would end drafts after one token.
+        with hf_specdec.enable(target, assistant_model=target, generation_strategy="speculative"):
+            assert torch.equal(target.generate(**given), plain)
+    finally:
+        target.generation_config.num_assistant_tokens = None
+    stats = last_speculation(target)
+    assert stats is not None and max(one.draft_steps for one in stats.rounds) == (stored or 4)
+
+
 def resized(target: PreTrainedModel, **sizes: int) -> PreTrainedModel:
     """An untrained Whisper of other sizes."""
     config = WhisperConfig(**{**target.config.to_dict(), **sizes})
