@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import hf_specdec
@@ -19,7 +19,7 @@ from hf_specdec.rules.round_statistics import Round
 
 _CALLS, _TOKENS = 8, 48  # calls per contender, new tokens per call
 _PERIOD = 24  # length of the passage that a repetitive text repeats
-_FEW = 3  # rounds of one width; the median of fewer is not used
+_FEW = 3  # rounds of one width; the mean of fewer is not used
 
 
 def given_times(given: Mapping[str, Any], *, drafts: bool) -> Costs:
@@ -77,20 +77,23 @@ def measured_times(
     if not all(rounds.values()):
         raise BenchError("--dataset: no answer is long enough to time its rounds; give longer ones, or --pass_times")
     # The target's work does not depend on who drafted: its times are pooled, so that noise favours no drafter.
-    verifying = _medians((one.width, one.seconds - one.draft_seconds) for some in rounds.values() for one in some)
+    verifying = _means((one.width, one.seconds - one.draft_seconds) for some in rounds.values() for one in some)
     return {
         drafter: Costs(
-            _medians((one.draft_steps, one.draft_seconds / one.draft_steps) for one in some if one.draft_steps),
+            _means((one.draft_steps, one.draft_seconds / one.draft_steps) for one in some if one.draft_steps),
             verifying,
         )
         for drafter, some in rounds.items()
     }
 
 
-def _medians(seconds: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """The median time by number of tokens or steps; numbers seen in fewer than `_FEW` rounds only if all were."""
+def _means(seconds: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The mean time by number of tokens or steps; numbers seen in fewer than `_FEW` rounds only if all were.
+
+    Not the median: calls spend the sum of all times, and rounds with drafts have more of the long ones.
+    """
     seen: dict[int, list[float]] = {}
     for number, taken in seconds:
         seen.setdefault(number, []).append(taken)
     often = {number: some for number, some in seen.items() if len(some) >= _FEW} or seen
-    return {number: median(some) for number, some in often.items()}
+    return {number: fmean(some) for number, some in often.items()}
