@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 
@@ -68,7 +69,9 @@ def command(result: Result, method: Method, task: str = "benchmark") -> str:
 def keywords(method: Method) -> str:
     """A row's settings as keywords of generate()."""
     given = ["assistant_model=draft"] if method.draft else []
-    return ", ".join([*given, *(f"{key}={value!r}" for key, value in method.keywords.items())])
+    # In double quotes, as formatters write them.
+    words = (f"{key}={json.dumps(one) if isinstance(one, str) else one}" for key, one in method.keywords.items())
+    return ", ".join([*given, *words])
 
 
 def at_the_edge(rows: Sequence[Method], best: Method) -> list[str]:
