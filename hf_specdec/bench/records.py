@@ -30,8 +30,7 @@ class Method:
         same_engine: the name of plain decoding with the same compile mode and cache; None for transformers' own loops.
         draft, draft_parameters: name and size of the draft model.
         keywords: arguments of generate(), except models.
-        role: in the task engines: plain, fixed, auto, stopped, block or floor; in replay: remembering, if it copies
-            from earlier answers too.
+        role: in engines: plain, fixed, auto, stopped, block or floor; in replay: remembering (earlier answers) or none.
         cache, better_transformer: the switches of the task ablation.
     """
 
