@@ -23,12 +23,13 @@ from hf_specdec.bench.records import Result
 from hf_specdec.bench.replaying import rounds
 from hf_specdec.bench.replaying.draft_models import PredictedDrafter, predicted
 from hf_specdec.bench.replaying.rounds import Known, replayed
+from hf_specdec.bench.replaying.times import RoundTimes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import run_task
 from hf_specdec.rules.round_statistics import Round
 
 NEW_TOKENS = 40
-TIMES = Costs({1: 0.25}, {1: 1.0, 2: 1.0, 17: 2.5})
+TIMES = RoundTimes(Costs({1: 0.25}, {1: 1.0, 2: 1.0, 17: 2.5}), look_up=0.125)
 FLAT = {"target": {"1": 10, "17": 10}}
 
 
@@ -65,13 +66,16 @@ def rounds_of(
     drafter: str,
     answer: Known | None = None,
     memory: hf_specdec.SuffixMemory | None = None,
+    prepared: bool = False,
 ) -> list[Round]:
     """The replay, of this text with the drafts for another `answer`."""
     shown = answer or text
     view = predicted(pair, shown.prompt, shown.answer, Settings(task="replay", max_new_tokens=NEW_TOKENS))
-    by_model = partial(PredictedDrafter, start=len(text.prompt), found=view, eos_tokens=frozenset(text.eos_tokens))
+    by_model = partial(
+        PredictedDrafter, start=len(text.prompt), found=view, eos_tokens=frozenset(text.eos_tokens), compiled=prepared
+    )
     config = hf_specdec.SpeculationConfig(drafter=drafter, num_assistant_tokens=tokens, suffix_memory=memory)
-    return replayed(config, text, pair.target, TIMES, by_model=by_model)
+    return replayed(config, text, pair.target, TIMES, by_model=by_model, prepared=prepared)
 
 
 def told(rounds: list[Round]) -> list[tuple[Any, ...]]:
@@ -92,6 +96,27 @@ def test_a_replay_makes_the_rounds_of_a_greedy_call(pair: LoadedPair, drafter: s
             assert mistaken or (one.drafted, one.draft_steps) == (other.drafted, other.draft_steps)
         accepted += sum(one.accepted[0] for one in real)
     assert accepted > 0 or drafter == "none" or pair.target.generation_config.repetition_penalty
+
+
+@pytest.mark.parametrize("tokens", [3, 12])
+@pytest.mark.parametrize("drafter", ["model", "suffix", "hybrid", "none"])
+def test_a_replay_makes_the_rounds_of_a_prepared_call(
+    loaded: LoadedPair, drafter: str, tokens: int, fast_rounds: list[Any]
+) -> None:
+    """With their widths, of which there are fewer than in general rounds. At the end of a text they may be shorter."""
+    widths: list[set[int]] = [set(), set()]
+    made = 0
+    for row in range(4):
+        text, real = decoded(loaded, row, tokens, drafter, do_sample=False, cache_implementation="static")
+        found = rounds_of(loaded, text, tokens, drafter, prepared=True)
+        assert told(found) == told(real)
+        shapes = [[(one.draft_steps, one.width) for one in some[1:] if one.room[0] >= tokens] for some in (found, real)]
+        assert shapes[0] == shapes[1]
+        made += len(real)
+        for seen, prepared in zip(widths, (True, False), strict=True):
+            seen.update(one.width for one in rounds_of(loaded, text, tokens, drafter, prepared=prepared)[1:])
+    assert len(fast_rounds) == made
+    assert widths[0] < widths[1] or (drafter, tokens) not in (("suffix", 12), ("hybrid", 12))
 
 
 @pytest.mark.parametrize("drafter", ["model", "suffix"])
@@ -140,10 +165,11 @@ def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "perf_counter", lambda: 0.0)
 
 
-def test_rounds_take_the_times_of_their_passes(loaded: LoadedPair, no_time_passes: None) -> None:
-    text, _ = decoded(loaded, 0, 3, "model", do_sample=False)
-    for one in rounds_of(loaded, text, 3, "model"):
-        assert one.draft_seconds == pytest.approx(0.25 * one.draft_steps)
+@pytest.mark.parametrize("drafter", ["model", "suffix"])
+def test_rounds_take_the_times_of_their_passes(loaded: LoadedPair, drafter: str) -> None:
+    text, _ = decoded(loaded, 0, 3, drafter, do_sample=False)
+    for one in rounds_of(loaded, text, 3, drafter):
+        assert one.draft_seconds == pytest.approx(0.25 * one.draft_steps if one.draft_steps else 0.125)
         assert one.verify_seconds == pytest.approx(1.0 + 0.1 * (one.width - 2) if one.width > 1 else 1.0)
 
 

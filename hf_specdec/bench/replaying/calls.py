@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import cycle, product
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_specdec.bench.figures.passes import Costs
 from hf_specdec.bench.inputs.logs import Logged
 from hf_specdec.bench.models.loading import without_weights
 from hf_specdec.bench.records import Call, Method
 from hf_specdec.bench.replaying.draft_models import Predicted, PredictedDrafter, predicted
 from hf_specdec.bench.replaying.rounds import Known, replayed
+from hf_specdec.bench.replaying.times import Kind, RoundTimes
 from hf_specdec.bench.running.methods import Contender
 from hf_specdec.bench.running.rounds import summary
 from hf_specdec.bench.running.timed_call import digest, seed_of
@@ -32,26 +33,24 @@ def replayed_calls(
     settings: Settings,
     contenders: Sequence[Contender],
     known: Sequence[tuple[Logged, Known]],
-    times: Mapping[str, Mapping[str, Costs]],
+    times: Mapping[Kind, RoundTimes],
 ) -> list[Call]:
-    """Replay the calls of our contenders on known answers.
-
-    Args:
-        times: the durations of rounds, by engine and drafter.
-    """
+    """Replay the calls of our contenders on known answers."""
     pair = contenders[0].pair
     views: list[Predicted | None] = [None] * len(known)
     if any(one.method.draft for one in contenders):
         bar = tqdm(known, desc="answers read by the draft", unit="answer", file=sys.stderr)
         views = [predicted(pair, one.prompt, one.answer, settings) for _, one in bar]
     calls: list[Call] = []
-    repeats = settings.repeats if settings.sampling else 1
+    # "auto" learns from call to call, so a check replays as many calls as were measured.
+    repeats = settings.repeats if settings.sampling or settings.check else 1
     for one in tqdm(contenders[1:], desc="replayed", unit="method", file=sys.stderr):
         # A separate target: what "auto" or a drafter remembers of one must come from these answers alone.
         target = without_weights(pair.target.config)
         target.generation_config = pair.target.generation_config
         memory = SuffixMemory() if one.method.role == REMEMBERING else None
-        rounds_take = times[one.method.engine][one.method.keywords["drafter"]]
+        rounds_take = times[Kind.of(one.method)]
+        unsteady = cycle(rounds_take.unsteady)
         work = [*product(range(repeats), zip(known, views, strict=True))]
         warm = work[:1] * (_WARM_UPS if one.method.lookahead == "auto" else 0)
         for position, (repeat, ((logged, text), view)) in enumerate([*warm, *work]):
@@ -60,8 +59,8 @@ def replayed_calls(
             prompt = logged.prompt
             seed = seed_of(settings, prompt, repeat)
             view = view and view.drawn(text.answer, pair.target.config.get_text_config().vocab_size, seed)
-            rounds = _rounds(one.method, text, target, rounds_take, view, memory)
-            seconds = sum(each.seconds for each in rounds)
+            rounds = _rounds(one.method, text, target, view, memory, times=rounds_take, unsteady=unsteady)
+            seconds = sum(each.seconds for each in rounds) + rounds_take.between * (len(rounds) - 1)
             call = Call(
                 method=one.name, prompts=(prompt.index,), repeat=repeat, position=len(calls), seconds=seconds,
                 first_seconds=rounds[0].seconds, new_tokens=len(text.answer), outputs=(digest(text.answer),),
@@ -75,19 +74,18 @@ def _rounds(
     method: Method,
     text: Known,
     target: PreTrainedModel,
-    times: Costs,
     view: Predicted | None,
     memory: SuffixMemory | None,
+    **times: Any,
 ) -> list[Round]:
-    drafter, tokens = method.keywords["drafter"], method.lookahead
+    drafter, tokens, prepared = method.keywords["drafter"], method.lookahead, method.engine == "compiled"
     config = SpeculationConfig(drafter=drafter, num_assistant_tokens=tokens, suffix_memory=memory)  # type: ignore[arg-type]
     config = config.resolve(target.config.model_type).within(text.max_new_tokens)
     if view is None or not config.drafts_by_model:
-        return replayed(config, text, target, times)
-    whole_steps = method.engine == "compiled" and config.drafter == "model"
+        return replayed(config, text, target, prepared=prepared, **times)
     by_model = partial(
         PredictedDrafter, start=len(text.prompt), found=view, eos_tokens=frozenset(text.eos_tokens),
-        compiled=whole_steps,
+        compiled=prepared,
     )  # fmt: skip
     overlap = view.overlap if config.drafter == "model" else None
-    return replayed(config, text, target, times, by_model=by_model, overlap=overlap)
+    return replayed(config, text, target, by_model=by_model, overlap=overlap, prepared=prepared, **times)

@@ -12,14 +12,13 @@ from hf_specdec.bench import results
 from hf_specdec.bench.arguments import LLAMA_CPP
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.frames import Part, acceptance_rate, frame, tokens_per_round, whole
-from hf_specdec.bench.figures.passes import Costs
 from hf_specdec.bench.inputs.logs import Logged, logged
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.models.synthetic import is_synthetic
 from hf_specdec.bench.records import Asked, Method, Result
 from hf_specdec.bench.replaying.calls import REMEMBERING, replayed_calls
 from hf_specdec.bench.replaying.rounds import Known
-from hf_specdec.bench.replaying.times import given_times, measured_times
+from hf_specdec.bench.replaying.times import Kind, RoundTimes, given_times, measured_times, some_texts
 from hf_specdec.bench.reports import columns
 from hf_specdec.bench.reports.columns import Cell, method_table
 from hf_specdec.bench.reports.document import Block, section
@@ -38,7 +37,7 @@ LEGEND = (
     "Nothing was decoded with a draft: drafters drafted along known answers, and a draft counts as accepted as far as "
     "it agrees with the answer. n: different examples. Tokens/Round includes the target's own token. α: share of the "
     "drafted positions reached that were accepted; in sampling with a draft model, the overlap of both distributions. "
-    "Predicted: from the times of rounds in a few short calls on one prompt, by tokens drafted and verified, or from "
+    "Predicted: from the times of rounds in short calls on a few prompts, by tokens drafted and verified, or from "
     "the given times of passes. As in every task, the first round doesn't count in speeds. Remembering: all answers "
     "before this one in the log can be copied as well."
 )
@@ -152,25 +151,30 @@ def answered(
 
 
 def timed(
-    settings: Settings, contenders: Sequence[Contender], known: Sequence[tuple[Logged, Known]], given: Costs | None
-) -> tuple[dict[str, dict[str, Costs]], list[str]]:
-    """The times of rounds by engine and drafter, given or measured on the prompt with the longest answer; notes."""
-    found: dict[str, dict[str, Costs]] = {}
-    longest, text = max(known, key=lambda one: len(one[1].answer))
+    settings: Settings,
+    contenders: Sequence[Contender],
+    known: Sequence[tuple[Logged, Known]],
+    given: RoundTimes | None,
+) -> tuple[dict[Kind, RoundTimes], list[str]]:
+    """The times of rounds, given or measured on a few of the prompts; notes on them."""
+    found: dict[Kind, RoundTimes] = {}
+    texts = [(one.prompt, text.answer) for one, text in known]
     for engine in dict.fromkeys(one.method.engine for one in contenders[1:]):
         here = [one for one in contenders if one.method.engine == engine]
         if given is not None:
-            found[engine] = dict.fromkeys((one.method.keywords["drafter"] for one in here), given)
+            found |= {Kind.of(one.method): given for one in here}
         else:
-            found[engine] = measured_times(settings, here, longest.prompt, text.answer)
+            found |= measured_times(settings, here, some_texts(texts))
     notes = []
-    for engine, by_drafter in found.items():
-        shared = next(iter(by_drafter.values())).target
+    for engine in dict.fromkeys(kind.engine for kind in found):
+        here_by_kind = {kind: times for kind, times in found.items() if kind.engine == engine}
+        shared = next(iter(here_by_kind.values())).passes.target
         notes.append(f"Verification on the {engine} engine, in ms, by tokens: {_milliseconds(shared)}.")
         notes += [
-            f"A draft step of {drafter} on the {engine} engine, in ms, by steps in a row: {_milliseconds(costs.draft)}."
-            for drafter, costs in by_drafter.items()
-            if costs.draft
+            f"A draft step of {kind.drafter} on the {engine} engine, in ms, by steps in a row: "
+            f"{_milliseconds(times.passes.draft)}."
+            for kind, times in here_by_kind.items()
+            if times.passes.draft and not kind.automatic
         ]
     return found, notes
 
