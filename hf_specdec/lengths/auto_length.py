@@ -12,6 +12,8 @@ from hf_specdec.rules.round_statistics import Round
 
 # Lengths of prepared rounds. They are few because each needs seconds to compile, or memory for its graph.
 PREPARED_LENGTHS = (0, 1, 2, 4, 8, MAX_ASSISTANT_TOKENS)
+# Lengths of other rounds: the first passes of each take longer, until they are recorded.
+GENERAL_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, MAX_ASSISTANT_TOKENS)
 # The factors by which an unprepared length must beat prepared ones, and drafting plain decoding: smaller gains may be
 # noise in the times.
 UNPREPARED_PENALTY, LEAST_GAIN = 1.12, 1.03
@@ -59,8 +61,8 @@ class AutoLength(StopRule):
         self._begin()
 
     def use_general(self) -> None:
-        """Choose from all lengths again, by the history of general rounds."""
-        self.lengths, self.is_ready, self.known = range(MAX_ASSISTANT_TOKENS + 1), lambda length: True, self._general
+        """Choose from `GENERAL_LENGTHS` again, by the history of general rounds."""
+        self.lengths, self.is_ready, self.known = GENERAL_LENGTHS, lambda length: True, self._general
 
     def _begin(self) -> None:
         with self.known.lock:
