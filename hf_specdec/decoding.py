@@ -139,6 +139,7 @@ class Decoder:
             verify_seconds=settled.seconds,
             seconds=perf_counter() - began - settled.seconds_shown,
             room=tuple(room),
+            settled=self.target.settled,
         )
 
     def _settle(self, transcript: Transcript, unread: Tensor, proposal: DraftProposal, going: Sequence[int]) -> Settled:

@@ -106,7 +106,7 @@ class LengthHistory:
         """Learn from a later round with `steps` draft steps, before which the draft had skipped `unread` tokens."""
         drafted, medians = max(finished.width - 1, steps), self._target.medians
         self.since_plain = self.since_plain + 1 if drafted else 0
-        if finished.seconds <= 0:  # transformers' own loop reports no times
+        if finished.seconds <= 0 or not finished.settled:  # transformers' own loop reports no times
             return
         most = MOST_AT_FIRST * self.seconds(drafted, 0) if medians else inf
         self.rounds += drafted > 0

@@ -53,6 +53,7 @@ class DynamicRunner:
     """
 
     rewinds_far = True  # to any length, not only to those since the last rewind
+    settled = True  # whether the latest pass took as long as later ones of its shape
 
     def __init__(
         self,

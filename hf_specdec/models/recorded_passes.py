@@ -75,6 +75,21 @@ class RecordedStep:
         """The number of recordings."""
         return len(self._recordings)
 
+    @property
+    def trials(self) -> int:
+        """The number of passes that were recorded, or compared with a recording."""
+        return self.made + sum(shape.agreed for shape in list(self._shapes.values()))
+
+    def is_settled(self, inputs: Sequence[Tensor], span: int) -> bool:
+        """Whether the next pass of this shape takes as long as later ones; arguments as in `run`."""
+        shape = self._shapes.get((*inputs[0].shape, span.bit_length()), _Shape())
+        return shape.agreed >= AGREEING_TRIALS or self._stays_eager(shape)
+
+    def _stays_eager(self, shape: _Shape) -> bool:
+        tried_all = shape.recording >= len(self._recordings)
+        slow = min(shape.seconds, default=0.0) > self._slowest
+        return tried_all and (slow or len(self._recordings) == MAX_RECORDINGS or self._refused)
+
     def run(self, step: Step, inputs: Sequence[Tensor], span: int, model: PreTrainedModel | None = None) -> Tensor:
         """The result of `step(*inputs)`, with its changes to the inputs.
 
@@ -98,8 +113,7 @@ class RecordedStep:
                 result = step(*inputs)
                 shape.seconds.append(perf_counter() - start)
                 return result
-            slow = min(shape.seconds, default=0.0) > self._slowest
-            if slow or len(self._recordings) == MAX_RECORDINGS or self._refused:
+            if self._stays_eager(shape):
                 return step(*inputs)
             return self._record(step, inputs, model)
         finally:
@@ -201,6 +215,11 @@ class RecordedPasses:
         """The number of recordings."""
         return self._one_row.made + self._rows.made
 
+    @property
+    def trials(self) -> int:
+        """The number of passes that were recorded, or compared with a recording."""
+        return self._one_row.trials + self._rows.trials
+
 
 def slowest_recorded(layers: int) -> float:
     """Seconds of the slowest pass in which Python's share is `PYTHON_SHARE` on this machine.
@@ -258,6 +277,6 @@ def recorded_passes(
     return _known.of(model, key, partial(RecordedPasses, layers))
 
 
-def recordings_of(model: PreTrainedModel) -> int:
-    """The number of kept recordings of a model's passes, over all its states."""
-    return sum(passes.made for passes in _known.all_of(model).values())
+def trials_of(model: PreTrainedModel) -> int:
+    """The number of a model's passes that were recorded, or compared with a recording, over all its states."""
+    return sum(passes.trials for passes in _known.all_of(model).values())

@@ -23,7 +23,7 @@ class RowByRowRunner:
     The methods and arguments are those of `DynamicRunner`.
     """
 
-    rewinds_far = True
+    rewinds_far = settled = True
 
     def __init__(
         self,

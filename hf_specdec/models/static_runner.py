@@ -110,9 +110,11 @@ class StaticRunner:
         windows: see `attention_windows`.
         outputs: which outputs passes return.
         prepared: runs passes over few tokens if possible; ended rows are then not left out.
+        settled: as in `DynamicRunner`; False while recordings of this shape are made or verified.
     """
 
     rewinds_far = True
+    settled = True
 
     def __init__(
         self,
@@ -169,6 +171,7 @@ class StaticRunner:
         if span > self._all_slots.shape[1]:
             self._lengthen(span)
         slots = self._slots(read, width)
+        self.settled = True
         done = self.prepared.run(tokens, slots, span) if self.prepared is not None and any(read) else None
         logits, states = self._unprepared(tokens, slots, span, count) if done is None else done
         if self.states is not None and states is not None:
@@ -233,7 +236,9 @@ class StaticRunner:
             return torch.cat([states_of(outputs, handed.layers, tokens.shape[1]), outputs.logits], dim=-1)
 
         inputs = [tokens, slots, self.positions, *masks.values(), *self.cache.tensors(), *self._weights]
-        returned = recorded.of(len(self._fed)).run(step, inputs, span, self.model)
+        passes = recorded.of(len(self._fed))
+        self.settled = passes.is_settled(inputs, span)
+        returned = passes.run(step, inputs, span, self.model)
         if handed is None:
             return returned, None
         width = self._states_width

@@ -32,6 +32,7 @@ class Round:
         catch_up_seconds: the part of `draft_seconds` spent on a separate pass over tokens that the draft had not read
             yet (the prompt, and tokens of rounds without drafts); 0 if the first draft step reads them.
         room: the most tokens that could be drafted within a row's maximum length; () if unknown.
+        settled: whether the target's pass took as long as later ones of its shape: not while it is being recorded.
     """
 
     drafted: tuple[int, ...]
@@ -45,6 +46,7 @@ class Round:
     seconds: float
     catch_up_seconds: float = 0.0
     room: tuple[int, ...] = ()
+    settled: bool = True
 
     @property
     def reached(self) -> tuple[int, ...]:

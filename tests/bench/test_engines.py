@@ -30,7 +30,7 @@ from hf_specdec.bench.settings import Settings
 from hf_specdec.bench.tasks import engines, run_task
 from hf_specdec.bench.tasks.engines import compared
 from hf_specdec.lengths.auto_length import AutoLength
-from hf_specdec.models.recorded_passes import recordings_of
+from hf_specdec.models.recorded_passes import trials_of
 from hf_specdec.prepared import compiled_step, cuda_graphs
 
 FILE = "engines-target-draft-greedy.json.gz"
@@ -203,7 +203,7 @@ def test_nothing_is_recorded_on_the_engine_eager(settings: Settings) -> None:
             assert method.method.engine == engine and method.method.same_engine == f"none {engine}"
             tokens += [timed_call(method, prompts, asked).tokens for _ in range(2)]
         assert BarePasses(pair, 12, [1, 3]).sample(engine, prompts)
-        assert any(map(recordings_of, pair.models)) == (engine == "recorded")
+        assert any(map(trials_of, pair.models)) == (engine == "recorded")
     assert all(one == tokens[0] for one in tokens)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hf_specdec.lengths.history import REMEMBERED, LengthHistory
@@ -23,6 +25,15 @@ def test_a_catch_up_pass_is_a_trial_s_price_and_no_step_s() -> None:
     assert known.seconds(0, 2) == pytest.approx(1.0 + 0.2)
     assert known.price(2.0) > known.price(1.0) + 0.5 > before
     assert known.price(1000.0) > known.price(2.0)
+
+
+def test_passes_that_are_being_recorded_teach_no_times() -> None:
+    """They take longer than later ones, so that their length would not be tried again. Settled ones are the control."""
+    known, control = LengthHistory(), LengthHistory()
+    for one, settled in ((known, False), (control, True)):
+        one.learn(finished(0, 1.0))
+        one.learn(replace(finished(2, 3.0), settled=settled))
+    assert known.seconds(2, 0) < 1.1 < 1.4 < control.seconds(2, 0)
 
 
 def test_what_no_longer_runs_is_forgotten() -> None:

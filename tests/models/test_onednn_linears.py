@@ -135,7 +135,7 @@ def test_text_is_plain_generate_s_with_and_without_it(
     asked = {"assistant_model": draft, "generation_strategy": "speculative"}
     with hf_specdec.enable(target):
         assert torch.equal(target.generate(**given, **asked), plain) and len(served) > 0
-        assert recorded_passes.recordings_of(target) > 0
+        assert recorded_passes.trials_of(target) > 0
         served.clear()
         assert torch.equal(target.generate(**given, **asked), plain)
     monkeypatch.setattr(onednn_linears, "linear_pointwise", lambda: None)

@@ -62,6 +62,16 @@ def test_replayed_passes_are_the_model_s_own_to_the_bit(
             assert all(torch.equal(a[0], b[0]) for a, b in zip(out.logits[:9], reference.logits[:9], strict=True))
 
 
+def test_rounds_are_settled_once_their_passes_are_replayed(replays: list[int]) -> None:
+    """Three passes record and verify; the prompt's pass, and those of a second call, take their usual time."""
+    target = llama()
+    with hf_specdec.enable(target, generation_strategy="speculative", drafter="none"):
+        inputs = prompts(1, length=17)  # below 32 slots, where passes would be verified again
+        calls = [target.generate(**inputs, **{**SETTINGS, "max_new_tokens": 14}).speculation.rounds for _ in range(2)]
+    assert [one.settled for one in calls[0]] == [True] + 3 * [False] + (len(calls[0]) - 4) * [True]
+    assert all(one.settled for one in calls[1])
+
+
 def test_few_recordings_serve_all_widths_and_lengths(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     trace = torch._C._create_graph_by_tracing

@@ -14,7 +14,7 @@ from hf_specdec.bench.records import Call, ColdStart
 from hf_specdec.bench.running.methods import Contender
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
-from hf_specdec.models.recorded_passes import recordings_of
+from hf_specdec.models.recorded_passes import trials_of
 from hf_specdec.prepared.engine_store import STORE, kept_engines
 
 SETTLED = 0.05  # two warm-up calls in a row differ by less than this share
@@ -63,9 +63,9 @@ def warm_call(contender: Contender, prompts: Sequence[Prompt], settings: Setting
 
 
 def prepared_so_far(pair: LoadedPair) -> tuple[int, ...]:
-    """Count the graphs compiled in this process, the prepared steps and passes, and each model's recorded passes."""
+    """Count this process's graphs, the prepared steps and passes, and each model's recorded and verified passes."""
     compiled = sys.modules.get("torch._dynamo.utils")
     graphs = 0 if compiled is None else compiled.counters["stats"]["unique_graphs"]
     kept = (engine for compile in (False, True) for engine in kept_engines(pair.target, compile=compile))
     steps = sum(len(engine.steps) for engine in kept) + STORE.prepared_passes(pair.target)
-    return (graphs, steps, *(recordings_of(model) for model in pair.models))
+    return (graphs, steps, *(trials_of(model) for model in pair.models))
