@@ -38,6 +38,7 @@ from hf_specdec.bench.running.methods import plain
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import run_task
+from hf_specdec.bench.tasks.draft import answered
 
 TOKENS = list(range(0, models.VOCABULARY, 2))
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}assistant:"
@@ -203,6 +204,23 @@ def test_distributions_are_kept_while_answers_are_written(folder: Path, tmp_path
     assert torch.equal(batch["target_tokens"], logits.topk(8).indices)
     torch.testing.assert_close(batch["target_log_probs"], on_tokens(logits, batch["target_tokens"]).float())
     assert not pair.target._forward_hooks, "none is left"
+
+
+@pytest.mark.usefixtures("a_second_each_look")
+def test_few_prompts_are_answered_again_while_there_is_time(folder: Path, tmp_path: Path) -> None:
+    """By other answers, which a new start finds again. Without time for more there is one to each: the control."""
+    given = [[Question(n, "x", ("tell me " * n,))] for n in range(1, 7)]
+    found = {}
+    for minutes in (0.25, 0.05):
+        settings = replace(settings_for(folder, tmp_path / str(minutes), minutes=minutes), dataset="x")
+        pair = load_pair(settings)
+        _, learned, held_out = answered(settings, pair, given[:4], given[4:], Processes())
+        assert sorted(held_out["index"]) == [5, 6]
+        texts = [[row["answer"] for row in learned if row["index"] == n] for n in range(1, 5)]
+        found[minutes] = [(len(some), len({tuple(one) for one in some})) for some in texts]
+        again = answered(settings, pair, given[:4], given[4:], Processes())[1]
+        assert again["answer"] == learned["answer"]
+    assert found[0.05] == 4 * [(1, 1)] and all(count > 2 and different > 1 for count, different in found[0.25])
 
 
 def test_a_clock_goes_on(tmp_path: Path) -> None:

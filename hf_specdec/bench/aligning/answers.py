@@ -98,7 +98,14 @@ def target_answers(
         _write(datasets.Dataset.from_list(rows), folder / f"part-{uuid4().hex}")
     shared.wait()
     parts = [datasets.load_from_disk(part) for part in _parts(folder)]
-    return datasets.concatenate_datasets(parts).sort("index") if parts else None
+    return concatenated(parts).sort("index") if parts else None
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """One `datasets.Dataset` of several."""
+    import datasets
+
+    return datasets.concatenate_datasets(parts)
 
 
 def _answered(settings: Settings, contender: Contender, group: Group) -> list[dict[str, Any]]:

@@ -11,11 +11,12 @@ import os
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 
 import hf_specdec
 from hf_specdec.bench import results
-from hf_specdec.bench.aligning.answers import answers_folder, target_answers
+from hf_specdec.bench.aligning.answers import Group, answers_folder, concatenated, target_answers
 from hf_specdec.bench.aligning.batches import shared_vocabulary
 from hf_specdec.bench.aligning.clock import Clock
 from hf_specdec.bench.aligning.own_prompts import own_groups, own_questions
@@ -278,7 +279,8 @@ def answered(
 ) -> tuple[Path, Any, Any]:
     """The folder of the target's answers, those to learn from, and the held-out ones.
 
-    A draft that is made learns from as many as time allows; without `given` prompts, the target writes them itself.
+    A draft that is made learns from as many as time allows, several to each prompt if there are few; without `given`
+    prompts, the target writes them itself.
 
     Raises:
         BenchError: there was no time for any.
@@ -301,6 +303,8 @@ def answered(
     groups = batches(given, size) if given else own_groups(folder / "prompts.jsonl", settings, pair)
     held_out = answer(folder / "held-out", groups=batches(asked, size)) if given else None
     learned = answer(folder / "learned", groups=clock.until_over(groups))
+    if given and learned is not None and not pair.encoder_decoder:
+        learned = concatenated([learned, *answers_again(answer, folder, settings, groups, clock)])
     if held_out is None and learned is not None:
         indexes = list(enumerate(learned["index"]))
         places = [[place for place, index in indexes if (index % _HELD_OUT == 0) == apart] for apart in (False, True)]
@@ -308,6 +312,24 @@ def answered(
     if learned is None or held_out is None:
         raise BenchError(f"--minutes: {settings.minutes:g} are too few for a single batch of answers; give more")
     return folder, learned, held_out.select(range(min(MOST_HELD_OUT, len(held_out))))
+
+
+def answers_again(
+    answer: Callable[..., Any], folder: Path, settings: Settings, groups: Iterable[Group], clock: Clock
+) -> Iterator[Any]:
+    """Sampled answers to the same prompts while there is time: one answer to each may be little to learn from.
+
+    Args:
+        answer: `target_answers`, but for folder, settings and groups.
+    """
+    drawn = settings if settings.sampling else replace(settings, do_sample=True, temperature=1.0, top_k=0, top_p=0.95)
+    for number in count(1):
+        if clock.over:
+            return
+        again = replace(drawn, seed=settings.seed + number)
+        found = answer(folder / f"again-{number}", settings=again, groups=clock.until_over(groups))
+        if found is not None:
+            yield found
 
 
 def for_many_rows(pair: LoadedPair) -> LoadedPair:
