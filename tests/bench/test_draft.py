@@ -212,7 +212,7 @@ def test_few_prompts_are_answered_again_while_there_is_time(folder: Path, tmp_pa
     given = [[Question(n, "x", ("tell me " * n,))] for n in range(1, 7)]
     found = {}
     for minutes in (0.25, 0.05):
-        settings = replace(settings_for(folder, tmp_path / str(minutes), minutes=minutes), dataset="x")
+        settings = replace(settings_for(folder, tmp_path / str(minutes)), minutes=minutes, dataset="x")
         pair = load_pair(settings)
         _, learned, held_out = answered(settings, pair, given[:4], given[4:], Processes())
         assert sorted(held_out["index"]) == [5, 6]

@@ -324,10 +324,10 @@ def answers_again(
     """
     drawn = settings if settings.sampling else replace(settings, do_sample=True, temperature=1.0, top_k=0, top_p=0.95)
     for number in count(1):
-        if clock.over:
+        place, again = folder / f"again-{number}", replace(drawn, seed=settings.seed + number)
+        if clock.over and not place.exists():  # an earlier start may have left it
             return
-        again = replace(drawn, seed=settings.seed + number)
-        found = answer(folder / f"again-{number}", settings=again, groups=clock.until_over(groups))
+        found = answer(place, settings=again, groups=clock.until_over(groups))
         if found is not None:
             yield found
 
