@@ -125,6 +125,7 @@ class SuffixDrafter(BaseDrafter):
         """The best choice for the rows that have room; other arguments as in `best_choice`."""
         reaches = {row: copies[row].reach[: self._widths[-1]] for row, space in enumerate(room) if space > 0}
         with self.known.lock:
+            self.known.reconsider_copies()
             best = best_choice(reaches, drafted, steps, self._seconds, self._widths)
             self.known.pay_look_up(best.saved)
         return best
@@ -173,7 +174,7 @@ class SuffixDrafter(BaseDrafter):
 
         A two-hundredth of the time is still spent on look-ups. Call this once per round.
         """
-        self._looked = not self._timed or not self.measures or self.known.look_up_credit > 0.0
+        self._looked = not self.measures or self.known.look_up_credit > 0.0
         return not self._looked
 
     def find(self, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> list[Copy]:
@@ -193,9 +194,12 @@ class SuffixDrafter(BaseDrafter):
 
     def observe(self, finished: Round) -> None:
         """Learn the time of a pass. Acceptance is learned from the text."""
-        if self.measures and self._timed and self._looked:
+        if self.measures and self._timed:
             with self.known.lock:
-                self.known.learn(finished)
+                if self._looked:
+                    self.known.learn(finished)
+                else:
+                    self.known.since_drafts += 1
         self.observe_look_up(finished)
 
     def observe_look_up(self, finished: Round) -> None:

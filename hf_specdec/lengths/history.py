@@ -72,13 +72,14 @@ class LengthHistory:
         plain: seconds of a round without drafts.
         rounds: the number of timed rounds with drafts.
         since_plain: the number of rounds with drafts since the last one without.
+        since_drafts: the number of rounds without drafts since the last one with.
         credit, look_up_credit: how much trials of drafts, and look-ups, may still cost, in plain steps.
         lock: guards all attributes against concurrent calls.
     """
 
     def __init__(self) -> None:
         self.accepted, self.copies = DraftChances(), of_copies()
-        self.plain, self.rounds, self.since_plain = 1.0, 0, REMEMBERED
+        self.plain, self.rounds, self.since_plain, self.since_drafts = 1.0, 0, REMEMBERED, 0
         self.credit, self.look_up_credit = 1.0, LOOK_UP_CREDIT
         self.lock = threading.RLock()
         self._target, self._draft, self._catch_up = Times(), Times(), 0.0
@@ -105,7 +106,7 @@ class LengthHistory:
     def learn(self, finished: Round, steps: int = 0, unread: float = 0.0) -> None:
         """Learn from a later round with `steps` draft steps, before which the draft had skipped `unread` tokens."""
         drafted, medians = max(finished.width - 1, steps), self._target.medians
-        self.since_plain = self.since_plain + 1 if drafted else 0
+        self.since_plain, self.since_drafts = (self.since_plain + 1, 0) if drafted else (0, self.since_drafts + 1)
         if finished.seconds <= 0 or not finished.settled:  # transformers' own loop reports no times
             return
         most = MOST_AT_FIRST * self.seconds(drafted, 0) if medians else inf
@@ -122,6 +123,12 @@ class LengthHistory:
         """Forget the times of one drafted token, so that it is timed again."""
         for times in (self._target, self._draft):
             times.forget([1])
+
+    def reconsider_copies(self) -> None:
+        """After `REMEMBERED` rounds without drafts, forget their times: a slow one would exclude them for good."""
+        if self.since_drafts >= REMEMBERED:
+            self._target.forget([number for number in self._target.medians if number])
+            self.since_drafts = 0
 
     def price(self, unread: float) -> float:
         """The cost of a trial of one drafted token that is rejected, in plain steps."""

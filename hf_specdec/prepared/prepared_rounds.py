@@ -71,7 +71,8 @@ class PreparedRounds:
         copies, by_model, lookahead = self._chosen(transcript, room)
         looked = perf_counter() - looking
         limits = [min(len(copy) or space * by_model, lookahead) for copy, space in zip(copies, room, strict=True)]
-        if not all(n in engine.steps for n in engine.lengths(lookahead)):
+        is_ready = all(n in engine.steps for n in engine.lengths(lookahead))
+        if not is_ready:
             engine.load(engine.tails, before, limits)  # before the clock starts, since preparing is not timed
             try:
                 self._prepare(lookahead)
@@ -117,6 +118,7 @@ class PreparedRounds:
             seconds=perf_counter() - began,
             catch_up_seconds=reading if caught_up else 0.0,
             room=room,
+            settled=is_ready,
         )
 
     def _prepare(self, lookahead: int) -> None:

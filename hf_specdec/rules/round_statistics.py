@@ -32,7 +32,8 @@ class Round:
         catch_up_seconds: the part of `draft_seconds` spent on a separate pass over tokens that the draft had not read
             yet (the prompt, and tokens of rounds without drafts); 0 if the first draft step reads them.
         room: the most tokens that could be drafted within a row's maximum length; () if unknown.
-        settled: whether the target's pass took as long as later ones of its shape: not while it is being recorded.
+        settled: whether the target's pass took as long as later ones of its shape: not while it is being recorded,
+            and not right after it was compiled or captured.
     """
 
     drafted: tuple[int, ...]

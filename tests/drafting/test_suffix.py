@@ -17,7 +17,7 @@ from hf_specdec.drafting.drafter import BaseDrafter, DraftProposal
 from hf_specdec.drafting.hybrid import HybridDrafter
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.drafting.suffix import SuffixDrafter
-from hf_specdec.lengths.history import LengthHistory
+from hf_specdec.lengths.history import REMEMBERED, LengthHistory
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.rules.round_statistics import Round
 
@@ -100,6 +100,17 @@ def test_the_first_pass_of_a_width_is_not_timed() -> None:
     for _ in range(3):
         made.observe(finished(9, 9.0))
     assert copied(made, text) == [[]]
+
+
+def test_copies_that_took_long_are_tried_again_after_a_while() -> None:
+    """The pass may have stalled; without another try no copy would be made any more."""
+    made, text = drafter(8, known=LengthHistory()), [*range(3, 30), *range(3, 7)]
+    for width, seconds in ((30, 1.0), (1, 1.0), *4 * [(9, 9.0)]):
+        made.observe(finished(width, seconds))
+    for _ in range(REMEMBERED):
+        assert copied(made, text) == [[]]
+        made.observe(finished(1, 1.0))
+    assert len(copied(made, text)[0]) > 0
 
 
 def test_without_times_drafts_depend_on_the_text_alone() -> None:

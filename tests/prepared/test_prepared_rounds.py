@@ -273,6 +273,8 @@ def test_only_what_is_unread_is_caught_up_with(fast_rounds, monkeypatch) -> None
         (1, True), (4, False), (4, False), (0, False), (2, True), (0, False), (0, False), (2, True),
     ]  # fmt: skip
     assert all(r.catch_up_seconds <= r.draft_seconds for r in out.speculation.rounds)
+    settled = [r.settled for r in out.speculation.rounds]
+    assert settled == [False, False, True, False, False, True, True, True], "each length is prepared in its first round"
 
 
 @pytest.mark.parametrize("drafter", ["model", "none"])
