@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers.distributions import VOCABULARY
 from helpers.models import llama, noisy, t5
+from helpers.patches import noted
 from helpers.tiny_pair import save_pair
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -61,16 +61,9 @@ def pytest_runtest_teardown() -> Generator[None, Any, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _told_in_this_test_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def _told_in_this_test_only(monkeypatch) -> None:
     """A process tells once why something is not compiled."""
     monkeypatch.setattr(own_builds, "_told", set())
-
-
-@pytest.fixture(scope="session")
-def toy_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target whose outputs can be enumerated, and a draft near it."""
-    target = llama(seed=5, vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
-    return target, noisy(target, 0.35)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +88,7 @@ def enabled() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_name_is_outdated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_name_is_outdated(monkeypatch) -> Iterator[None]:
     """A warning of an outdated name is an error, whether it is raised by Python or logged by transformers."""
 
     def refuse(self: logging.Logger, message: str, *args: Any, **kwargs: Any) -> None:
@@ -108,23 +101,16 @@ def no_name_is_outdated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def fast_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreparedRounds]]:
+def fast_rounds(monkeypatch) -> Iterator[list[PreparedRounds]]:
     """Rounds run as on CUDA, on a CPU uncaptured; lists who ran them."""
-    ran: list[PreparedRounds] = []
-    run_round = PreparedRounds.make_round
-
-    def listed(self: PreparedRounds, *args: object) -> object:
-        ran.append(self)
-        return run_round(self, *args)
-
     monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
     monkeypatch.setattr(compiled_step, "compile_refusal", lambda device: None)
-    monkeypatch.setattr(PreparedRounds, "make_round", listed)
+    ran = noted(monkeypatch, PreparedRounds, "make_round", lambda self, *_: self)
     with hf_specdec.enable(generation_strategy="speculative"):
         yield ran
 
 
 @pytest.fixture(scope="session")
-def saved_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def saved_pair(tmp_path_factory) -> tuple[Path, Path]:
     """Folders of a tiny target and its draft, decoder-only, to be read by any test and changed by none."""
     return save_pair(tmp_path_factory.mktemp("decoder-only"))

@@ -1,7 +1,5 @@
 """Results of every task on a tiny pair, measured once a run by the tasks' own code."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -34,7 +32,7 @@ SUMS = "".join(
 
 
 @pytest.fixture
-def a_second_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_second_each_look(monkeypatch) -> None:
     """A second passes with every look at the clock that ends training."""
     readings = count()
     monkeypatch.setattr(clock, "monotonic", lambda: next(readings))
@@ -46,7 +44,7 @@ def script() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def results_folder(saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results_folder(saved_pair: tuple[Path, Path], tmp_path_factory) -> Path:
     """One result of each task, and of `subtasks` one greedy and one sampling; to be changed by no test.
 
     pytest-xdist's workers share it: the first to need it measures, the others wait.
@@ -71,11 +69,7 @@ def measure_each_task(pair: tuple[Path, Path], folder: Path) -> None:
         "repeats": 2, "output_dir": folder,
     }  # fmt: skip
     data = common | {"dataset": str(questions), "prompt_column": "q", "reference_column": "a", "repeats": 1}
-    grid = {
-        "num_assistant_tokens": (1, 2, 3, "auto"),
-        "fallback_threshold": (0.1,),
-        "rollback_threshold": (1.0,),
-    }
+    grid = {"num_assistant_tokens": (1, 2, 3, "auto"), "fallback_threshold": (0.1,), "rollback_threshold": (1.0,)}
     with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
         # Any two calls will do: no test looks at how warm they were.
         patch.setattr(warming, "SETTLED", 10.0)
@@ -86,12 +80,8 @@ def measure_each_task(pair: tuple[Path, Path], folder: Path) -> None:
         run_task(Settings(task="ablation", **data))
         lookaheads = {"num_assistant_tokens": (2,)}
         sizes: dict[str, Any] = {
-            "batch_sizes": (1, 2, 3),
-            "prompt_lengths": (20,),
-            "limit": 3,
-            "max_new_tokens": 12,
-            "repeats": 1,
-        }
+            "batch_sizes": (1, 2, 3), "prompt_lengths": (20,), "limit": 3, "max_new_tokens": 12, "repeats": 1,
+        }  # fmt: skip
         run_task(Settings(task="engines", **common | sizes, engines=("recorded", "static"), grid=lookaheads))
 
 

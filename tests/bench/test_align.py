@@ -1,10 +1,9 @@
 """The task `align`: the target's answers on disk, the training, and what becomes of the draft."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def questions_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
     path.write_text("".join(f'{{"q": "How much is {n} and {"1" * n}?"}}\n' for n in range(1, 21)))
     return path
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+def kinds(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     """Folders of a target and a draft that is often wrong, decoder-only and encoder-decoder."""
     found = {}
     for kind in ("decoder", "encoder-decoder"):
@@ -52,12 +51,18 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
     return found
 
 
-def settings_for(pair: tuple[Path, Path], questions_file: Path, folder: Path, **more: Any) -> Settings:
-    given: dict[str, Any] = {"steps": 4, "batch_sizes": (4,), "max_new_tokens": 8, "learning_rate": 1e-3}
-    return Settings(
-        task="align", model_name=str(pair[0]), assistant_model=str(pair[1]), assisted_generation=True,
-        dataset=str(questions_file), prompt_column="q", output_dir=folder, **given | more,
-    )  # fmt: skip
+@pytest.fixture
+def asked(kinds, questions_file: Path, tmp_path) -> Callable[..., Settings]:
+    """Settings of the task for a pair of a kind."""
+
+    def settings(kind: str = "decoder", **more: Any) -> Settings:
+        given = {"steps": 4, "batch_sizes": (4,), "max_new_tokens": 8, "learning_rate": 1e-3, "output_dir": tmp_path}
+        return Settings(
+            task="align", model_name=str(kinds[kind][0]), assistant_model=str(kinds[kind][1]), assisted_generation=True,
+            dataset=str(questions_file), prompt_column="q", **given | more,
+        )  # fmt: skip
+
+    return settings
 
 
 def answered(settings: Settings, pair: LoadedPair, name: str = "learned") -> Any:
@@ -67,8 +72,7 @@ def answered(settings: Settings, pair: LoadedPair, name: str = "learned") -> Any
 
 
 def result_in(folder: Path) -> Result:
-    (path,) = folder.glob("*.json.gz")
-    return load(path)
+    return load(next(folder.glob("*.json.gz")))
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
@@ -76,11 +80,9 @@ def weights_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
-def test_answers_are_those_of_plain_generate(
-    kind: str, kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
-) -> None:
+def test_answers_are_those_of_plain_generate(kind: str, asked) -> None:
     """In float64; and at each of their places the collated batch has the logits that predict them."""
-    settings = settings_for(kinds[kind], questions_file, tmp_path)
+    settings = asked(kind)
     pair = load_pair(settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pair.draft, "forward", None)  # the target answers alone
@@ -109,10 +111,8 @@ def test_answers_are_those_of_plain_generate(
     assert kept == [row["prompt"] for row in rows]
 
 
-def test_answers_go_on_after_an_interruption_and_are_used_again(
-    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = settings_for(kinds["decoder"], questions_file, tmp_path / "cut", top_k_targets=3)
+def test_answers_go_on_after_an_interruption_and_are_used_again(asked, tmp_path, monkeypatch) -> None:
+    settings = asked(output_dir=tmp_path / "cut", top_k_targets=3)
     pair, inner, asked = load_pair(settings), answers.timed_call, []
 
     def counted(*arguments: Any) -> Any:
@@ -137,10 +137,8 @@ def test_answers_go_on_after_an_interruption_and_are_used_again(
     assert len(places) == 3 and answers_folder(settings, pair) not in places
 
 
-def test_stored_distributions_are_the_targets(
-    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
-) -> None:
-    settings = settings_for(kinds["decoder"], questions_file, tmp_path, top_k_targets=3)
+def test_stored_distributions_are_the_targets(asked) -> None:
+    settings = asked(top_k_targets=3)
     pair = load_pair(settings)
     rows = list(answered(settings, pair))[:4]
     batch = Collator(pair)(rows)
@@ -152,12 +150,10 @@ def test_stored_distributions_are_the_targets(
     torch.testing.assert_close(batch["target_log_probs"].exp().sum(-1), torch.ones(len(logits)))
 
 
-def test_a_better_draft_is_saved_beside_the_old_one(
-    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_better_draft_is_saved_beside_the_old_one(asked, kinds, tmp_path, capsys) -> None:
     """Its original stays byte for byte; a second run refuses to overwrite it."""
     before = weights_of(kinds["decoder"][1])
-    settings = settings_for(kinds["decoder"], questions_file, tmp_path, steps=40, learning_rate=3e-3)
+    settings = asked(steps=40, learning_rate=3e-3)
     run_task(settings)
     result, saved = result_in(tmp_path), tmp_path / "draft-aligned"
     facts = result.training
@@ -177,34 +173,24 @@ def test_a_better_draft_is_saved_beside_the_old_one(
         run_task(settings)
 
 
-def test_a_draft_that_got_worse_is_said_to_be_so_and_not_saved(
-    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_draft_that_got_worse_is_said_to_be_so_and_not_saved(asked, kinds, tmp_path, capsys) -> None:
     before = weights_of(kinds["decoder"][1])
-    settings = settings_for(kinds["decoder"], questions_file, tmp_path, learning_rate=10.0, loss="cross_entropy")
+    settings = asked(learning_rate=10.0, loss="cross_entropy")
     run_task(settings)
     assert result_in(tmp_path).training.saved is None
     assert "**The draft did not get better**" in capsys.readouterr().out
-    assert weights_of(kinds["decoder"][1]) == before
-    assert not (tmp_path / "draft-aligned").exists()
+    assert weights_of(kinds["decoder"][1]) == before and not (tmp_path / "draft-aligned").exists()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"kind": "encoder-decoder", "on_policy": 1.0, "loss": "total_variation"},
-        {"kind": "decoder", "on_policy": 0.5, "loss": "reverse_kl", "lora_rank": 2},
-        {"kind": "encoder-decoder", "top_k_targets": 4},
-    ],
-    ids=lambda more: " ".join(map(str, more.values())),
-)
-def test_every_way_of_training_changes_the_draft(
-    more: dict[str, Any], kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("more", [
+    {"kind": "encoder-decoder", "on_policy": 1.0, "loss": "total_variation"},
+    {"kind": "decoder", "on_policy": 0.5, "loss": "reverse_kl", "lora_rank": 2},
+    {"kind": "encoder-decoder", "top_k_targets": 4},
+], ids=lambda more: " ".join(map(str, more.values())))  # fmt: skip
+def test_every_way_of_training_changes_the_draft(more: dict[str, Any], asked, tmp_path) -> None:
     from hf_specdec.bench.aligning.training import train
 
-    pair_of = kinds[more.pop("kind")]
-    settings = settings_for(pair_of, questions_file, tmp_path, **more)
+    settings = asked(**more)
     pair = load_pair(settings)
     rows = answered(settings, pair)
     copy = load_pair(settings).draft
@@ -220,13 +206,11 @@ def test_every_way_of_training_changes_the_draft(
     assert all(value >= 0 for _, value in facts.held_out_curve)
 
 
-def test_training_goes_on_from_its_checkpoint(
-    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_from_its_checkpoint(asked, tmp_path, monkeypatch) -> None:
     """Cut after a checkpoint and continued, it ends with the weights of a training that ran through."""
     from hf_specdec.bench.aligning import training
 
-    settings = settings_for(kinds["decoder"], questions_file, tmp_path, steps=8)
+    settings = asked(steps=8)
     pair = load_pair(settings)
     rows, ends = answered(settings, pair), {}
     inner, steps = training.AlignmentTrainer.training_step, []
@@ -250,9 +234,7 @@ def test_training_goes_on_from_its_checkpoint(
         torch.testing.assert_close(ends["cut"][key], weight)
 
 
-def test_steps_and_learning_rate_follow_data_and_draft(
-    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_and_learning_rate_follow_data_and_draft(asked, tmp_path, monkeypatch) -> None:
     """Where none are given; the report names what was chosen."""
     from hf_specdec.bench.aligning import training
 
@@ -260,36 +242,30 @@ def test_steps_and_learning_rate_follow_data_and_draft(
     rates = [training.default_learning_rate(count) for count in (10**5, 10**7, 10**8, 10**9)]
     assert rates[0] == 4e-3 and rates[0] > rates[1] > rates[2] == rates[3] == 1e-4
     monkeypatch.setattr(training, "_LEAST_STEPS", 3)
-    settings = settings_for(kinds["decoder"], questions_file, tmp_path, steps=None, learning_rate=None)
+    settings = asked(steps=None, learning_rate=None)
     run_task(settings)
     facts = result_in(tmp_path).training
-    assert facts is not None
     # Five passes over 18 answers, four a step.
     assert facts.steps == 23 == facts.curve[-1][0] and facts.learning_rate == 4e-3
     (report,) = tmp_path.glob("*.md")
     assert "|      23 |" in report.read_text() and "0.004" in report.read_text()
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"loss": "cross_entropy", "top_k_targets": 5}, "--top_k_targets: 5 asks for the target's distributions"),
-        ({"loss": "cross_entropy", "on_policy": 0.5}, "--on_policy: 0.5 asks for the target's distributions"),
-        ({"top_k_targets": 5, "on_policy": 0.5}, "--top_k_targets: 5 stores judgements of the target's answers alone"),
-        ({"draft_precision": "int8"}, "--draft_precision: 'int8' can't be trained; leave it out"),
-        ({"drafter": "suffix"}, "--drafter: 'suffix' is not a model"),
-        ({"model_name": "synthetic:smollm-135m"}, "--model_name: 'synthetic:smollm-135m' has random weights"),
-        ({"dataset": "embedded", "split": "train"}, "--split: 'train' can't be chosen for the embedded data"),
-        ({"dataset": "embedded:tap dance"}, "--dataset: 'tap dance' is not a subtask of the embedded data"),
-        ({"limit": 1}, "--dataset: .* has too few different prompts"),
-        ({"top_k_targets": 321}, "--top_k_targets: 321 exceeds the vocabulary; give at most 320"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_refusals(
-    more: dict[str, Any], words: str, kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
-) -> None:
-    settings = replace(settings_for(kinds["decoder"], questions_file, tmp_path), **more)
+@pytest.mark.parametrize(("more", "words"), [
+    ({"loss": "cross_entropy", "top_k_targets": 5}, "--top_k_targets: 5 asks for the target's distributions"),
+    ({"loss": "cross_entropy", "on_policy": 0.5}, "--on_policy: 0.5 asks for the target's distributions"),
+    ({"top_k_targets": 5, "on_policy": 0.5}, "--top_k_targets: 5 stores judgements of the target's answers alone"),
+    ({"draft_precision": "int8"}, "--draft_precision: 'int8' can't be trained; leave it out"),
+    ({"drafter": "suffix"}, "--drafter: 'suffix' is not a model"),
+    ({"model_name": "synthetic:smollm-135m"}, "--model_name: 'synthetic:smollm-135m' has random weights"),
+    ({"dataset": "embedded", "split": "train"}, "--split: 'train' can't be chosen for the embedded data"),
+    ({"dataset": "embedded:tap dance"}, "--dataset: 'tap dance' is not a subtask of the embedded data"),
+    ({"limit": 1}, "--dataset: .* has too few different prompts"),
+    ({"top_k_targets": 321}, "--top_k_targets: 321 exceeds the vocabulary; give at most 320"),
+    ({"model_name": "target"}, "--assistant_model: .*draft' has another vocabulary than the target 'target'"),
+], ids=lambda value: value if isinstance(value, str) else None)  # fmt: skip
+def test_refusals(more: dict[str, Any], words: str, asked, tmp_path) -> None:
+    settings = replace(asked(), **more)
     if settings.dataset.startswith("embedded"):
         settings = replace(settings, prompt_column=None)
     with pytest.raises(BenchError, match=words):
@@ -297,18 +273,7 @@ def test_refusals(
     assert not list(tmp_path.iterdir()), "nothing was begun"
 
 
-def test_a_draft_of_another_vocabulary_is_refused(
-    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
-) -> None:
-    settings = settings_for(kinds["decoder"], questions_file, tmp_path)
-    settings = replace(settings, model_name="target")
-    with pytest.raises(
-        BenchError, match=r"--assistant_model: .*draft' has another vocabulary than the target 'target'"
-    ):
-        run_task(settings)
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch) -> None:
     monkeypatch.setattr(task, "find_spec", lambda name: None if name == "peft" else object())
     with pytest.raises(BenchError, match=r"--lora_rank: 4 needs peft, .* pip install 'hf_specdec\[align\]'"):
         task.run(Settings(task="align", lora_rank=4), ALONE)
@@ -338,9 +303,7 @@ def test_a_share_is_held_out(questions_file: Path) -> None:
     assert len(all_of_them[0]) == 16 and len(all_of_them[1]) == task.MOST_HELD_OUT
 
 
-def test_two_processes_align_as_one_does(
-    kinds: dict[str, tuple[Path, Path]], questions_file: Path, tmp_path: Path
-) -> None:
+def test_two_processes_align_as_one_does(asked, kinds, questions_file: Path, tmp_path) -> None:
     """They share prompts and steps; one speaks and saves."""
     target, draft = map(str, kinds["decoder"])
     line = ["scripts/assisted_generation.py", "--task", "align", "--device", "cpu", "--model_name", target]
@@ -358,7 +321,7 @@ def test_two_processes_align_as_one_does(
     assert facts is not None and facts.rows == 4 and facts.prompts == 18
     assert facts.saved == (str(aligned) if "The draft is in" in done.stdout else None)
     assert aligned.exists() == (facts.saved is not None)
-    settings = settings_for(kinds["decoder"], questions_file, tmp_path / "one", batch_sizes=(2,))
+    settings = asked(output_dir=tmp_path / "one", batch_sizes=(2,))
     alone = list(answered(settings, load_pair(settings)))
     (folder,) = (tmp_path / "two").glob("answers-*")
     parts = [datasets.load_from_disk(part) for part in (folder / "learned").iterdir()]

@@ -1,7 +1,5 @@
 """The task `draft`: drafts cut out of their target, prompts of the target's own, trimmed heads, and the judgement."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -50,7 +48,7 @@ def target() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A tiny target of four layers, with a chat template; several tokens end its texts, so that prompts end soon."""
     path, _ = save_pair(tmp_path_factory.mktemp("pair"))
     ends = [models.EOS, *range(3, 10)]
@@ -105,30 +103,23 @@ def test_layers_are_chosen_by_what_they_change(target: PreTrainedModel) -> None:
     assert layers_that_change_most([0.1, 0.2, 0.3], 2) == (0, 3)
 
 
-def test_a_trimmed_head_survives_saving_and_loading(target: PreTrainedModel, tmp_path: Path) -> None:
-    """The folder is an ordinary one: whole without this package, trimmed to its list with it."""
+def test_a_trimmed_head_survives_saving_and_loading(target: PreTrainedModel, tmp_path) -> None:
+    """The folder is an ordinary one: whole without this package, trimmed to its list with it. Both loops take it."""
     cut_draft(target, range(5), TOKENS).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = target(ids()).logits
     torch.testing.assert_close(loaded(ids()).logits, expected)
-    with hf_specdec.trim_draft_head(loaded):
-        logits = loaded(ids()).logits
-    torch.testing.assert_close(logits[..., TOKENS], expected[..., TOKENS])
-    assert bool(logits[..., 1::2].isneginf().all())
-    with pytest.raises(ValueError, match="token_ids is empty"):
-        hf_specdec.trim_draft_head(models.llama())
-
-
-def test_assisted_generation_takes_the_draft(target: PreTrainedModel, tmp_path: Path) -> None:
-    """transformers' own, and ours with the trimmed head; both give the target's own tokens."""
-    cut_draft(target, (0, 4), TOKENS).save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     options = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(ids()[:1])}
     plain = target.generate(ids()[:1], **options)
     assert torch.equal(target.generate(ids()[:1], assistant_model=loaded, **options), plain)
     with hf_specdec.trim_draft_head(loaded):
+        logits = loaded(ids()).logits
         ours = target.generate(ids()[:1], custom_generate=hf_specdec.SpeculativeDecoding(loaded), **options)
     assert torch.equal(ours, plain)
+    torch.testing.assert_close(logits[..., TOKENS], expected[..., TOKENS])
+    assert bool(logits[..., 1::2].isneginf().all())
+    with pytest.raises(ValueError, match="token_ids is empty"):
+        hf_specdec.trim_draft_head(models.llama())
 
 
 def test_training_sees_the_logits_of_the_list_only(target: PreTrainedModel) -> None:
@@ -164,9 +155,7 @@ def test_the_loss_leaves_out_what_the_draft_can_not_propose() -> None:
     assert free.grad is not None and bool(free.grad.isfinite().all()) and bool(free.grad.any())
 
 
-def test_the_target_writes_prompts_and_goes_on_with_them(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_writes_prompts_and_goes_on_with_them(folder: Path, tmp_path, monkeypatch) -> None:
     """Whole, different ones; a new start begins with those of the last, without half a line that it left."""
     settings, file = settings_for(folder, tmp_path), tmp_path / "prompts.jsonl"
     pair = load_pair(settings)
@@ -180,19 +169,18 @@ def test_the_target_writes_prompts_and_goes_on_with_them(
     with monkeypatch.context() as patch:
         patch.setattr(own_prompts, "timed_call", None)  # nothing is written anew
         again = list(islice(own_groups(file, settings, pair), 3))
-    assert again == groups
-    assert len(list(islice(own_groups(file, settings, pair), 6))) == 6
+    assert again == groups and len(list(islice(own_groups(file, settings, pair), 6))) == 6
     assert all(isinstance(json.loads(line), list) for line in file.read_text().splitlines())
 
 
-def test_a_target_that_can_not_begin_a_prompt_is_told(tmp_path: Path) -> None:
+def test_a_target_that_can_not_begin_a_prompt_is_told(tmp_path) -> None:
     path, _ = save_pair(tmp_path / "pair")
     settings = settings_for(path, tmp_path)
     with pytest.raises(BenchError, match="has neither a chat template nor a <bos>"):
         next(own_groups(tmp_path / "prompts.jsonl", settings, load_pair(settings)))
 
 
-def test_distributions_are_kept_while_answers_are_written(folder: Path, tmp_path: Path) -> None:
+def test_distributions_are_kept_while_answers_are_written(folder: Path, tmp_path) -> None:
     """Those of a pass over the whole text, whatever the rows' lengths."""
     settings = replace(settings_for(folder, tmp_path), dataset="x")
     pair = load_pair(settings)
@@ -207,7 +195,7 @@ def test_distributions_are_kept_while_answers_are_written(folder: Path, tmp_path
 
 
 @pytest.mark.usefixtures("a_second_each_look")
-def test_few_prompts_are_answered_again_while_there_is_time(folder: Path, tmp_path: Path) -> None:
+def test_few_prompts_are_answered_again_while_there_is_time(folder: Path, tmp_path) -> None:
     """By other answers, which a new start finds again. Without time for more there is one to each: the control."""
     given = [[Question(n, "x", ("tell me " * n,))] for n in range(1, 7)]
     found = {}
@@ -223,7 +211,7 @@ def test_few_prompts_are_answered_again_while_there_is_time(folder: Path, tmp_pa
     assert found[0.05] == 4 * [(1, 1)] and all(count > 2 and different > 1 for count, different in found[1.0])
 
 
-def test_a_clock_goes_on(tmp_path: Path) -> None:
+def test_a_clock_goes_on(tmp_path) -> None:
     (tmp_path / "seconds").write_text("7.5")
     found = Clock(tmp_path / "seconds", 10)
     assert found.spent >= 7.5 and list(Clock(tmp_path / "seconds", 7).until_over([1, 2])) == []
@@ -253,9 +241,7 @@ def test_evaluations_take_a_fifth_of_the_time(cost: int, expected: int) -> None:
 
 
 @pytest.mark.usefixtures("a_second_each_look")
-def test_a_draft_is_made_trained_judged_and_saved(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_draft_is_made_trained_judged_and_saved(folder: Path, tmp_path, capsys) -> None:
     """Of the layers that trials choose, on its own prompts, for others; a second run does not overwrite it."""
     asked = folder.parent / "asked.jsonl"
     asked.write_text("".join(f'{{"q": "tell me {"more " * n}"}}\n' for n in range(3)))
@@ -311,31 +297,24 @@ def test_a_draft_that_does_not_pay_is_not_recommended(gain: float, words: str) -
         assert ("faster without it" in told) == faster and (words in told) != faster
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"loss": "cross_entropy", "top_k_targets": None}, "--loss: 'cross_entropy' does not learn from distributions"),
-        ({"precision": "int8"}, "--precision: 'int8' weights can't be trained"),
-        ({"model_name": "synthetic:smollm-135m"}, "--model_name: 'synthetic:smollm-135m' has random weights"),
-        ({"minutes": 1e-9}, "--minutes: 1e-09 are too few for a single batch of answers"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
+@pytest.mark.parametrize(("more", "words"), [
+    ({"loss": "cross_entropy", "top_k_targets": None}, "--loss: 'cross_entropy' does not learn from distributions"),
+    ({"precision": "int8"}, "--precision: 'int8' weights can't be trained"),
+    ({"model_name": "synthetic:smollm-135m"}, "--model_name: 'synthetic:smollm-135m' has random weights"),
+    ({"minutes": 1e-9}, "--minutes: 1e-09 are too few for a single batch of answers"),
+], ids=lambda value: value if isinstance(value, str) else None)  # fmt: skip
 @pytest.mark.usefixtures("a_second_each_look")
-def test_refusals(more: dict[str, Any], words: str, folder: Path, tmp_path: Path) -> None:
+def test_refusals(more: dict[str, Any], words: str, folder: Path, tmp_path) -> None:
     with pytest.raises(BenchError, match=words):
         run_task(replace(settings_for(folder, tmp_path), **more))
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"layers": (0, 4)}, "--layers: 4 is none of the target's layers 0 to 3"),
-        ({"draft_vocabulary": 1}, "--draft_vocabulary: 1 is not possible"),
-    ],
-)
+@pytest.mark.parametrize(("more", "words"), [
+    ({"layers": (0, 4)}, "--layers: 4 is none of the target's layers 0 to 3"),
+    ({"draft_vocabulary": 1}, "--draft_vocabulary: 1 is not possible"),
+])  # fmt: skip
 def test_what_no_answer_can_mend_is_refused_before_the_target_answers(
-    more: dict[str, Any], words: str, folder: Path, tmp_path: Path
+    more: dict[str, Any], words: str, folder: Path, tmp_path
 ) -> None:
     with pytest.raises(BenchError, match=words):
         run_task(settings_for(folder, tmp_path, **more))
@@ -356,16 +335,13 @@ def test_layers_of_other_families(name: str) -> None:
     assert not torch.allclose(cut_draft(target, (1,), TOKENS)(ids() % 20).logits, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("LlavaForConditionalGeneration", "reads more than text"),
-        ("Gemma3ForConditionalGeneration", "reads more than text"),
-        ("Qwen3NextForCausalLM", "has recurrent layers"),
-        ("Mamba2ForCausalLM", "has recurrent layers"),
-        ("T5GemmaForConditionalGeneration", "(T5GemmaForConditionalGeneration) does not keep all of its layers in one"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("LlavaForConditionalGeneration", "reads more than text"),
+    ("Gemma3ForConditionalGeneration", "reads more than text"),
+    ("Qwen3NextForCausalLM", "has recurrent layers"),
+    ("Mamba2ForCausalLM", "has recurrent layers"),
+    ("T5GemmaForConditionalGeneration", "(T5GemmaForConditionalGeneration) does not keep all of its layers in one"),
+])  # fmt: skip
 def test_targets_without_a_shape_are_refused_by_name(name: str, words: str) -> None:
     words = re.escape(f"--model_name: 'x' {words}") + ".*; drafts are made for models that read text, and for Whisper"
     with pytest.raises(BenchError, match=words):

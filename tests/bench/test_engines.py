@@ -1,7 +1,6 @@
 """The task `engines`: every method on each engine and batch size, its bare passes, and what memory allows."""
 
-from __future__ import annotations
-
+import importlib.util
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,21 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_pair import CONTEXT, save_pair
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from helpers.eagle_drafts import stored
+from helpers.own_drafters import lend, needs_own_drafters, target_and_block_draft, target_with_mtp
+from helpers.tiny_pair import CONTEXT, VOCABULARY, save_pair, tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from hf_specdec.bench.figures import passes
 from hf_specdec.bench.figures.frames import whole
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import LoadedPair, load_pair
 from hf_specdec.bench.models.precision import quantized_layers
-from hf_specdec.bench.records import Pass, Result
+from hf_specdec.bench.records import Call, Pass, Result
 from hf_specdec.bench.results import document, load
 from hf_specdec.bench.running import bare_passes, memory, warming
 from hf_specdec.bench.running.bare_passes import BarePasses, keeping_engines, widths_for
 from hf_specdec.bench.running.timed_call import timed_call
-from hf_specdec.bench.running.transformers_methods import SCHEDULES
-from hf_specdec.bench.settings import Settings
+from hf_specdec.bench.running.transformers_methods import SCHEDULES, own_drafts
+from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import engines, run_task
 from hf_specdec.bench.tasks.engines import compared
 from hf_specdec.lengths.auto_length import AutoLength
@@ -38,7 +39,7 @@ ALONE = {"assisted", "ensemble", "lookup"}
 
 
 @pytest.fixture(scope="module")
-def settings(saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(saved_pair: tuple[Path, Path], tmp_path_factory) -> Settings:
     target, draft = map(str, saved_pair)
     return Settings(
         task="engines", model_name=target, assistant_model=draft, assisted_generation=True, max_new_tokens=12,
@@ -58,9 +59,7 @@ def result(settings: Settings) -> Result:
     return load(settings.output_dir / FILE)
 
 
-def test_quantized_weights_are_compared_with_float32_where_memory_has_room(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantized_weights_are_compared_with_float32_where_memory_has_room(settings: Settings, monkeypatch) -> None:
     quantized = replace(settings, precision="int8")
     pair = load_pair(quantized)
     (wide,) = (one for one in compared(quantized, pair) if one.name == "plain float32")
@@ -157,7 +156,7 @@ def test_rendering_needs_the_file_only(settings: Settings, result: Result) -> No
     assert document(result, path.stem, engines.render)[0] == path.read_text()
 
 
-def test_a_run_that_was_broken_off_goes_on(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_broken_off_goes_on(settings: Settings, tmp_path, monkeypatch) -> None:
     made, measured = Counter[str](), list[str]()
     real = warming.timed_call
 
@@ -207,7 +206,7 @@ def test_nothing_is_recorded_on_the_engine_eager(settings: Settings) -> None:
     assert all(one == tokens[0] for one in tokens)
 
 
-def test_encoder_decoder_pairs(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoder_decoder_pairs(tmp_path, settings: Settings, monkeypatch) -> None:
     """Their passes are not compiled, but use the compiled kernels, and so do their bare passes."""
     target, draft = save_pair(tmp_path, encoder_decoder=True)
     asked = replace(settings, model_name=str(target), assistant_model=str(draft))
@@ -238,8 +237,7 @@ def test_bytes_that_a_step_reads(pair: LoadedPair) -> None:
     target = pair.target
     config = target.config
     total = sum(p.numel() for p in target.parameters()) - config.vocab_size * config.hidden_size
-    assert not config.tie_word_embeddings
-    assert memory.weight_bytes(target) == 8 * total
+    assert not config.tie_word_embeddings and memory.weight_bytes(target) == 8 * total
     assert memory.cache_bytes(target, 10) == 8 * 10 * 2 * config.num_hidden_layers * config.hidden_size
     assert memory.read_rate(torch.device("cpu"), 2**16) > 0
 
@@ -254,9 +252,7 @@ def test_bytes_of_tables_and_experts() -> None:
     assert memory.weight_bytes(experts) is None
 
 
-def test_prepared_steps_are_timed_for_their_own_batch_size(
-    settings: Settings, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_steps_are_timed_for_their_own_batch_size(settings: Settings, pair: LoadedPair, monkeypatch) -> None:
     # What would be compiled runs as it is, which takes no minute.
     monkeypatch.setattr(compiled_step, "compile_refusal", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "prepare", lambda step, *about, **how: step)
@@ -275,3 +271,77 @@ def test_prepared_steps_are_timed_for_their_own_batch_size(
     # Those of auto are 1, at first, and then 0 and 4.
     found = {role: {tokens for one, tokens, _ in times if one == role} for role in ("draft", "target")}
     assert found == {"draft": {1, 2, 3, 4}, "target": {1, 2, 3, 4, 5}}
+
+
+@pytest.mark.parametrize("missing", ["llama_cpp", "gguf"])
+def test_a_missing_package_of_llama_cpp_is_named_with_the_extra(missing: str, tmp_path, monkeypatch) -> None:
+    """Before any work."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else name)
+    asked = Settings(task="engines", model_name="none", engines=("recorded", "llama.cpp-q8_0"), output_dir=tmp_path)
+    words = rf"'llama.cpp-q8_0' needs {missing}, .* pip install 'hf_specdec\[llama-cpp\]'"
+    with pytest.raises(BenchError, match=words):
+        run_task(asked)
+
+
+SETTINGS = {"task": "engines", "assisted_generation": True, "max_new_tokens": 12, "batch_sizes": (1, 2),
+            "engines": ("recorded",)}  # fmt: skip
+
+
+def called(settings: Settings, pair: LoadedPair) -> dict[str, Call]:
+    """One call of each method, for one row."""
+    (prompt,) = benchmark_prompts(pair, (20,), 1, 12)
+    return {one.method.name: timed_call(one, [prompt], settings) for one in compared(settings, pair)}
+
+
+def stored_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """With its tokenizer, as `folder/target`; and a DFlash draft for it."""
+    target, draft = target_and_block_draft("LlamaForCausalLM", vocab_size=VOCABULARY)
+    target.generation_config.pad_token_id = 0
+    target.save_pretrained(folder / "target")
+    tokenizer().save_pretrained(folder / "target")
+    return target, draft
+
+
+@needs_own_drafters
+def test_the_layers_draft_in_both_loops(monkeypatch, tmp_path) -> None:
+    target, mtp = target_with_mtp("Glm4MoeForCausalLM", 2, vocab_size=VOCABULARY)
+    lend(monkeypatch, target, mtp)
+    target.generation_config.pad_token_id = 0
+    pair = LoadedPair("with layers", target, tokenizer())
+    asked = Settings(model_name="with layers", drafter="mtp", grid={"num_assistant_tokens": (2,)}, output_dir=tmp_path,
+                     **SETTINGS)  # fmt: skip
+    assert not asked.uses_draft
+    calls = called(asked, pair)
+    for name in ("use_mtp", "drafter mtp, speculative, γ = 2, recorded"):
+        assert calls[name].tokens == calls["plain"].tokens
+        assert len(calls[name].steps) - 1 == 2, "passes of layers in a round"
+    recurrent, _ = target_with_mtp("Qwen3_5ForCausalLM", 1)
+    assert not own_drafts(asked, replace(pair, target=recurrent))
+    with pytest.raises(BenchError, match=r"has no num_mtp_layers.*choose another drafter"):
+        own_drafts(asked, replace(pair, target=target_and_block_draft("LlamaForCausalLM")[0]))
+
+
+@needs_own_drafters
+@pytest.mark.parametrize("kind", ["dflash", "eagle"])
+def test_a_stored_draft_is_loaded_and_drafts(kind: str, tmp_path) -> None:
+    """In both loops where transformers has one for it."""
+    target, blocks = stored_target(tmp_path)
+    if kind == "dflash":
+        blocks.save_pretrained(tmp_path / kind)
+    else:
+        stored(tmp_path / kind, target, range(VOCABULARY // 2))
+    drafter = "dflash" if kind == "dflash" else None
+    asked = Settings(model_name=str(tmp_path / "target"), assistant_model=str(tmp_path / kind), dtype="float64",
+                     drafter=drafter, grid={"num_assistant_tokens": (3,)}, output_dir=tmp_path, **SETTINGS)  # fmt: skip
+    calls = called(asked, load_pair(asked))
+    ours = calls[f"{'drafter dflash, ' if drafter else ''}speculative, γ = 3, recorded"]
+    assert ours.tokens == calls["plain"].tokens and len(ours.steps) > 1
+    if drafter:
+        assert calls["dflash"].tokens == calls["plain"].tokens
+        with pytest.raises(BenchError, match="is a DFlash draft; add"):
+            load_pair(replace(asked, drafter=None))
+    else:
+        assert not [name for name in calls if "assisted" in name or "ensemble" in name]
+    with pytest.raises(BenchError, match="not a DFlash draft; leave out"):
+        other = {"assistant_model": asked.model_name} if drafter else {"drafter": "dflash"}
+        load_pair(replace(asked, **other))

@@ -1,7 +1,5 @@
 """Rates, ratios, intervals and acceptance, against numbers worked out here from their definitions."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -10,15 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.made_up_results import (
-    drafted_call,
-    frame_of,
-    method,
-    part_of,
-    plain_call,
-    random_result,
-    result_of,
-)
+from helpers.made_up_results import drafted_call, frame_of, method, part_of, plain_call, random_result, result_of
 
 from hf_specdec.bench.figures import bootstrap, frames, speed
 from hf_specdec.bench.figures.bootstrap import ENOUGH, Cells, interval
@@ -32,7 +22,7 @@ METHODS = ("speculative", "plain")
 
 
 @pytest.fixture(autouse=True)
-def all_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_resamples(monkeypatch) -> None:
     """As many as a report has."""
     monkeypatch.setattr(bootstrap, "RESAMPLES", 2000)
 
@@ -120,13 +110,8 @@ def test_a_call_without_decode_steps_has_no_rate() -> None:
 def test_a_batch_counts_the_tokens_of_all_its_rows() -> None:
     outputs = (digest([1]), digest([2]))
     about: Any = {
-        "prompts": (0, 1),
-        "repeat": 0,
-        "position": 0,
-        "seconds": 3.0,
-        "first_seconds": 1.0,
-        "outputs": outputs,
-    }
+        "prompts": (0, 1), "repeat": 0, "position": 0, "seconds": 3.0, "first_seconds": 1.0, "outputs": outputs,
+    }  # fmt: skip
     calls = frame_of([Call(method="plain", **about, new_tokens=4, first_tokens=2)])
     assert (calls["decode_seconds"].sum(), calls["decode_tokens"].sum()) == (2.0, 2)
     drafted = summary([counted_round([2, 2], [2, 0], [3, 1], 2, 3), counted_round([2, 0], [1, 0], [2, 0], 2, 3)])

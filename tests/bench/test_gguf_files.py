@@ -1,9 +1,6 @@
 """GGUF files as targets and drafts, with their tokenizer and chat template: in the script, and in Python."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -30,7 +27,7 @@ ROWS = [[5, 9, 200, 17, 40], [7, 8, 9, 250, 31]]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def files(tmp_path_factory) -> tuple[Path, Path]:
     """A target and its draft; to be changed by no test."""
     folder, target = tmp_path_factory.mktemp("gguf"), qwen2(VOCABULARY)
     for name, model in (("target", target), ("draft", noisy(target))):
@@ -54,29 +51,19 @@ def test_models_from_gguf_files_give_the_targets_tokens(files: tuple[Path, Path]
     plain = target.generate(ids, **options)
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         out = target.generate(ids, return_dict_in_generate=True, **options)
-    assert torch.equal(out.sequences, plain)
-    assert 0 < out.speculation.acceptance_rate < 1
+    assert torch.equal(out.sequences, plain) and 0 < out.speculation.acceptance_rate < 1
 
 
 @pytest.mark.parametrize("as_folder", [False, True])
-def test_the_script_decodes_with_both(
-    script: ModuleType, files: tuple[Path, Path], as_folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_decodes_with_both(script, files, as_folder: bool, tmp_path, capsys) -> None:
     models = ["--model_name", str(files[0]), "--assistant_model", str(files[1])]
     if as_folder:
         models = ["--model_name", str(files[0].parent), "--gguf_file", files[0].name]
         models += ["--assistant_model", str(files[1].parent), "--draft_gguf_file", files[1].name]
     line = [
-        "--task",
-        "decode",
-        "--assisted_generation",
-        "--prompt",
-        "the rain",
-        "--max_new_tokens",
-        "5",
-        "--dtype",
+        "--task", "decode", "--assisted_generation", "--prompt", "the rain", "--max_new_tokens", "5", "--dtype",
         "float32",
-    ]
+    ]  # fmt: skip
     assert script.main([*line, *models, "--output_dir", str(tmp_path)]) == 0
     assert "--- 1: --prompt" in capsys.readouterr().out
     result = load(next(tmp_path.glob("*.json.gz")))
@@ -93,7 +80,7 @@ def test_tokenizer_and_template_come_from_the_file(files: tuple[Path, Path]) -> 
     assert pair.tokenizer("the rain").input_ids == tokenizer()("the rain").input_ids
 
 
-def test_so_does_a_template_that_transformers_drops(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_does_a_template_that_transformers_drops(files: tuple[Path, Path], monkeypatch) -> None:
     """As it does beside a saved tokenizer of LLaMA."""
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer())
     assert not tokenizer().chat_template
@@ -104,7 +91,7 @@ def test_its_weights_can_be_quantized_anew(files: tuple[Path, Path]) -> None:
     assert quantized_layers(load_pair(Settings(model_name=str(files[0]), precision="int8")).target) > 0
 
 
-def test_its_weights_can_stay_in_the_file(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_its_weights_can_stay_in_the_file(files: tuple[Path, Path], tmp_path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, qwen2(VOCABULARY), tokenizer(), matrices=GGMLQuantizationType.Q8_0)
     kinds = {"precision": "gguf", "draft_precision": "gguf", "dtype": "float32"}
@@ -127,7 +114,7 @@ def test_names_that_end_with_a_file(files: tuple[Path, Path]) -> None:
         load_pair(Settings(model_name=f"{files[0]}.gguf"))
 
 
-def test_converting_keeps_weights_tokenizer_and_template(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_converting_keeps_weights_tokenizer_and_template(files: tuple[Path, Path], tmp_path) -> None:
     raw, folder = tmp_path / "raw", tmp_path / "converted"
     for path in (raw, folder):
         path.mkdir()
@@ -140,13 +127,12 @@ def test_converting_keeps_weights_tokenizer_and_template(files: tuple[Path, Path
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
 
 
-def test_a_draft_cut_out_of_a_file_is_saved_as_one(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_draft_cut_out_of_a_file_is_saved_as_one(files: tuple[Path, Path], tmp_path) -> None:
     """Whole, with the file's tokenizer, in blocks of eight bits."""
     settings = Settings(task="draft", model_name=str(files[0]), assisted_generation=True)
     pair = load_pair(settings)
     check_target(pair)
     made = draft_task.cut(pair, (1,), [0, 1, 7]).draft
-    assert made is not None
     made.save_pretrained(tmp_path)
     pair.tokenizer.save_pretrained(tmp_path)
     draft_task.save_as_gguf(pair, settings, tmp_path)
@@ -158,7 +144,7 @@ def test_a_draft_cut_out_of_a_file_is_saved_as_one(files: tuple[Path, Path], tmp
     assert words.get_vocab() == pair.tokenizer.get_vocab() and words.chat_template == TEMPLATE
 
 
-def test_a_trimmed_draft_is_written_whole(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_trimmed_draft_is_written_whole(files: tuple[Path, Path], tmp_path) -> None:
     """Where its head is its embedding; otherwise its other rows are gone."""
     model = qwen2(VOCABULARY)
     with hf_specdec.trim_draft_head(model, [1, 2]), pytest.raises(ValueError, match="with a full head: restore"):

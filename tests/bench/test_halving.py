@@ -1,7 +1,5 @@
 """Successive halving on a simulated machine: it finds the fastest candidate, keeps to its time, and can fail."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable
@@ -126,7 +124,7 @@ def slow_start(name: str, example: int) -> float:
     return 8.0 if name == "c0" and example < 2 else 1.0
 
 
-def test_the_best_survives_two_bad_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_survives_two_bad_examples(monkeypatch) -> None:
     speeds = SPEEDS | {"c0": 6.0}
     assert Machine(8, speeds=speeds, factor=slow_start).race()[-1][0] == "c0"
     monkeypatch.setattr(halving, "ENOUGH", 2)

@@ -1,7 +1,5 @@
 """llama.cpp on the weights of models in memory: the same logits, the same tokens, and the draft's acceptance."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,14 +58,14 @@ def logits_after(rows: Rows, token_ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(("weights", "tolerance"), [("f32", 1e-4), ("bf16", 0.05), ("q8_0", 0.05)])
-def test_logits_are_those_of_the_model(family: str, weights: str, tolerance: float, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_model(family: str, weights: str, tolerance: float, tmp_path) -> None:
     model, ids = random_model(family), torch.randint(512, (1, 20)).tolist()
     found = logits_after(loaded(model, tmp_path, weights), ids[0])
     expected = model(torch.tensor(ids)).logits[0]
     assert (found - expected).norm() < tolerance * expected.norm()
 
 
-def test_quantized_weights_are_written_as_what_they_stand_for(tmp_path: Path) -> None:
+def test_quantized_weights_are_written_as_what_they_stand_for(tmp_path) -> None:
     model, ids = random_model("llama"), torch.randint(512, (1, 20)).tolist()
     wide = model(torch.tensor(ids)).logits[0]
     quantize_made(model, "int8")
@@ -75,7 +73,7 @@ def test_quantized_weights_are_written_as_what_they_stand_for(tmp_path: Path) ->
     assert (found - expected).norm() < 1e-4 * expected.norm() < (wide - expected).norm()
 
 
-def test_the_comparison_would_notice_unturned_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_would_notice_unturned_queries(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(gguf_export, "_as_llama_cpp_has_it", lambda model, name, parameter: parameter.detach())
     model, ids = random_model("llama"), torch.randint(512, (1, 20)).tolist()
     found = logits_after(loaded(model, tmp_path), ids[0])
@@ -85,7 +83,7 @@ def test_the_comparison_would_notice_unturned_queries(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2"])
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8_0"])
-def test_tokens_are_generates(shape: str, weights: str, tmp_path: Path) -> None:
+def test_tokens_are_generates(shape: str, weights: str, tmp_path) -> None:
     spec = synthetic.parse(f"synthetic:{shape}:alpha=0.7")
     target, draft, _ = synthetic.build(spec, CPU, torch.float32, CPU, torch.float32)
     ids = torch.randint(2048, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -96,7 +94,7 @@ def test_tokens_are_generates(shape: str, weights: str, tmp_path: Path) -> None:
     assert done.tokens == expected.tolist()
 
 
-def test_random_models_decode_alike_and_any_draft_may_be_wrong(tmp_path: Path) -> None:
+def test_random_models_decode_alike_and_any_draft_may_be_wrong(tmp_path) -> None:
     target = random_model("llama")
     torch.manual_seed(1)
     draft = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
@@ -109,7 +107,7 @@ def test_random_models_decode_alike_and_any_draft_may_be_wrong(tmp_path: Path) -
         assert abs(sum(map(sum, done.accepted)) / sum(map(sum, done.drafted)) - share) <= 0.1
 
 
-def test_rounds_are_those_of_our_own_loop(tmp_path: Path) -> None:
+def test_rounds_are_those_of_our_own_loop(tmp_path) -> None:
     spec = synthetic.parse("synthetic:tiny-llama:alpha=0.7")
     target, draft, _ = synthetic.build(spec, CPU, torch.float32, CPU, torch.float32)
     ids = torch.randint(2048, (2, 20))
@@ -118,13 +116,12 @@ def test_rounds_are_those_of_our_own_loop(tmp_path: Path) -> None:
     target.generate(ids, custom_generate=ours, **kwargs)
     calls = []
     done = decode_with_draft(loaded(target, tmp_path), loaded(draft, tmp_path), ids.tolist(), 40, 4, calls.append)
-    assert ours.stats is not None
     assert done.new_tokens == [list(item.new_tokens) for item in ours.stats.rounds]
     assert done.accepted == [list(item.accepted) for item in ours.stats.rounds]
     assert [[len(row) for row in rows] for rows in calls] == done.new_tokens
 
 
-def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
+def test_what_can_not_be_written_is_refused(tmp_path) -> None:
     model = random_model("llama")
     model.config.rope_parameters["rope_type"] = "yarn"
     with pytest.raises(ValueError, match="not 'yarn' ones"):
@@ -147,8 +144,7 @@ def test_rows_of_the_task_engines_decode_and_count_as_ours(batch: int) -> None:
     ours = next(m for m in compared(Settings(task="engines"), pair) if m.name == "speculative, γ = 4, recorded")
     calls = {m.name: timed_call(m, prompts, settings) for m in (plain(pair), plain_row, drafting, ours)}
     tokens = [call.tokens for call in calls.values()]
-    assert tokens[1:] == tokens[:-1]
-    assert calls[plain_row.name].rounds == 0
+    assert tokens[1:] == tokens[:-1] and calls[plain_row.name].rounds == 0
     theirs, expected = calls[drafting.name], calls[ours.name]
     assert (theirs.new_tokens, theirs.accepted, theirs.drafted) == (
         expected.new_tokens,
@@ -192,11 +188,10 @@ def test_a_head_wider_than_q8_0_s_is_said(dtype: str, synthetic_pair: str | None
     assert ("output head" in llama_cpp_legend(target)) is said
 
 
-def test_copies_in_place_of_a_draft(tmp_path: Path) -> None:
+def test_copies_in_place_of_a_draft(tmp_path) -> None:
     """What followed the first place of the last two tokens; the output is that of plain decoding."""
     assert Copies.after([1, 2, 3, 4, 1, 2], 2) == [3, 4]
     assert Copies.after([1, 2, 3], 2) == [] and Copies.after([1, 1], 0) == []
     rows, prompts = loaded(random_model("llama"), tmp_path), [[5, 6, 7, 8, 5, 6]]
     copied = decode_with_draft(rows, Copies(), prompts, 12, lookahead=4)
-    assert copied.drafted[0] == [4]
-    assert copied.tokens == decode(rows, prompts, 12).tokens
+    assert copied.drafted[0] == [4] and copied.tokens == decode(rows, prompts, 12).tokens

@@ -1,7 +1,5 @@
 """Methods, their order and what each leaves behind; prompts and names."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace
@@ -11,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import families
 from helpers.made_up_results import frame_of
 from helpers.tiny_pair import CONTEXT, VOCABULARY, save_pair
+from helpers.word_tokenizer import word_tokenizer
 
-from hf_specdec import SpeculationStats, embedded
+from hf_specdec import SpeculationStats, embedded, last_speculation
 from hf_specdec.bench.figures.frames import acceptance_rate
 from hf_specdec.bench.inputs import prompts
 from hf_specdec.bench.inputs.prompts import benchmark_prompts, decode_prompts
@@ -44,8 +44,11 @@ def settings_for(folder: Path, encoder_decoder: bool = False) -> Settings:
     return Settings(model_name=str(target), assistant_model=str(draft), assisted_generation=True, max_new_tokens=7)
 
 
+METHODS = ["plain", "none recorded", "assisted", "assisted confidence 0.4", "speculative"]
+
+
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(tmp_path_factory) -> Settings:
     return settings_for(tmp_path_factory.mktemp("llama"))
 
 
@@ -55,7 +58,7 @@ def pair(settings: Settings) -> LoadedPair:
 
 
 @pytest.fixture(scope="module")
-def t5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Settings, LoadedPair]:
+def t5(tmp_path_factory) -> tuple[Settings, LoadedPair]:
     settings = settings_for(tmp_path_factory.mktemp("t5"), encoder_decoder=True)
     return settings, load_pair(settings)
 
@@ -68,7 +71,7 @@ def test_prompts_have_exactly_the_lengths_asked_for(pair: LoadedPair, t5: tuple[
         assert len({prompt.token_ids for prompt in prompts}) == 6
 
 
-def test_chat_template_goes_around_the_text(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_template_goes_around_the_text(pair: LoadedPair, monkeypatch) -> None:
     template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     monkeypatch.setattr(pair.tokenizer, "chat_template", template)
     (prompt,) = benchmark_prompts(pair, (100,), 1, new_tokens=5)
@@ -92,7 +95,7 @@ def test_decode_prompts_are_cut_on_the_left_and_that_is_said(pair: LoadedPair) -
     assert [prompt.label for prompt in built_in] == list(embedded.SUBTASKS)
 
 
-def test_questions_are_cut_behind_the_first_token_if_it_is_bos(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_are_cut_behind_the_first_token_if_it_is_bos(monkeypatch) -> None:
     monkeypatch.setattr(prompts, "_dialogue", lambda *given: [1, *range(10, 20)])
     question = Question(0, "qa", ("?",))
     for bos, room, kept in ((1, 4, [1, 17, 18, 19]), (1, 1, [19]), (None, 4, [16, 17, 18, 19])):
@@ -102,7 +105,7 @@ def test_questions_are_cut_behind_the_first_token_if_it_is_bos(monkeypatch: pyte
         assert (list(prompt.token_ids), cut) == (kept, 11 - room)
 
 
-def test_questions_have_the_same_numbers_under_every_limit(tmp_path: Path) -> None:
+def test_questions_have_the_same_numbers_under_every_limit(tmp_path) -> None:
     path = tmp_path / "question.jsonl"
     subjects = [("qa", 2), ("qa", 1), ("summary", 3), ("qa", 1), ("summary", 1)]
     lines = [json.dumps({"category": name, "turns": ["?"] * turns}) for name, turns in subjects]
@@ -120,16 +123,13 @@ def test_the_first_round_counts_to_no_round_s_time() -> None:
     assert (spent.draft_seconds, spent.verify_seconds, spent.round_seconds) == pytest.approx((0.4, 0.6, 1.2))
 
 
-def test_every_method_counts_the_same_tokens(
-    settings: Settings, pair: LoadedPair, t5: tuple[Settings, LoadedPair]
-) -> None:
+def test_every_method_counts_the_same_tokens(settings, pair, t5) -> None:
     for asked, loaded in ((settings, pair), t5):
         (prompt,) = benchmark_prompts(loaded, (40,), 1, asked.max_new_tokens)
         calls = {method.name: timed_call(method, [prompt], asked) for method in compared(asked, loaded)}
-        assert list(calls) == ["plain", "none recorded", "assisted", "assisted confidence 0.4", "speculative"]
+        assert list(calls) == METHODS
         for call in calls.values():
-            assert call.tokens == calls["plain"].tokens
-            assert 0 < call.first_seconds <= call.seconds
+            assert call.tokens == calls["plain"].tokens and 0 < call.first_seconds <= call.seconds
             assert call.new_tokens == len(call.tokens[0]) and call.first_tokens >= 1
             if call.rounds:  # each has a token of the target's own, unless the text ended in it
                 assert call.accepted <= call.new_tokens <= call.accepted + call.rounds
@@ -145,7 +145,6 @@ def test_bild_runs_with_its_thresholds(settings: Settings, pair: LoadedPair) -> 
 
 
 def test_assisted_baseline_is_constant_and_leaves_the_draft_as_it_was(settings: Settings, pair: LoadedPair) -> None:
-    assert pair.draft is not None
     before = pair.draft.generation_config
     (prompt,) = benchmark_prompts(pair, (40,), 1, 30)
     longer = Settings(**vars(settings) | {"max_new_tokens": 30})
@@ -176,21 +175,14 @@ def test_an_accepted_eos_counts_as_accepted_in_transformers_loop_as_in_ours(sett
     assert agreed > 0, "the case in question occurred"
 
 
-def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:
+def test_vocabularies_of_two_sizes(tmp_path) -> None:
     asked = settings_for(tmp_path)
     pair = load_pair(asked)
-    assert pair.draft is not None
     pair.draft.resize_token_embeddings(VOCABULARY + 8)
     head = pair.draft.get_output_embeddings()
     (prompt,) = benchmark_prompts(pair, (40,), 1, asked.max_new_tokens)
     greedy = compared(asked, pair)
-    assert [method.name for method in greedy] == [
-        "plain",
-        "none recorded",
-        "assisted",
-        "assisted confidence 0.4",
-        "speculative",
-    ]
+    assert [method.name for method in greedy] == METHODS
     calls = [timed_call(method, [prompt], asked) for method in greedy]
     assert all(call.tokens == calls[0].tokens for call in calls) and not can_ensemble(pair)
     # In sampling transformers would replace the head of the draft, which ours needs next.
@@ -202,8 +194,7 @@ def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:
 
 
 def test_lookahead_defaults(settings: Settings, pair: LoadedPair, t5: tuple[Settings, LoadedPair]) -> None:
-    assert lookahead(settings, pair) == 4
-    assert lookahead(*t5) == 7
+    assert lookahead(settings, pair) == 4 and lookahead(*t5) == 7
     assert lookahead(Settings(num_assistant_tokens=2), t5[1]) == 2
     auto = Settings(num_assistant_tokens="auto")
     assert (lookahead(auto, t5[1]), fixed_lookahead(auto, t5[1])) == ("auto", 7)
@@ -225,13 +216,7 @@ def test_methods_take_turns(settings: Settings, pair: LoadedPair) -> None:
     turns = list(in_turn(methods, batches_of(prompts, asked, 4), repeats=2))
     assert [(repeat, batch[0].index) for _, repeat, batch, _ in turns] == [(r, i) for r in (0, 1) for i in range(4)]
     for *_, turn in turns:
-        assert {method.name for method in turn} == {
-            "plain",
-            "none recorded",
-            "assisted",
-            "assisted confidence 0.4",
-            "speculative",
-        }
+        assert {method.name for method in turn} == {*METHODS}
     assert set(Counter(turn[0].name for *_, turn in turns).values()) == {1, 2}, "eight turns of five"
 
 
@@ -244,9 +229,7 @@ def test_batches_hold_about_as_many_rows_at_every_size(settings: Settings, pair:
     assert [{method.name for method in turn} for *_, turn in turns] == [{"plain", "none recorded", "speculative"}]
 
 
-def test_a_batch_of_uneven_prompts_decodes_what_each_prompt_does_alone(
-    settings: Settings, pair: LoadedPair, t5: tuple[Settings, LoadedPair]
-) -> None:
+def test_a_batch_of_uneven_prompts_decodes_what_each_prompt_does_alone(settings, pair, t5) -> None:
     for asked, loaded in ((replace(settings, max_new_tokens=20), pair), t5):
         prompts = [*benchmark_prompts(loaded, (33,), 1, 20), *benchmark_prompts(loaded, (47,), 1, 20)]
         for method in compared(replace(asked, batch_sizes=(2,)), loaded):
@@ -324,11 +307,10 @@ def test_streamer_notes_puts_after_the_prompt_and_passes_all_on() -> None:
     for value in (torch.ones(1, 9), torch.ones(1), torch.ones(1, 3)):
         streamer.put(value)
     streamer.end()
-    assert streamer.counts == inner.counts == [1, 3]
-    assert streamer.times == sorted(streamer.times)
+    assert streamer.counts == inner.counts == [1, 3] and streamer.times == sorted(streamer.times)
 
 
-def test_short_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_short_names(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(names, "real_models_folder", lambda: tmp_path)  # where nothing was brought
     for known in KNOWN_PAIRS:
         for name in (known.target, *known.drafts):
@@ -341,8 +323,23 @@ def test_short_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert full_name(unknown) == unknown and default_draft(unknown) is None
 
 
-def test_drafts_of_another_kind_are_refused(tmp_path: Path, settings: Settings) -> None:
+def test_drafts_of_another_kind_are_refused(tmp_path, settings: Settings) -> None:
     _, t5_draft = save_pair(tmp_path, encoder_decoder=True)
     mixed = Settings(**vars(settings) | {"assistant_model": str(t5_draft)})
     with pytest.raises(BenchError, match=r"--assistant_model: only one of .* is an encoder-decoder model"):
         load_pair(mixed)
+
+
+@pytest.mark.parametrize("order", [1, 5])
+def test_both_tokenizers_reach_the_call(order: int) -> None:
+    """A draft with another tokenizer is measured as a user would call it."""
+    target, draft = families.pair("llama")
+    tokenizers = word_tokenizer(48), word_tokenizer(48, order)
+    loaded = LoadedPair("target", target, tokenizers[0], draft_name="draft", draft=draft, draft_tokenizer=tokenizers[1])
+    method = ours("speculative", {"num_assistant_tokens": 3}, loaded)
+    assert (method.options["tokenizer"], method.options["assistant_tokenizer"]) == tokenizers
+    call = {**families.prompts(1), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with method.surroundings(loaded):
+        out = target.generate(**call, **method.options)
+    assert torch.equal(out, target.generate(**call)) and last_speculation(target)
+    assert "tokenizer" not in ours("speculative", {"drafter": "suffix"}, loaded).options

@@ -1,7 +1,5 @@
 """Figures from bare passes, against numbers worked out here from their definitions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import median
 from typing import Any

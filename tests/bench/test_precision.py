@@ -1,7 +1,5 @@
 """Every precision of target and draft against the target's own plain run; models spread over devices."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from helpers import families
+from helpers.identity import speculated
 from helpers.resolution import resolution
 from optimum.quanto.library.extensions import get_extension
 from torch import Tensor
@@ -30,18 +29,13 @@ NEW_TOKENS = 16
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
 # (precision, dtype)
 PRECISIONS: tuple[tuple[str | None, str], ...] = (
-    (None, "float32"),
-    (None, "bfloat16"),
-    (None, "float16"),
-    ("int8", "float32"),
-    ("int4", "float32"),
-    ("int8", "bfloat16"),
-    ("int4", "bfloat16"),
-)
+    (None, "float32"), (None, "bfloat16"), (None, "float16"), ("int8", "float32"), ("int4", "float32"),
+    ("int8", "bfloat16"), ("int4", "bfloat16"),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def load(tmp_path_factory) -> Any:
     """`load(family, role, **arguments of load_kwargs)`, from disk, as the script does it; kept for later tests."""
     folder = tmp_path_factory.mktemp("pairs")
 
@@ -132,8 +126,7 @@ def test_quantized_weights_are_quantized(load: Any) -> None:
 def test_int4_passes_are_kept_from_inference_mode(load: Any) -> None:
     """Which such weights can't do with; everything else is faster in it."""
     plain, int8, int4 = (load("llama", "target", weights) for weights in (None, "int8", "int4"))
-    assert pass_mode(plain) is torch.inference_mode
-    assert pass_mode(plain, int4) is torch.no_grad
+    assert pass_mode(plain) is torch.inference_mode and pass_mode(plain, int4) is torch.no_grad
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference tensor"):
         int4(**families.prompts(1))
     assert pass_mode(int8) is torch.no_grad, "whose weights could, but are of quanto's class too"
@@ -169,12 +162,11 @@ def test_models_placed_by_accelerate(load: Any, family: str, weights: str | None
     plain, _ = _new_tokens(load(family, "target", weights, dtype="float32"), inputs)
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
         ours, stats = _new_tokens(target, inputs)
-    assert ours == plain
-    assert 0 < stats.acceptance_rate < 1
+    assert ours == plain and 0 < stats.acceptance_rate < 1
 
 
 @pytest.mark.parametrize("roles", ["target", "draft", "both"])
-def test_weights_on_disk(load: Any, tmp_path: Path, roles: str) -> None:
+def test_weights_on_disk(load: Any, tmp_path, roles: str) -> None:
     models = {role: load("llama", role) for role in ("target", "draft")}
     inputs = families.prompts(2)
     plain, _ = _new_tokens(models["target"], inputs)
@@ -189,8 +181,7 @@ def test_weights_on_disk(load: Any, tmp_path: Path, roles: str) -> None:
             assert places == {"cpu", "meta"}, "a part is where it can't be computed with, until it is fetched"
     with hf_specdec.enable(models["target"], assistant_model=models["draft"], generation_strategy="speculative"):
         ours, stats = _new_tokens(models["target"], inputs)
-    assert ours == plain
-    assert 0 < stats.acceptance_rate < 1
+    assert ours == plain and 0 < stats.acceptance_rate < 1
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
@@ -200,30 +191,24 @@ def test_a_model_offloaded_as_a_whole_is_refused_by_name(role: str) -> None:
     cpu_offload(models[role], execution_device=torch.device("cpu"))
     with pytest.raises(BenchError, match=r"--device_map: 'auto' .* LlamaForCausalLM.* choose a smaller model"):
         check_loaded(models[role], None, "auto")
-    with (
-        hf_specdec.enable(models["target"], assistant_model=models["draft"], generation_strategy="speculative"),
-        pytest.raises(ValueError, match=f"{argument}=LlamaForCausalLM is on the 'meta' device.*device_map"),
-    ):
-        models["target"].generate(**families.prompts(1), **GREEDY)
+    with pytest.raises(ValueError, match=f"{argument}=LlamaForCausalLM is on the 'meta' device.*device_map"):
+        speculated(models["target"], models["draft"], **families.prompts(1), **GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"device_map": "nonsense"}, "--device_map: 'nonsense' must be one of auto"),
-        ({"offload_folder": Path("o")}, "--offload_folder: 'o' needs --device_map auto"),
-        (
-            {"precision": "int8", "device_map": "auto", "offload_folder": Path("o")},
-            "--offload_folder: 'o' with --precision int8: .*; leave out one of the two",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "named"), [
+    ({"device_map": "nonsense"}, "--device_map: 'nonsense' must be one of auto"),
+    ({"offload_folder": Path("o")}, "--offload_folder: 'o' needs --device_map auto"),
+    (
+        {"precision": "int8", "device_map": "auto", "offload_folder": Path("o")},
+        "--offload_folder: 'o' with --precision int8: .*; leave out one of the two",
+    ),
+])  # fmt: skip
 def test_bad_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(BenchError, match=named):
         load_kwargs(**arguments)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch) -> None:
     monkeypatch.setattr(precision, "find_spec", lambda name: None)
     with pytest.raises(BenchError, match=r"--precision: 'int8' needs optimum-quanto; pip install 'hf_specdec\["):
         load_kwargs("int8")

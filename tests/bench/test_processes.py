@@ -1,7 +1,5 @@
 """Several processes (torchrun) measure together what one measures alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -31,14 +29,14 @@ def outcome(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Path:
+def asked(tmp_path) -> Path:
     """Three questions and their answers."""
     path = tmp_path / "asked.jsonl"
     path.write_text("".join(f'{{"q": "How much is {n} and 2?", "a": "{n + 2}"}}\n' for n in range(3)))
     return path
 
 
-def test_two_processes_give_what_one_does(tmp_path: Path, asked: Path) -> None:
+def test_two_processes_give_what_one_does(tmp_path, asked: Path) -> None:
     target, draft = save_pair(tmp_path)
     settings = Settings(
         task="subtasks", model_name=str(target), assistant_model=str(draft), assisted_generation=True, repeats=1,
@@ -71,7 +69,7 @@ def test_two_processes_give_what_one_does(tmp_path: Path, asked: Path) -> None:
 
 @pytest.mark.parametrize("finishes", [1, 2])
 def test_a_run_finished_by_another_number_of_processes_says_so(
-    saved_pair: tuple[Path, Path], tmp_path: Path, asked: Path, monkeypatch: pytest.MonkeyPatch, finishes: int
+    saved_pair: tuple[Path, Path], tmp_path, asked: Path, monkeypatch, finishes: int
 ) -> None:
     target, draft = saved_pair
     settings = Settings(
@@ -101,7 +99,7 @@ def test_shares_are_disjoint_and_complete() -> None:
     assert Processes().share("ab") == ["a", "b"] and Processes().gather([1]) == [1]
 
 
-def test_tasks_that_time_one_process_alone_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_that_time_one_process_alone_say_so(monkeypatch) -> None:
     monkeypatch.setattr("hf_specdec.bench.running.processes.processes", lambda cpu: Processes(1, 2))
     with pytest.raises(BenchError, match="--task: 'benchmark' runs in one process only, but 2 were started"):
         run_task(Settings())

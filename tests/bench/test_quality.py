@@ -1,7 +1,5 @@
 """Scores against hand-computed values and the libraries' own functions; divergences against generate's logits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from statistics import mean
@@ -35,12 +33,9 @@ from hf_specdec.bench.running.divergence import divergence, first_divergence, ne
 
 PREDICTIONS = ["the cat sat on the mat", "", "Yes.", "the the the the", " a b c d e "]
 REFERENCES = [
-    ["the cat is on the mat", "there is a cat on the mat"],
-    ["silence"],
-    ["No.", "Yes."],
-    ["the cat", "a dog", "the bird"],
-    ["a b c d e"],
-]
+    ["the cat is on the mat", "there is a cat on the mat"], ["silence"], ["No.", "Yes."],
+    ["the cat", "a dog", "the bird"], ["a b c d e"],
+]  # fmt: skip
 
 
 def bleu(predictions: list[str], references: list[list[str]]) -> float:
@@ -73,8 +68,7 @@ def test_bleu_is_a_corpus_figure_and_takes_several_references() -> None:
 
 
 def test_bleu_of_texts_below_four_tokens_is_0_and_exact_match_says_more() -> None:
-    assert bleu(["yes"], [["yes"]]) == 0
-    assert exact_match("yes", ["yes"]) == 100
+    assert bleu(["yes"], [["yes"]]) == 0 and exact_match("yes", ["yes"]) == 100
 
 
 def test_rouge_by_hand() -> None:
@@ -218,7 +212,6 @@ def test_a_worse_answer_never_makes_a_better_verdict() -> None:
         found = of_differences(
             asked({index: index for index in range(400)}), dict.fromkeys(range(399), 0.0) | {399: -loss}
         )
-        assert found is not None
         bounds.append(found.bound)
     assert bounds == sorted(bounds, reverse=True) and bounds[0] > -1 > bounds[-1]
 
@@ -246,15 +239,10 @@ def test_rounding_makes_no_answer_worse() -> None:
     assert found is not None and found.worse == 0
 
 
-@pytest.mark.parametrize(
-    ("questions", "wrong", "words"),
-    [
-        (50, 0, "open: no answer worse"),
-        (50, 1, "no: loss not excluded"),
-        (400, 0, "yes"),
-        (400, 1, "no: loss not excluded"),
-    ],
-)
+@pytest.mark.parametrize(("questions", "wrong", "words"), [
+    (50, 0, "open: no answer worse"), (50, 1, "no: loss not excluded"), (400, 0, "yes"),
+    (400, 1, "no: loss not excluded"),
+])  # fmt: skip
 def test_what_is_said_of_a_faster_method(questions: int, wrong: int, words: str) -> None:
     references = [f"answer {index}" for index in range(questions)]
     result = judged({"plain": references, "bild": ["wrong"] * wrong + references[wrong:]}, references)
@@ -265,17 +253,10 @@ def test_what_is_said_of_a_faster_method(questions: int, wrong: int, words: str)
     assert same_speed.words == ("no: neither" if wrong else "no: not faster")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "reference", "expected"),
-    [
-        ([1, 2, 3], [1, 2, 3], None),
-        ([], [], None),
-        ([1, 2, 3], [1, 4, 3], 1),
-        ([1, 2], [1, 2, 3], 2),
-        ([1, 2, 3], [1, 2], 2),
-        ([], [7], 0),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "reference", "expected"), [
+    ([1, 2, 3], [1, 2, 3], None), ([], [], None), ([1, 2, 3], [1, 4, 3], 1), ([1, 2], [1, 2, 3], 2),
+    ([1, 2, 3], [1, 2], 2), ([], [7], 0),
+])  # fmt: skip
 def test_first_divergence(tokens: list[int], reference: list[int], expected: int | None) -> None:
     assert first_divergence(tokens, reference) == expected
 

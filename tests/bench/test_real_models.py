@@ -1,7 +1,5 @@
 """Models with real weights: how `make real` fetches, checks and converts them, and how names find them; offline."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Callable
@@ -48,14 +46,14 @@ def download(asked: list[str]) -> Download:
     return write
 
 
-def test_parts_are_joined_checked_and_converted_once(tmp_path: Path, asked: list[str], download: Download) -> None:
+def test_parts_are_joined_checked_and_converted_once(tmp_path, asked: list[str], download: Download) -> None:
     for _ in range(2):
         folder = bring("text", source(), tmp_path, download)
         assert (folder / "config.json").read_bytes() == b"one half, and the other"
     assert asked == [*HALVES] and [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_after_an_interruption_it_goes_on(tmp_path: Path, asked: list[str], download: Download) -> None:
+def test_after_an_interruption_it_goes_on(tmp_path, asked: list[str], download: Download) -> None:
     def broken(requirement: str, folder: Path) -> None:
         if requirement.startswith("second"):
             raise BenchError("no network")
@@ -67,7 +65,7 @@ def test_after_an_interruption_it_goes_on(tmp_path: Path, asked: list[str], down
     assert asked == [*HALVES]  # the first one only once
 
 
-def test_another_file_than_expected_is_refused(tmp_path: Path, asked: list[str], download: Download) -> None:
+def test_another_file_than_expected_is_refused(tmp_path, asked: list[str], download: Download) -> None:
     other = File("text", "0" * 64, JOINED.parts)
     for _ in range(2):
         with pytest.raises(BenchError, match=r"text, from first==1.0, second==2.0, has the SHA-256 digest \w+ instead"):
@@ -76,15 +74,13 @@ def test_another_file_than_expected_is_refused(tmp_path: Path, asked: list[str],
     assert [*(tmp_path / "text.files").iterdir()] == []
 
 
-def test_a_damaged_package_is_fetched_anew(tmp_path: Path, download: Download) -> None:
+def test_a_damaged_package_is_fetched_anew(tmp_path, download: Download) -> None:
     with pytest.raises(BenchError, match=r"first-1\.0.* is damaged"):
         bring("text", source(), tmp_path, lambda name, folder: (folder / "first-1.0-x.whl").write_bytes(b"no zip"))  # type: ignore[arg-type, return-value]
     assert bring("text", source(), tmp_path, download).is_dir()
 
 
-def test_an_index_out_of_reach_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_index_out_of_reach_is_one_line(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "nothing").as_uri())
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setattr(real, "real_models_folder", lambda: tmp_path)
@@ -101,9 +97,7 @@ def test_every_file_is_fetched_by_version_and_digest() -> None:
         assert len(file.digest) == 64 and all("==" in requirement for requirement, _ in file.parts)
 
 
-def test_short_names_find_what_was_brought(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_names_find_what_was_brought(script: ModuleType, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(names, "real_models_folder", lambda: tmp_path)
     assert script.main(["--model_name", "gemma-3-270m", "--output_dir", str(tmp_path / "runs")]) == 1
     assert "'gemma-3-270m' is not here yet; `make real`" in capsys.readouterr().err
@@ -185,7 +179,7 @@ def test_whisper_has_the_same_weights_under_transformers_names() -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_tasks_refuse_a_model_that_hears(tmp_path: Path) -> None:
+def test_tasks_refuse_a_model_that_hears(tmp_path) -> None:
     tiny_whisper().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     with pytest.raises(BenchError, match="transcribes speech, and all tasks have text prompts"):

@@ -1,7 +1,5 @@
 """Answers are replayed in exactly the rounds in which they were decoded, without decoding."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -40,7 +38,7 @@ def loaded() -> LoadedPair:
 
 
 @pytest.fixture(params=[None, 1.3], ids=["", "penalty"])
-def pair(loaded: LoadedPair, request: pytest.FixtureRequest) -> Iterator[LoadedPair]:
+def pair(loaded: LoadedPair, request) -> Iterator[LoadedPair]:
     loaded.target.generation_config.repetition_penalty = request.param
     yield loaded
     loaded.target.generation_config.repetition_penalty = None
@@ -131,7 +129,6 @@ def test_the_overlap_is_that_of_a_call_that_drew_the_answer(loaded: LoadedPair) 
     text, real = decoded(loaded, 2, 4, "model", do_sample=True, temperature=0.8, top_k=20)
     sampled = Settings(task="replay", do_sample=True, temperature=0.8, top_k=20, max_new_tokens=NEW_TOKENS)
     view = predicted(loaded, text.prompt, text.answer, sampled)
-    assert view.overlap is not None
     place = 0
     for one in real:
         reached = view.overlap[place : place + one.reached[0]]
@@ -160,7 +157,7 @@ def test_remembered_answers_are_copied_in_the_rounds_of_real_calls(loaded: Loade
 
 
 @pytest.fixture
-def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_time_passes(monkeypatch) -> None:
     """Finding copies takes no time, so that times are exactly those of passes."""
     monkeypatch.setattr(rounds, "perf_counter", lambda: 0.0)
 
@@ -174,7 +171,7 @@ def test_rounds_take_the_times_of_their_passes(loaded: LoadedPair, drafter: str)
 
 
 @pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def log(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("replay") / "log.jsonl"
     texts = ["the cat sat and the cat sat and the cat sat", "one two one two one two one two", "no and yes and no"]
     rows = [{"q": f"Say {text}", "a": text, "ids": [9, 8, 9, 8, 9, 8, 9]} for text in texts]
@@ -191,9 +188,7 @@ def run(log: Path, models: tuple[Path, Path], folder: Path, **more: Any) -> Resu
     return results.load(next(folder.glob("replay-*.json.gz")))
 
 
-def test_a_log_is_replayed_without_the_target(
-    saved_pair: tuple[Path, Path], log: Path, tmp_path: Path, no_time_passes: None
-) -> None:
+def test_a_log_is_replayed_without_the_target(saved_pair, log, tmp_path, no_time_passes) -> None:
     result = run(log, saved_pair, tmp_path, pass_times={**FLAT, "draft": 0}, assistant_model=str(saved_pair[1]))
     assert result.models["target"].device == "not loaded" and not result.calls
     assert {one.method for one in result.replayed} >= {"none recorded", "suffix 2 recorded", "hybrid 4 recorded"}
@@ -207,7 +202,7 @@ def test_a_log_is_replayed_without_the_target(
 
 @pytest.mark.parametrize("order", [(0, 0, 1), (1, 0, 0)])
 def test_each_answer_is_remembered_for_the_next_ones(
-    order: tuple[int, ...], saved_pair: tuple[Path, Path], tmp_path: Path, no_time_passes: None
+    order: tuple[int, ...], saved_pair: tuple[Path, Path], tmp_path, no_time_passes: None
 ) -> None:
     """Only the answer after its like gains, in every repeat; the first gains nothing, also where "auto" warmed up."""
     texts = [list(range(20, 44)), list(range(50, 74))]
@@ -226,7 +221,7 @@ def test_each_answer_is_remembered_for_the_next_ones(
 
 
 @pytest.mark.parametrize(("name", "rows"), [("code_edits", 12), ("shell_session", 23)])
-def test_the_logs_at_hand_are_replayed(name: str, rows: int, tmp_path: Path, no_time_passes: None) -> None:
+def test_the_logs_at_hand_are_replayed(name: str, rows: int, tmp_path, no_time_passes: None) -> None:
     """With the embedded tokenizer and without weights. In front of other answers, prompts help less."""
     log = Path(logs.__file__).with_name(f"{name}.jsonl")
     more = {"prompt_column": "prompt", "answer_column": "answer", "pass_times": FLAT, "max_new_tokens": 512}
@@ -241,12 +236,12 @@ def test_the_logs_at_hand_are_replayed(name: str, rows: int, tmp_path: Path, no_
     assert rounds_needed[0] < rounds_needed[1]
 
 
-def test_token_ids_are_taken_as_they_are(saved_pair: tuple[Path, Path], log: Path, tmp_path: Path) -> None:
+def test_token_ids_are_taken_as_they_are(saved_pair: tuple[Path, Path], log: Path, tmp_path) -> None:
     result = run(log, saved_pair, tmp_path, pass_times=FLAT, prompt_column="ids", answer_column="ids")
     assert {one.tokens for one in result.prompts} == {7} and {one.new_tokens for one in result.replayed} == {7}
 
 
-def test_a_check_decodes_too(saved_pair: tuple[Path, Path], log: Path, tmp_path: Path) -> None:
+def test_a_check_decodes_too(saved_pair: tuple[Path, Path], log: Path, tmp_path) -> None:
     more = {"assistant_model": str(saved_pair[1]), "dtype": "float64", "answer_column": None, "check": True}
     result = run(log, saved_pair, tmp_path, **more)
     calls, measured = (frame(some, result.prompts).groupby("method") for some in (result.replayed, result.calls))
@@ -260,30 +255,25 @@ def test_a_check_decodes_too(saved_pair: tuple[Path, Path], log: Path, tmp_path:
     )
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"answer_column": "b"}, "--answer_column: 'b' is not in row 1, which has a, ids, q"),
-        ({"pass_times": {"target": {"2": 3}}}, "--pass_times: give milliseconds of the target's passes"),
-        (
-            {"pass_times": {"target": 3}, "answer_column": None},
-            "--pass_times: give milliseconds of the target's passes",
-        ),
-        ({"grid": {"drafter": ("hybrid",)}}, "--drafter: 'hybrid' needs a draft model here"),
-        ({"engines": ("llama.cpp-f32",)}, "--engines: llama.cpp-f32 is for --task engines"),
-        ({"model_name": "synthetic:tiny-llama"}, "--model_name: 'synthetic:tiny-llama' has random weights"),
-        ({"dataset": "embedded"}, "--prompt_column: 'q' does not apply to embedded"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused(
-    more: dict[str, Any], words: str, saved_pair: tuple[Path, Path], log: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("more", "words"), [
+    ({"answer_column": "b"}, "--answer_column: 'b' is not in row 1, which has a, ids, q"),
+    ({"pass_times": {"target": {"2": 3}}}, "--pass_times: give milliseconds of the target's passes"),
+    (
+        {"pass_times": {"target": 3}, "answer_column": None},
+        "--pass_times: give milliseconds of the target's passes",
+    ),
+    ({"grid": {"drafter": ("hybrid",)}}, "--drafter: 'hybrid' needs a draft model here"),
+    ({"engines": ("llama.cpp-f32",)}, "--engines: llama.cpp-f32 is for --task engines"),
+    ({"model_name": "synthetic:tiny-llama"}, "--model_name: 'synthetic:tiny-llama' has random weights"),
+    ({"dataset": "embedded"}, "--prompt_column: 'q' does not apply to embedded"),
+])  # fmt: skip
+def test_what_cannot_be_replayed_is_refused(more: dict[str, Any], words: str, saved_pair, log, tmp_path) -> None:
     with pytest.raises(BenchError) as caught:
         run(log, saved_pair, tmp_path, **{"pass_times": FLAT} | more)
     assert str(caught.value).startswith(words)
     assert not list(tmp_path.glob("replay*")), "nothing was decoded"
 
 
-def test_an_encoder_decoder_is_refused(log: Path, tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_refused(log: Path, tmp_path) -> None:
     with pytest.raises(BenchError, match="give a decoder-only one"):
         run(log, save_pair(tmp_path, encoder_decoder=True), tmp_path, pass_times=FLAT)

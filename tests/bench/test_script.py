@@ -1,7 +1,5 @@
 """The script as users call it: arguments, errors in one line, files, and where it can be called from."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def models(tmp_path_factory) -> list[str]:
     target, draft = save_pair(tmp_path_factory.mktemp("models"))
     return ["--model_name", str(target), "--assistant_model", str(draft), "--max_new_tokens", "6"]
 
@@ -39,20 +37,17 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-@pytest.mark.parametrize(
-    ("alias", "name", "value"),
-    [
-        ("--target_model_name x", "model_name", "x"),
-        ("--approx_model_name y", "assistant_model", "y"),
-        ("--gamma 3", "num_assistant_tokens", 3),
-        ("--task sweep --n_lookahead 3 5", "grid", {"num_assistant_tokens": (3, 5)}),
-        ("--generation_strategy bild --fallback_thres 0", "fallback_threshold", 0.0),
-        ("--generation_strategy bild --rollback_thres 0", "rollback_threshold", 0.0),
-        ("--max_tokens 9", "max_new_tokens", 9),
-        ("--prompt_lengths 8 9", "prompt_lengths", (8, 9)),
-        ("--task decode --prompt a --prompt b", "prompts", ("a", "b")),
-    ],
-)
+@pytest.mark.parametrize(("alias", "name", "value"), [
+    ("--target_model_name x", "model_name", "x"),
+    ("--approx_model_name y", "assistant_model", "y"),
+    ("--gamma 3", "num_assistant_tokens", 3),
+    ("--task sweep --n_lookahead 3 5", "grid", {"num_assistant_tokens": (3, 5)}),
+    ("--generation_strategy bild --fallback_thres 0", "fallback_threshold", 0.0),
+    ("--generation_strategy bild --rollback_thres 0", "rollback_threshold", 0.0),
+    ("--max_tokens 9", "max_new_tokens", 9),
+    ("--prompt_lengths 8 9", "prompt_lengths", (8, 9)),
+    ("--task decode --prompt a --prompt b", "prompts", ("a", "b")),
+])  # fmt: skip
 def test_aliases(script: ModuleType, alias: str, name: str, value: object) -> None:
     assert parse(script, alias)[name] == value
 
@@ -73,14 +68,6 @@ def test_settings_of_ours_reach_the_run(script: ModuleType) -> None:
     assert engines.grid == {"num_assistant_tokens": (3, 5)} and engines.batch_sizes == (1, 4, 8)
 
 
-@pytest.mark.parametrize("option", ["--assistant_model draft", "--generation_strategy bild"])
-def test_what_needs_a_draft_is_said(script: ModuleType, option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for line, told in ((option, True), (f"{option} --assisted_generation", False)):
-        parse(script, line)
-        words = f"{option.split()[0]} is not used without --assisted_generation"
-        assert (words in capsys.readouterr().err) == told
-
-
 def test_defaults_are_the_published_ones(script: ModuleType) -> None:
     options = parse(script, "")
     assert (options["task"], options["model_name"]) == ("benchmark", "target")
@@ -90,29 +77,40 @@ def test_defaults_are_the_published_ones(script: ModuleType) -> None:
     assert options["output_dir"] == Path("runs")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--task nonsense", ["--task", "'nonsense'", "'benchmark'"]),
-        ("--gamma 0", ["--num_assistant_tokens", "'0'", "at least 1"]),
-        ("--fallback_thres 1.5", ["--fallback_threshold", "'1.5'", "from 0 to 1"]),
-        ("--rollback_threshold nan", ["--rollback_threshold", "'nan'", "at least 0"]),
-        ("--temperature -1", ["--temperature", "'-1'", "at least 0"]),
-        ("--generation_strategy beam", ["--generation_strategy", "'beam'", "'bild'"]),
-        ("--max_tokens many", ["--max_new_tokens", "'many'", "integer"]),
-        ("--prompt_lengths", ["--prompt_lengths", "at least one"]),
-        ("--bogus 1", ["--bogus"]),
-        ("--gamma 2 3", ["unrecognized arguments: 3"]),
-        ("--draft_models a b", ["unrecognized arguments: --draft_models"]),
-        ("--draft_vocabulary 9", ["--draft_vocabulary", "--assisted_generation"]),
-        ("--task decode --dataset spec_bench", ["unrecognized arguments: --dataset"]),
-        ("--chat_template_kwargs yes", ["--chat_template_kwargs", "'yes'", "a JSON object"]),
-        ("--task sweep --prompt a", ["unrecognized arguments: --prompt"]),
-        ("--gamma often", ["--num_assistant_tokens", "'often'", "or auto"]),
-        ("--task sweep --prompt_template nothing", ["--prompt_template", "'nothing'", "{prompt}"]),
-    ],
-)
-def test_bad_arguments(script: ModuleType, line: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("line", "words"), [
+    ("--task nonsense", ["--task", "'nonsense'", "'benchmark'"]),
+    ("--gamma 0", ["--num_assistant_tokens", "'0'", "at least 1"]),
+    ("--fallback_thres 1.5", ["--fallback_threshold", "'1.5'", "from 0 to 1"]),
+    ("--rollback_threshold nan", ["--rollback_threshold", "'nan'", "at least 0"]),
+    ("--temperature -1", ["--temperature", "'-1'", "at least 0"]),
+    ("--generation_strategy beam", ["--generation_strategy", "'beam'", "'bild'"]),
+    ("--max_tokens many", ["--max_new_tokens", "'many'", "integer"]),
+    ("--prompt_lengths", ["--prompt_lengths", "at least one"]),
+    ("--bogus 1", ["--bogus"]),
+    ("--gamma 2 3", ["unrecognized arguments: 3"]),
+    ("--draft_models a b", ["unrecognized arguments: --draft_models"]),
+    ("--draft_vocabulary 9", ["--draft_vocabulary", "--assisted_generation"]),
+    ("--chat_template_kwargs yes", ["--chat_template_kwargs", "'yes'", "a JSON object"]),
+    ("--task sweep --prompt a", ["unrecognized arguments: --prompt"]),
+    ("--gamma often", ["--num_assistant_tokens", "'often'", "or auto"]),
+    ("--task sweep --prompt_template nothing", ["--prompt_template", "'nothing'", "{prompt}"]),
+    # without effect
+    ("--task tune --repeats 3", ["error: unrecognized arguments: --repeats"]),
+    ("--task engines --verification block", ["error: unrecognized arguments: --verification"]),
+    ("--prompt a --prompt_lengths 9", ["error: argument --prompt_lengths: is not used with --prompt or --dataset"]),
+    ("--task engines --prompt a --dataset spec_bench", ["error: argument --prompt: is not used with --dataset"]),
+    ("--gguf_file a.gguf", ["error: argument --gguf_file: is for --model_name"]),
+    ("--task ablation --lenience 0.1", ["error: argument --lenience: is for --generation_strategy lenient"]),
+    (
+        "--generation_strategy bild --lenience 0.1",
+        ["error: argument --lenience: is for --generation_strategy lenient"],
+    ),
+    ("--top_k 3", ["error: argument --top_k: is for --do_sample"]),
+    ("--temperature 0.5", ["error: argument --temperature: is for --do_sample"]),
+    ("--seed 3", ["error: argument --seed: is for --do_sample, --task align or draft, and synthetic pairs"]),
+    ("--task tune --draft_models a --assistant_model b", ["error: argument --assistant_model: is not used with"]),
+])  # fmt: skip
+def test_bad_arguments(script: ModuleType, line: str, words: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as end:
         script.main(line.split())
     assert end.value.code == 2
@@ -120,35 +118,23 @@ def test_bad_arguments(script: ModuleType, line: str, words: list[str], capsys: 
     assert all(word in error for word in words), error
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        (["--model_name", "no/such-folder/at-all"], ["--model_name", "'no/such-folder/at-all'", "local folder"]),
-        (["--assistant_model", "no/such/draft"], ["--assistant_model", "'no/such/draft'", "local folder"]),
-        (["--device", "cuda:77"], ["--device", "'cuda:77'", "cpu"]),
-        (["--draft_device", "toaster"], ["--draft_device", "'toaster'", "cpu"]),
-        (["--prompt_lengths", "500"], ["--prompt_lengths", "500", str(CONTEXT), "shorter"]),
-        (["--task", "decode", "--prompt", " "], ["--prompt", "' '", "give some text"]),
-        (["--task", "decode", "--max_new_tokens", "500"], ["--max_new_tokens", "500", str(CONTEXT), "fewer"]),
-    ],
-)
-def test_what_the_user_can_put_right(
-    script: ModuleType,
-    models: list[str],
-    tmp_path: Path,
-    extra: list[str],
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.mark.parametrize(("extra", "words"), [
+    (["--model_name", "no/such-folder/at-all"], ["--model_name", "'no/such-folder/at-all'", "local folder"]),
+    (["--assistant_model", "no/such/draft"], ["--assistant_model", "'no/such/draft'", "local folder"]),
+    (["--device", "cuda:77"], ["--device", "'cuda:77'", "cpu"]),
+    (["--draft_device", "toaster"], ["--draft_device", "'toaster'", "cpu"]),
+    (["--prompt_lengths", "500"], ["--prompt_lengths", "500", str(CONTEXT), "shorter"]),
+    (["--task", "decode", "--prompt", " "], ["--prompt", "' '", "give some text"]),
+    (["--task", "decode", "--max_new_tokens", "500"], ["--max_new_tokens", "500", str(CONTEXT), "fewer"]),
+])  # fmt: skip
+def test_what_the_user_can_put_right(script, models, tmp_path, extra: list[str], words: list[str], capsys) -> None:
     status = script.main([*models, "--assisted_generation", "--output_dir", str(tmp_path), *extra])
     error = one_line(capsys)
     assert status == 1 and all(word in error for word in words), error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_output_dir_that_cannot_be_written_to(
-    script: ModuleType, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_dir_that_cannot_be_written_to(script: ModuleType, models: list[str], tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("in the way")
     line = [*models, "--assisted_generation", "--output_dir", str(tmp_path / "file" / "below")]
     assert script.main(line) == 1
@@ -156,9 +142,7 @@ def test_output_dir_that_cannot_be_written_to(
     assert "--output_dir" in error and "give a folder" in error
 
 
-def test_a_target_without_a_known_draft(
-    script: ModuleType, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_without_a_known_draft(script: ModuleType, models: list[str], tmp_path, capsys) -> None:
     os.rename(models[1], renamed := Path(models[1]).with_name("nobody-knows"))
     try:
         status = script.main(["--model_name", str(renamed), "--assisted_generation", "--output_dir", str(tmp_path)])
@@ -169,9 +153,7 @@ def test_a_target_without_a_known_draft(
 
 @pytest.mark.parametrize("task", ["benchmark", "sweep"])
 @pytest.mark.parametrize("draft", [None, "--assistant_model"])
-def test_a_missing_target_is_named_before_its_draft(
-    script: ModuleType, task: str, draft: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_target_is_named_before_its_draft(script, task: str, draft: str | None, tmp_path, capsys) -> None:
     """No draft is known for it, and one that is named may be missing, too."""
     missing = str(tmp_path / "missing")
     line = ["--task", task, "--assisted_generation", "--model_name", missing, "--output_dir", str(tmp_path / "results")]
@@ -179,27 +161,17 @@ def test_a_missing_target_is_named_before_its_draft(
     assert f"--model_name: {missing!r} can't be loaded (there is no such folder)" in one_line(capsys)
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (None, "can't be read (No such file or directory)"),
-        ("", "has no questions"),
-        ('{"q": "one"}\nnot JSON\n', "line 2 of"),
-        ('{"q": "one"}\n{"x": "two"}\n', "--prompt_column: 'q' is not in row 2"),
-        ('{"q": 7}\n', "line 1 of"),
-        ('{"q": "one"}\n{"q": "two \\ud83d"}\n', "line 2 of"),
-        ('{"q": "one"}\n{"q": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "line 2 of"),
-        ('{"q": "one"}\n{"q": "two", "x": ' + "[" * 980 + "]" * 980 + "}\n", "line 2 of"),
-    ],
-)
-def test_data_sets_that_cannot_be_used(
-    script: ModuleType,
-    models: list[str],
-    tmp_path: Path,
-    lines: str | None,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.mark.parametrize(("lines", "words"), [
+    (None, "can't be read (No such file or directory)"),
+    ("", "has no questions"),
+    ('{"q": "one"}\nnot JSON\n', "line 2 of"),
+    ('{"q": "one"}\n{"x": "two"}\n', "--prompt_column: 'q' is not in row 2"),
+    ('{"q": 7}\n', "line 1 of"),
+    ('{"q": "one"}\n{"q": "two \\ud83d"}\n', "line 2 of"),
+    ('{"q": "one"}\n{"q": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "line 2 of"),
+    ('{"q": "one"}\n{"q": "two", "x": ' + "[" * 980 + "]" * 980 + "}\n", "line 2 of"),
+])  # fmt: skip
+def test_data_sets_that_cannot_be_used(script, models, tmp_path, lines: str | None, words: str, capsys) -> None:
     path = tmp_path / "questions.jsonl"
     if lines is not None:
         path.write_text(lines)
@@ -213,32 +185,27 @@ def test_data_sets_that_cannot_be_used(
     assert words in one_line(capsys)
 
 
-@pytest.mark.parametrize(
-    ("item", "words"),
-    [
-        ({"category": "qa", "turns": "one text"}, "a list of turns"),
-        ({"category": "qa", "turns": 5}, "a list of turns"),
-        ({"category": "qa", "turns": ["a"], "reference": "one text"}, "its reference is not a list"),
-        ({"category": "qa", "turns": ["a"], "reference": 5}, "its reference is not a list"),
-        ({"category": "qa \ud83d", "turns": ["a"]}, "half a surrogate pair"),
-        ({"category": "qa", "turns": ["a"], "reference": ["\udca9"]}, "half a surrogate pair"),
-    ],
-)
-def test_spec_bench_lines_of_another_shape(tmp_path: Path, item: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("item", "words"), [
+    ({"category": "qa", "turns": "one text"}, "a list of turns"),
+    ({"category": "qa", "turns": 5}, "a list of turns"),
+    ({"category": "qa", "turns": ["a"], "reference": "one text"}, "its reference is not a list"),
+    ({"category": "qa", "turns": ["a"], "reference": 5}, "its reference is not a list"),
+    ({"category": "qa \ud83d", "turns": ["a"]}, "half a surrogate pair"),
+    ({"category": "qa", "turns": ["a"], "reference": ["\udca9"]}, "half a surrogate pair"),
+])  # fmt: skip
+def test_spec_bench_lines_of_another_shape(tmp_path, item: dict[str, Any], words: str) -> None:
     path = tmp_path / "question.jsonl"
     path.write_text(json.dumps({"category": "qa", "turns": ["a"]}) + "\n" + json.dumps(item) + "\n")
     with pytest.raises(BenchError, match=f"line 2 of .*{words}"):
         questions.dialogues(Settings(task="subtasks", dataset="spec_bench", dataset_path=path))
 
 
-def test_arguments_that_no_result_could_hold_are_refused(
-    script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_that_no_result_could_hold_are_refused(script: ModuleType, capsys) -> None:
     assert script.main(["--task", "decode", "--prompt", "caf\udce9"]) == 1
     assert "argument 'caf\\udce9': is not UTF-8" in one_line(capsys)
 
 
-def test_a_path_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_would_not_be_read_is_refused(tmp_path) -> None:
     with pytest.raises(BenchError, match=r"--dataset_path: .* is only read by --dataset spec_bench"):
         questions.dialogues(Settings(task="subtasks", dataset_path=tmp_path / "question.jsonl"))
     for option in ("prompt_column", "reference_column"):
@@ -246,7 +213,7 @@ def test_a_path_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
             questions.dialogues(Settings(task="subtasks", **{option: "text"}))
 
 
-def test_a_file_has_no_split(tmp_path: Path) -> None:
+def test_a_file_has_no_split(tmp_path) -> None:
     path = tmp_path / "questions.csv"
     path.write_text("q\none\n")
     asked = {"task": "subtasks", "dataset": str(path), "prompt_column": "q"}
@@ -258,16 +225,9 @@ def test_a_file_has_no_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "No columns"),
-        (b"q\none\ntwo,three\n", "line 3"),
-        (b"q\n\xff\xfe\n", "can't decode"),
-    ],
+    ("content", "words"), [(b"", "No columns"), (b"q\none\ntwo,three\n", "line 3"), (b"q\n\xff\xfe\n", "can't decode")]
 )
-def test_tables_that_cannot_be_read_are_said_with_their_cause(
-    tmp_path: Path, content: bytes, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_that_cannot_be_read_are_said_with_their_cause(tmp_path, content: bytes, words: str, capsys) -> None:
     path = tmp_path / "questions.csv"
     path.write_bytes(content)
     with pytest.raises(BenchError, match=words) as refused:
@@ -275,7 +235,7 @@ def test_tables_that_cannot_be_read_are_said_with_their_cause(
     assert "--split" not in str(refused.value) and capsys.readouterr().err == ""
 
 
-def test_data_sets_with_scripts_are_read_from_the_hub_s_parquet_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_sets_with_scripts_are_read_from_the_hub_s_parquet_copy(monkeypatch) -> None:
     import datasets
 
     asked: list[tuple[Any, ...]] = []
@@ -296,7 +256,7 @@ def test_data_sets_with_scripts_are_read_from_the_hub_s_parquet_copy(monkeypatch
     assert asked == [("owner/new", None, None)], "others as they are"
 
 
-def test_spec_bench_categories(tmp_path: Path) -> None:
+def test_spec_bench_categories(tmp_path) -> None:
     path = tmp_path / "question.jsonl"
     rows = [
         {"category": "coding", "turns": ["a", "b"], "reference": ["", "r2"]},
@@ -317,9 +277,7 @@ def test_spec_bench_categories(tmp_path: Path) -> None:
         questions.dialogues(replace(settings, dataset="spec_bench:sums"))
 
 
-def test_temperature_zero_is_greedy(
-    script: ModuleType, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_temperature_zero_is_greedy(script: ModuleType, models: list[str], tmp_path, capsys) -> None:
     line = ["--do_sample", "--temperature", "0", "--task", "decode", "--prompt", "Hello there"]
     assert script.main([*models, "--output_dir", str(tmp_path), *line]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -331,9 +289,7 @@ def test_temperature_zero_is_greedy(
     assert "- greedy, at most 6 new tokens" in capsys.readouterr().out
 
 
-def test_decode_streams_text_and_prints_the_table(
-    script: ModuleType, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_decode_streams_text_and_prints_the_table(script: ModuleType, models: list[str], tmp_path, capsys) -> None:
     line = ["--task", "decode", "--assisted_generation", "--generation_strategy", "bild", "--fallback_thres", "0.1"]
     assert script.main([*models, "--output_dir", str(tmp_path), *line, "--prompt", "One", "--prompt", "Two"]) == 0
     out = capsys.readouterr().out
@@ -342,7 +298,7 @@ def test_decode_streams_text_and_prints_the_table(
     assert "Tokens/Round" in table
 
 
-def test_main_job_from_the_folder_of_the_script(models: list[str], tmp_path: Path) -> None:
+def test_main_job_from_the_folder_of_the_script(models: list[str], tmp_path) -> None:
     before = sorted(path for path in (ROOT / "scripts").glob("*") if path.name != "__pycache__")
     short = ["--prompt_lengths", "20", "--limit", "1", "--repeats", "1", "--do_sample", "--output_dir", str(tmp_path)]
     done = subprocess.run(

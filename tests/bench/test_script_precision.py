@@ -1,7 +1,5 @@
 """Precision and device placement through the script: each combination against plain decoding with the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 
@@ -13,29 +11,23 @@ from helpers.tiny_pair import save_pair
 
 from hf_specdec.bench.inputs.prompts import benchmark_prompts
 from hf_specdec.bench.models.loading import load_pair
-from hf_specdec.bench.models.precision import quantized_layers
 from hf_specdec.bench.records import Result
 from hf_specdec.bench.results import SUFFIX, load
 from hf_specdec.bench.running.divergence import next_logits
 from hf_specdec.bench.settings import Settings
 
-# Every value of every argument, and of each two at least one combination; which pairs of precisions decode alike
-# is tested without the script.
+# Every value of every argument; which pairs of precisions decode alike is tested without the script.
 COMBINATIONS = [
-    "--dtype float16 --draft_device cpu",
-    "--dtype float32 --draft_dtype bfloat16",
-    "--dtype float32 --precision int8",
-    "--dtype bfloat16 --precision int8 --draft_precision int4",
-    "--dtype float32 --precision int4 --draft_precision int8 --draft_dtype bfloat16",
-    "--dtype bfloat16 --device_map sequential --draft_dtype float32",
-    "--dtype float32 --device_map auto --precision int8",
+    ("llama", "--dtype float16 --draft_device cpu --draft_dtype float32"),
+    ("llama", "--dtype float32 --precision int4 --draft_precision int8 --draft_dtype bfloat16"),
+    ("llama", "--dtype bfloat16 --device_map sequential --precision int8"),
+    ("llama", "--dtype float32 --device_map auto"),
+    ("t5", "--dtype float32 --precision int8 --draft_precision int4"),
 ]
-
-FOR_T5 = ["--dtype float32 --precision int8 --draft_precision int4"]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def models(tmp_path_factory) -> dict[str, list[str]]:
     """The arguments that name a decoder-only pair and a T5 pair."""
     found = {}
     for kind in ("llama", "t5"):
@@ -56,13 +48,8 @@ def outputs(result: Result, method: str) -> list[str]:
     return [call.outputs[0] for call in result.calls if call.method == method]
 
 
-# T5 takes more time, and the loop that differs is the same for all of them.
-@pytest.mark.parametrize(
-    ("kind", "line"), [("llama", line) for line in COMBINATIONS] + [("t5", line) for line in FOR_T5]
-)
-def test_outputs_are_plain_decoding_s_or_part_at_a_near_tie(
-    script: ModuleType, models: dict[str, list[str]], tmp_path: Path, kind: str, line: str
-) -> None:
+@pytest.mark.parametrize(("kind", "line"), COMBINATIONS)
+def test_outputs_are_plain_decoding_s_or_part_at_a_near_tie(script, models, tmp_path, kind: str, line: str) -> None:
     words = [*models[kind], *line.split()]
     result = measured(script, words, tmp_path)
     asked = dict(zip(line.split()[::2], line.split()[1::2], strict=True))
@@ -92,13 +79,10 @@ def check_margins(settings: Settings, result: Result) -> None:
         if found is not None:
             # Logits of one model resolve about as much at every place.
             inputs = {"input_ids": torch.tensor([prompt.token_ids])}
-            assert found.margin is not None
             assert max(found.margin, found.gap or 0.0) <= resolution(pair.target, next_logits(pair.target, inputs, []))
 
 
-def test_weights_that_fit_nowhere_lie_on_disk(
-    script: ModuleType, models: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_fit_nowhere_lie_on_disk(script, models, tmp_path, monkeypatch) -> None:
     plain = measured(script, [*models["llama"], "--dtype", "float32"], tmp_path / "in memory")
     # Room for the embeddings and a layer.
     monkeypatch.setattr(placement, "accelerate_max_memory", lambda most=None: {"cpu": 130_000})
@@ -110,13 +94,7 @@ def test_weights_that_fit_nowhere_lie_on_disk(
     assert outputs(spread, "speculative") == outputs(spread, "plain") == outputs(plain, "plain")
 
 
-def test_a_target_without_any_room_is_refused_in_one_line(
-    script: ModuleType,
-    models: dict[str, list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_target_without_any_room_is_refused_in_one_line(script, models, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(placement, "accelerate_max_memory", lambda most=None: {"cpu": 1_000})
     words = [*models["llama"], "--assisted_generation", "--device_map", "auto"]
     words += ["--offload_folder", str(tmp_path / "offloaded"), "--output_dir", str(tmp_path / "out")]
@@ -124,16 +102,3 @@ def test_a_target_without_any_room_is_refused_in_one_line(
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert "--device_map: 'auto' offloads even the first layer" in err
-
-
-def test_quantized_outputs_are_not_those_of_the_weights_they_came_from(
-    script: ModuleType, models: dict[str, list[str]], tmp_path: Path
-) -> None:
-    """Negative control: the same-precision plain run is the one to compare with."""
-    exact = measured(script, [*models["llama"], "--dtype", "float32"], tmp_path / "exact")
-    coarse = measured(script, [*models["llama"], "--dtype", "float32", "--precision", "int4"], tmp_path / "coarse")
-    both = zip(outputs(exact, "plain"), outputs(coarse, "plain"), strict=True)
-    assert any(one != other for one, other in both)
-    settings = {"model_name": models["llama"][1], "dtype": "float32"}
-    assert quantized_layers(load_pair(Settings(**settings, precision="int4")).target) > 0
-    assert quantized_layers(load_pair(Settings(**settings)).target) == 0

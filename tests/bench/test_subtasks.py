@@ -1,17 +1,18 @@
 """The task `subtasks`: methods and their order, turns, cut prompts, divergences, batches, and its report."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.script import load_script
 from helpers.tiny_pair import CONTEXT, save_pair
 
 from hf_specdec import embedded
+from hf_specdec.bench import results
 from hf_specdec.bench.inputs import questions
+from hf_specdec.bench.inputs.likely_tokens import likely_tokens
 from hf_specdec.bench.models.loading import load_pair
 from hf_specdec.bench.records import Result
 from hf_specdec.bench.results import document, load, stem
@@ -37,7 +38,7 @@ def result_of(settings: Settings) -> Result:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(tmp_path_factory) -> Settings:
     return settings_for(tmp_path_factory.mktemp("subtasks"))
 
 
@@ -79,9 +80,7 @@ def test_second_turns_follow_plain_decoding_s_first_answers(settings: Settings, 
     check_second_turns(settings, result)
 
 
-def test_batches_hold_dialogues_of_one_subtask_and_answer_as_single_questions_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_batches_hold_dialogues_of_one_subtask_and_answer_as_single_questions_do(tmp_path, capsys) -> None:
     asked = tmp_path / "question.jsonl"
     lines = [
         {"category": category, "turns": [f"How much is {n} and {turn}?" for turn in range(turns)]}
@@ -132,14 +131,14 @@ def test_bare_passes_are_timed_at_each_subtask_in_each_repeat(result: Result) ->
     assert places == {(e, p, r) for e in ("generate", "recorded") for p in prompts for r in range(2)}
 
 
-def test_outputs_of_one_token_have_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_of_one_token_have_no_rate(tmp_path, capsys) -> None:
     settings = settings_for(tmp_path, dataset="embedded:qa", max_new_tokens=1, repeats=1)
     run_task(settings)
     text = (settings.output_dir / f"{stem(settings)}.md").read_text()
     assert document(result_of(settings), stem(settings), render)[0] == text
 
 
-def test_encoder_decoder_pairs_in_sampling(tmp_path: Path) -> None:
+def test_encoder_decoder_pairs_in_sampling(tmp_path) -> None:
     settings = settings_for(tmp_path, encoder_decoder=True, dataset="embedded:qa", do_sample=True, limit=2, repeats=1)
     run_task(settings)
     result = result_of(settings)
@@ -147,7 +146,7 @@ def test_encoder_decoder_pairs_in_sampling(tmp_path: Path) -> None:
     assert len(result.calls) == 2 * len(NAMES) and all(call.new_tokens for call in result.calls)
 
 
-def test_quality_in_sampling_is_that_of_the_same_draws_in_every_repeat(tmp_path: Path) -> None:
+def test_quality_in_sampling_is_that_of_the_same_draws_in_every_repeat(tmp_path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"q": "How much is 2 and 3?", "a": "5"}\n{"q": "How much is 2 and 4?", "a": "6"}\n')
     data = {"dataset": str(questions), "prompt_column": "q", "reference_column": "a", "limit": None, "repeats": 2}
@@ -163,7 +162,7 @@ def test_quality_in_sampling_is_that_of_the_same_draws_in_every_repeat(tmp_path:
     assert "- sampling (temperature 1, top_k 50, top_p 1, seed 0)" in document(result, "x", render)[0]
 
 
-def test_the_split_of_the_embedded_data_is_chosen_and_said(tmp_path: Path) -> None:
+def test_the_split_of_the_embedded_data_is_chosen_and_said(tmp_path) -> None:
     train, heldout = (
         {q.turns for dialogue in questions.dialogues(Settings(task="sweep", split=split, limit=3)) for q in dialogue}
         for split in ("train", None)
@@ -182,3 +181,77 @@ def test_quality_is_judged_on_fifty_examples_by_default() -> None:
     assert dialogues(generation_strategy="bild") == 50 * subtasks
     assert dialogues(grid={"rollback_threshold": (1.0, 2.0)}) == 50 * subtasks
     assert dialogues() == 5 * subtasks and dialogues(limit=2) == 2 * subtasks
+
+
+LIMIT = 1  # examples of each subtask
+SUBTASK = "qa"  # of the sweep
+SHORT = ["--max_new_tokens", "5", "--repeats", "1", "--dtype", "float32"]
+LINES = {
+    "subtasks-target-draft-embedded-greedy": f"--task subtasks --limit {LIMIT}",
+    f"sweep-target-draft-embedded_{SUBTASK}-train-greedy": (
+        f"--task sweep --dataset embedded:{SUBTASK} --limit {LIMIT} --draft_models draft --split train --gamma 3 "
+        "--fallback_thres 0.6 --rollback_thres 2"
+    ),
+}
+SPLITS = {"subtasks": ("heldout", embedded.SUBTASKS), "sweep": ("train", (SUBTASK,))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder, script = tmp_path_factory.mktemp("embedded"), load_script()
+    for line in LINES.values():
+        assert script.main([*line.split(), *SHORT, "--output_dir", str(folder)]) == 0, line
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Result]:
+    """The results by task."""
+    return {name.split("-")[0]: results.load(folder / f"{name}{results.SUFFIX}") for name in LINES}
+
+
+@pytest.fixture(scope="module")
+def tables(folder: Path) -> dict[str, str]:
+    """The rendered results by task."""
+    return {name.split("-")[0]: (folder / f"{name}.md").read_text() for name in LINES}
+
+
+def test_tables_have_a_row_for_each_subtask_and_setting(tables: dict[str, str]) -> None:
+    for subtask in embedded.SUBTASKS:
+        assert f"\n| {subtask} " in tables["subtasks"], subtask
+    assert "\n| BiLD (fallback 0.6, rollback 2) " in tables["sweep"]
+
+
+def test_the_list_of_a_trimmed_head_covers_what_it_has_not_seen() -> None:
+    """Of the tokens of held-out answers."""
+    pair = load_pair(Settings(assisted_generation=True, device="cpu"))
+    listed = set(likely_tokens(pair, 1024, [], 0, 0))
+    answers = [text for s in embedded.SUBTASKS for e in embedded.examples(s, "heldout", 10) for text in e.references]
+    said = [token for text in answers for token in pair.tokenizer(text, add_special_tokens=False).input_ids]
+    assert sum(token in listed for token in said) > 0.98 * len(said) and pair.tokenizer.eos_token_id in listed
+    with pytest.raises(BenchError, match="--draft_vocabulary: 1 is not possible"):
+        likely_tokens(pair, 1, [], 0, 0)
+
+
+def test_every_method_answers_every_prompt(found: dict[str, Result]) -> None:
+    for task, result in found.items():
+        answered = [(call.method, index) for call in result.calls for index in call.prompts]
+        methods, prompts = [one.name for one in result.methods], [one.index for one in result.prompts]
+        assert sorted(answered) == sorted((method, prompt) for method in methods for prompt in prompts), task
+
+
+def test_lossless_outputs_are_plain_decoding_s(found: dict[str, Result]) -> None:
+    """Except at near-ties: their margins are far below those of the choices that BiLD leaves to the draft."""
+    for task in SPLITS:
+        for prompt in found[task].prompts:
+            for method, divergence in prompt.divergences.items():
+                assert method.startswith("bild") or (divergence.margin or 0) < 1e-3, (task, prompt.index, method)
+
+
+def test_prompts_are_examples_of_the_split_asked_for(found: dict[str, Result]) -> None:
+    """No example is in both, as the corpus's own tests show."""
+    for task, (split, subtasks) in SPLITS.items():
+        examples = [x for subtask in subtasks for x in embedded.examples(subtask, split, LIMIT)]
+        expected = [(x.subtask, turn, (text,)) for x in examples for turn, text in enumerate(x.references, start=1)]
+        prompts = [(prompt.label, prompt.turn, prompt.references) for prompt in found[task].prompts]
+        assert prompts == expected, task

@@ -1,9 +1,7 @@
 """The tasks `sweep` and `ablation`: the methods that they compare, and their results."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +22,44 @@ from hf_specdec.models.better_transformer import attention_of
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three short questions, so that runs are short too."""
-    path = tmp_path_factory.mktemp("data") / "three.jsonl"
+def asked(saved_pair: tuple[Path, Path], tmp_path_factory) -> Callable[..., Settings]:
+    """Settings of a task for three short questions, so that runs are short too."""
+    folder = tmp_path_factory.mktemp("data")
     rows = [{"q": f"How much is {n} and {n}?", "a": str(2 * n)} for n in (2, 3, 4)]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
-
-
-def settings_for(saved_pair: tuple[Path, Path], dataset: Path, task: str, **more: Any) -> Settings:
-    target, draft = saved_pair
-    return Settings(
-        task=task, model_name=str(target), assistant_model=str(draft), assisted_generation=True, max_new_tokens=9,
-        dataset=str(dataset), prompt_column="q", reference_column="a", repeats=2, output_dir=dataset.parent / task,
-        **more,
+    (folder / "three.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    target, draft = map(str, saved_pair)
+    return lambda task="sweep", **more: Settings(
+        task=task, model_name=target, assistant_model=draft, assisted_generation=True, max_new_tokens=9,
+        dataset=str(folder / "three.jsonl"), prompt_column="q", reference_column="a", output_dir=folder / task,
+        **{"repeats": 2, **more},
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def pairs(saved_pair: tuple[Path, Path], dataset: Path) -> list[LoadedPair]:
-    drafts = tuple(map(str, (saved_pair[1], saved_pair[0])))
-    return load_pairs(settings_for(saved_pair, dataset, "sweep"), drafts)
+def drafts(saved_pair: tuple[Path, Path]) -> tuple[str, ...]:
+    """Two: the second is the target itself."""
+    return str(saved_pair[1]), str(saved_pair[0])
 
 
-def contest(saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair], **more: Any) -> list[Method]:
-    """What the methods of a sweep's grid are."""
-    settings = settings_for(saved_pair, dataset, "sweep", **more)
-    found = [one.method for one in sweep.grid(settings, pairs)]
-    assert len({method.name for method in found}) == len(found), "names tell rows apart"
-    return found
+@pytest.fixture(scope="module")
+def pairs(asked, drafts: tuple[str, ...]) -> list[LoadedPair]:
+    return load_pairs(asked(), drafts)
 
 
-def test_a_sweep_tries_all_lookaheads_auto_the_entropy_stop_and_both(
-    saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
-) -> None:
-    found = contest(saved_pair, dataset, pairs)
+@pytest.fixture
+def contest(asked, pairs: list[LoadedPair]) -> Callable[..., list[Method]]:
+    """What the methods of a sweep's grid are, with so many drafts."""
+
+    def methods(drafts: int = 1, **more: Any) -> list[Method]:
+        found = [one.method for one in sweep.grid(asked(**more), pairs[:drafts])]
+        assert len({method.name for method in found}) == len(found), "names tell rows apart"
+        return found
+
+    return methods
+
+
+def test_a_sweep_tries_all_lookaheads_auto_the_entropy_stop_and_both(contest, pairs) -> None:
+    found = contest(drafts=2)
     assert [method.kind for method in found[:6]] == ["plain", "none", *["assisted"] * 4]
     for pair in pairs:
         mine = [method for method in found[6:] if method.draft == pair.draft_name]
@@ -69,52 +70,47 @@ def test_a_sweep_tries_all_lookaheads_auto_the_entropy_stop_and_both(
     assert len(found) == 6 + 2 * (len(sweep.LOOKAHEADS) + 2)
 
 
-def test_a_sweep_crosses_what_it_is_given(
-    saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
-) -> None:
+def test_a_sweep_crosses_what_it_is_given(contest) -> None:
     grid = {
         "num_assistant_tokens": (2, "auto"), "verification": ("token", "block"), "drafter": ("model", "hybrid"),
         "entropy_threshold": (0.3, 0.5), "compile": (False, True),
     }  # fmt: skip
-    found = [method for method in contest(saved_pair, dataset, pairs[:1], grid=grid) if method.kind == "speculative"]
+    found = [method for method in contest(grid=grid) if method.kind == "speculative"]
     assert len(found) == 2**5
     for name, values in grid.items():
         assert {method.keywords.get(name, False) for method in found} == set(values)
-    baselines = [m.name for m in contest(saved_pair, dataset, pairs[:1], grid=grid) if m.kind == "none"]
+    baselines = [m.name for m in contest(grid=grid) if m.kind == "none"]
     assert baselines == ["none recorded", "none compiled"]
     assert {method.same_engine for method in found} == set(baselines)
 
 
-def test_thresholds_bring_bild_in(saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]) -> None:
+def test_thresholds_bring_bild_in(contest) -> None:
     grid = {"fallback_threshold": (0.0, 0.1), "rollback_threshold": (0.0, 3.0, 5.0)}
-    found = contest(saved_pair, dataset, pairs, grid=grid)
+    found = contest(drafts=2, grid=grid)
     bild = [method for method in found if method.kind == "bild"]
     places = {(m.draft, m.keywords["fallback_threshold"], m.keywords["rollback_threshold"]) for m in bild}
     assert len(bild) == len(places) == 2 * 2 * 3
     # At the usual lookahead, beside speculative decoding at the same.
     assert {m.lookahead for m in found if m.kind in ("bild", "speculative")} == {4}
     assert sum(method.kind == "speculative" for method in found) == 2
-    assert [m.kind for m in contest(saved_pair, dataset, pairs[:1], generation_strategy="bild")][-1] == "bild"
+    assert [m.kind for m in contest(generation_strategy="bild")][-1] == "bild"
 
 
-def test_lossy_strategies_come_with_their_own_settings_alone(
-    saved_pair: tuple[Path, Path], dataset: Path, pairs: list[LoadedPair]
-) -> None:
+def test_lossy_strategies_come_with_their_own_settings_alone(contest) -> None:
     grid = {"lenience": (0.5, 0.1), "assistant_ensemble_weight": (0.3,), "drafter": ("model", "hybrid")}
-    found = [m for m in contest(saved_pair, dataset, pairs[:1], grid=grid) if m.kind in LOSSY_STRATEGIES]
+    found = [m for m in contest(grid=grid) if m.kind in LOSSY_STRATEGIES]
     own = {name for names in STRATEGY_SETTINGS.values() for name in names}
     told = [(m.kind, m.keywords["drafter"], *(v for k, v in m.keywords.items() if k in own)) for m in found]
     lenient = [("lenient", drafter, value) for value in (0.5, 0.1) for drafter in ("model", "hybrid")]
     assert told == [*lenient, ("ensemble", "model", 0.3)], "an ensemble can't mix copies"
-    named = contest(saved_pair, dataset, pairs[:1], generation_strategy="typical")
+    named = contest(generation_strategy="typical")
     assert [m.keywords.get("posterior_threshold") for m in named if m.kind == "typical"] == [0.09]
 
 
-def test_a_sweep_from_end_to_end(saved_pair: tuple[Path, Path], dataset: Path) -> None:
+def test_a_sweep_from_end_to_end(asked, drafts) -> None:
     grid = {"num_assistant_tokens": (3,), "fallback_threshold": (0.1,), "rollback_threshold": (0.0, 3.0)}
     grid |= {"lenience": (1.0, 0.01)}
-    drafts = tuple(map(str, (saved_pair[1], saved_pair[0])))
-    settings = replace(settings_for(saved_pair, dataset, "sweep", draft_models=drafts, grid=grid), repeats=1)
+    settings = asked(draft_models=drafts, grid=grid, repeats=1)
     run_task(settings)
     result = load(settings.output_dir / f"{stem(settings)}.json.gz")
     assert len(result.methods) == 2 + 4 + 2 + 4 + 4 and len(result.calls) == len(result.methods) * 3
@@ -133,12 +129,10 @@ def test_a_sweep_from_end_to_end(saved_pair: tuple[Path, Path], dataset: Path) -
     }
 
 
-def test_a_sweep_compares_automatic_lookaheads_with_the_fastest_fixed_one(
-    saved_pair: tuple[Path, Path], dataset: Path
-) -> None:
+def test_a_sweep_compares_automatic_lookaheads_with_the_fastest_fixed_one(asked) -> None:
     """Also with plain decoding, and without a draft model."""
     grid = {"num_assistant_tokens": (3, "auto"), "drafter": ("model", "suffix")}
-    settings = replace(settings_for(saved_pair, dataset, "sweep", grid=grid), repeats=1)
+    settings = asked(grid=grid, repeats=1)
     run_task(settings)
     part = whole(load(settings.output_dir / f"{stem(settings)}.json.gz"))
     text = document(part.result, "sweep", sweep.render)[0].partition("## Automatic lookaheads")[2]
@@ -171,8 +165,8 @@ def test_drafts_without_being_named() -> None:
         sweep.drafts_of(Settings(model_name="nobody/knows"))
 
 
-def test_rows_of_the_ablation(saved_pair: tuple[Path, Path], dataset: Path) -> None:
-    settings = settings_for(saved_pair, dataset, "ablation")
+def test_rows_of_the_ablation(asked) -> None:
+    settings = asked("ablation")
     found = [one.method for one in ablation.rows(settings, load_pair(settings))]
     rows = {(m.kind, m.cache, m.better_transformer): m for m in found}
     switches = [(cache, better) for cache in (False, True) for better in (False, True)]
@@ -187,8 +181,8 @@ def test_rows_of_the_ablation(saved_pair: tuple[Path, Path], dataset: Path) -> N
             assert method.same_engine == rows[("none", *switch)].name
 
 
-def test_rows_really_differ_in_attention_and_cache(saved_pair: tuple[Path, Path], dataset: Path) -> None:
-    settings = settings_for(saved_pair, dataset, "ablation")
+def test_rows_really_differ_in_attention_and_cache(asked) -> None:
+    settings = asked("ablation")
     pair = load_pair(settings)
     prompt, texts = Prompt(0, "x", tuple(range(5, 25))), []
     for method in ablation.rows(settings, pair):
@@ -199,9 +193,7 @@ def test_rows_really_differ_in_attention_and_cache(saved_pair: tuple[Path, Path]
     assert all(text == texts[0] for text in texts)
 
 
-def test_models_without_better_transformer_are_refused(
-    saved_pair: tuple[Path, Path], dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_without_better_transformer_are_refused(asked, monkeypatch) -> None:
     monkeypatch.setattr("hf_specdec.bench.models.loading.better_transformer_refusal", lambda model: "this one can't")
     with pytest.raises(BenchError, match="--better_transformer: this one can't"):
-        run_task(settings_for(saved_pair, dataset, "ablation"))
+        run_task(asked("ablation"))

@@ -1,9 +1,6 @@
 """Synthetic pairs: the heads impose the acceptance rate, texts don't repeat, and every title says what the pair is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +39,6 @@ def speculate(target, draft, do_sample: bool = False) -> tuple[list[int], hf_spe
     decoding = hf_specdec.SpeculativeDecoding(draft)
     out = target.generate(ids, custom_generate=decoding, **kwargs)
     assert do_sample or torch.equal(out, target.generate(ids, **kwargs))
-    assert decoding.stats is not None
     return out[0, 30:].tolist(), decoding.stats
 
 
@@ -54,21 +50,16 @@ def agrees(stats: hf_specdec.SpeculationStats, alpha: float) -> bool:
     return bool(low <= stats.alpha * reached <= high)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "do_sample"),
-    [
-        *((shape, torch.float32, False) for shape in TINY),
-        (TINY[0], torch.bfloat16, True),
-        (TINY[0], torch.bfloat16, False),
-    ],
-)
+@pytest.mark.parametrize(("shape", "dtype", "do_sample"), [
+    *((shape, torch.float32, False) for shape in TINY), (TINY[0], torch.bfloat16, True),
+    (TINY[0], torch.bfloat16, False),
+])  # fmt: skip
 def test_texts_do_not_repeat_and_acceptance_is_the_one_imposed(shape: str, dtype: torch.dtype, do_sample: bool) -> None:
     alphas = (0.9, 0.6)
     for alpha in alphas:
         target, draft, sentence = build(f"{shape}:alpha={alpha}", dtype)
         tokens, stats = speculate(target, draft, do_sample)
-        assert len(set(tokens)) == NEW_TOKENS
-        assert agrees(stats, alpha)
+        assert len(set(tokens)) == NEW_TOKENS and agrees(stats, alpha)
         assert not agrees(stats, sum(alphas) - alpha)
         assert f"α = {alpha}" in sentence and shape in sentence
 
@@ -114,7 +105,7 @@ def test_the_seed_alone_decides_which_tokens_follow() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_numbers_are_used_again_only_once_all_have_been_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_used_again_only_once_all_have_been_used(monkeypatch) -> None:
     distinct = {}
     for numbers in (synthetic._NUMBERS, 5001):
         monkeypatch.setattr(synthetic, "_NUMBERS", numbers)
@@ -133,18 +124,11 @@ def test_the_callers_random_state_is_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize(
-    ("shape", "published"),
-    [
-        ("smollm-135m", 134_515_008),
-        ("qwen2-0.5b", 494_032_768),
-        ("tinyllama-1.1b", 1_100_048_384),
-        ("llama-2-7b", 6_738_415_616),
-        ("qwen2-7b", 7_615_616_512),
-        ("opt-6.7b", 6_658_473_984),
-        ("falcon-h1-0.5b", 521_411_104),
-    ],
-)
+@pytest.mark.parametrize(("shape", "published"), [
+    ("smollm-135m", 134_515_008), ("qwen2-0.5b", 494_032_768), ("tinyllama-1.1b", 1_100_048_384),
+    ("llama-2-7b", 6_738_415_616), ("qwen2-7b", 7_615_616_512), ("opt-6.7b", 6_658_473_984),
+    ("falcon-h1-0.5b", 521_411_104),
+])  # fmt: skip
 def test_parameters_of_the_real_shapes(shape: str, published: int) -> None:
     assert _parameters(SHAPES[shape]) == published
 
@@ -177,20 +161,17 @@ def test_the_head_is_untied_and_everything_else_as_published() -> None:
     assert (draft.config.hidden_size, len(draft.model.layers), draft.config.num_attention_heads) == (96, 3, 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("synthetic:gpt-5", "'synthetic:gpt-5' has no known shape; choose one of smollm-135m"),
-        ("synthetic:tiny-opt:draft=64", "'draft=64' .* draft=WIDTHxLAYERS"),
-        ("synthetic:tiny-opt:draft=65x2", "'draft=65x2' .* multiple of 32"),
-        ("synthetic:tiny-opt:draft=64x0", "'draft=64x0' .* draft=WIDTHxLAYERS"),
-        ("synthetic:tiny-opt:c=0.05", "'c=0.05' .* at least 0.7 and at most 1"),
-        ("synthetic:smollm-135m:c=2", "'c=2' .* at most 1"),
-        ("synthetic:tiny-opt:alpha=high", "'alpha=high' .* alpha=0 to 1"),
-        ("synthetic:tiny-opt:alpha=1.5", "'alpha=1.5' .* alpha=0 to 1"),
-        ("synthetic:tiny-opt:depth=3", "'depth=3' .* options are"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("synthetic:gpt-5", "'synthetic:gpt-5' has no known shape; choose one of smollm-135m"),
+    ("synthetic:tiny-opt:draft=64", "'draft=64' .* draft=WIDTHxLAYERS"),
+    ("synthetic:tiny-opt:draft=65x2", "'draft=65x2' .* multiple of 32"),
+    ("synthetic:tiny-opt:draft=64x0", "'draft=64x0' .* draft=WIDTHxLAYERS"),
+    ("synthetic:tiny-opt:c=0.05", "'c=0.05' .* at least 0.7 and at most 1"),
+    ("synthetic:smollm-135m:c=2", "'c=2' .* at most 1"),
+    ("synthetic:tiny-opt:alpha=high", "'alpha=high' .* alpha=0 to 1"),
+    ("synthetic:tiny-opt:alpha=1.5", "'alpha=1.5' .* alpha=0 to 1"),
+    ("synthetic:tiny-opt:depth=3", "'depth=3' .* options are"),
+])  # fmt: skip
 def test_what_a_name_can_not_ask_for(name: str, words: str) -> None:
     with pytest.raises(BenchError, match=words):
         load_pair(Settings(model_name=name))
@@ -230,7 +211,7 @@ def test_prompts_end_in_different_tokens_and_alike_at_every_length() -> None:
     assert [prompt.token_ids for prompt in prompts[:8]] == [prompt.token_ids[-40:] for prompt in prompts[8:]]
 
 
-def test_a_trimmed_head_keeps_the_imposed_acceptance(tmp_path: Path) -> None:
+def test_a_trimmed_head_keeps_the_imposed_acceptance(tmp_path) -> None:
     """Its list holds what follows the prompts. Both drafts' steps are timed."""
     settings = Settings(
         model_name="synthetic:tiny-llama:alpha=0.7", assisted_generation=True, prompt_lengths=(40,),
@@ -254,7 +235,7 @@ def test_a_trimmed_head_keeps_the_imposed_acceptance(tmp_path: Path) -> None:
         run_task(replace(settings, draft_vocabulary=4096))
 
 
-def test_every_title_says_synthetic(tmp_path: Path) -> None:
+def test_every_title_says_synthetic(tmp_path) -> None:
     settings = Settings(
         model_name="synthetic:tiny-llama:alpha=0.7", assisted_generation=True, prompt_lengths=(40,),
         max_new_tokens=8, output_dir=tmp_path,

@@ -1,7 +1,5 @@
 """Hostile input: weights, code beside them, names in data. The script writes to its own folder only."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -28,7 +26,7 @@ def line(pair: tuple[Path, Path], folder: Path, *rest: str) -> list[str]:
 
 
 @pytest.fixture
-def pickled(saved_pair: tuple[Path, Path], tmp_path: Path) -> Path:
+def pickled(saved_pair: tuple[Path, Path], tmp_path) -> Path:
     """A target whose weights are only there as pytorch_model.bin."""
     folder = tmp_path / "pickled"
     shutil.copytree(saved_pair[0], folder)
@@ -39,9 +37,7 @@ def pickled(saved_pair: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", ["--model_name", "--assistant_model"])
-def test_pickled_weights_are_read_on_request_only(
-    saved_pair: tuple[Path, Path], pickled: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pickled_weights_are_read_on_request_only(saved_pair, pickled, tmp_path, place: str, capsys) -> None:
     pair = (pickled, saved_pair[1]) if place == "--model_name" else (saved_pair[0], pickled)
     call = line(pair, tmp_path / "out", "--task", "decode", "--prompt", "one")
     assert load_script().main(call) == 1
@@ -51,13 +47,7 @@ def test_pickled_weights_are_read_on_request_only(
 
 
 @pytest.mark.parametrize("auto", ["AutoConfig", "AutoTokenizer"])
-def test_code_beside_a_model_never_runs(
-    saved_pair: tuple[Path, Path],
-    tmp_path: Path,
-    auto: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_code_beside_a_model_never_runs(saved_pair, tmp_path, auto: str, capsys, monkeypatch) -> None:
     """Nor is the user asked whether it may: a yes typed too soon would run it."""
     monkeypatch.setattr("builtins.input", lambda prompt: "y")
     folder, trace = tmp_path / "model", tmp_path / "it ran"
@@ -76,7 +66,7 @@ def test_code_beside_a_model_never_runs(
     assert str(folder) in said and not trace.exists()
 
 
-def test_names_in_data_stay_names(saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_names_in_data_stay_names(saved_pair: tuple[Path, Path], tmp_path) -> None:
     questions, out = tmp_path / "question.jsonl", tmp_path / "a" / "b" / "out"
     lines = [{"category": HOSTILE, "turns": [f"How much is {n} and 2?"], "reference": [f"{n + 2}"]} for n in range(2)]
     questions.write_text("".join(json.dumps(one) + "\n" for one in lines))
@@ -101,7 +91,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_a_run_writes_to_its_folder_only(saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_run_writes_to_its_folder_only(saved_pair: tuple[Path, Path], tmp_path) -> None:
     """Home, working directory and temporary files are new folders; models can't be written to."""
     places: dict[str, Any] = {name: tmp_path / name for name in ("HOME", "TMPDIR", "MPLCONFIGDIR", "cwd")}
     for place in places.values():
@@ -125,8 +115,7 @@ def test_a_run_writes_to_its_folder_only(saved_pair: tuple[Path, Path], tmp_path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert len(files(out)) > 3
-    assert files(saved_pair[0].parent) == before
+    assert len(files(out)) > 3 and files(saved_pair[0].parent) == before
     # torch makes the folder of its compiler's cache when it is imported.
     left = {name: {file for file in files(place) if "torchinductor" not in file} for name, place in places.items()}
     assert left == {"HOME": set(), "TMPDIR": set(), "cwd": set(), "MPLCONFIGDIR": left["MPLCONFIGDIR"]}

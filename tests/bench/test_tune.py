@@ -1,7 +1,5 @@
 """The task `tune`: what it tries, what it chooses when figures are certain, and what it writes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -34,11 +32,14 @@ from hf_specdec.bench.tuning import contest as races
 
 SUMS = [{"q": f"How much is {n} and {n}?", "a": f"{2 * n} and no more"} for n in range(2, 10)]
 Seconds = Callable[[str], float]
-Install = Callable[..., None]
+
+
+def halved(name: str) -> float:
+    return 1.0 if name == "plain" else 0.5
 
 
 @pytest.fixture(scope="module")
-def settings(saved_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(saved_pair: tuple[Path, Path], tmp_path_factory) -> Settings:
     folder = tmp_path_factory.mktemp("tune")
     (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, SUMS)))
     return Settings(
@@ -62,51 +63,53 @@ class Clock:
         return self.now
 
 
+def patch_calls(monkeypatch: pytest.MonkeyPatch, seconds: Seconds, kept: Seconds, assumed: float) -> None:
+    """Calls take what a test says and answer with this share of the reference's words, without a model."""
+
+    def call(method: Any, batch: Any, settings: Settings, **place: Any) -> Call:
+        if seconds(method.name) < 0:
+            raise ValueError("not\nwith this model")
+        Clock.now += seconds(method.name)
+        rows = len(batch)
+        return Call(
+            method=method.name, prompts=tuple(prompt.index for prompt in batch), repeat=place["repeat"], position=0,
+            seconds=seconds(method.name), first_seconds=0.001, new_tokens=6 * rows, first_tokens=rows,
+            outputs=("x",) * rows, tokens=((3,) * 6,) * rows,
+        )  # fmt: skip
+
+    def warm(method: Any, batch: Any, settings: Settings, most: int, number: int) -> ColdStart:
+        Clock.now += 3.0
+        return ColdStart(method.name, len(batch), 9, (2.0, 1.0), True, number)
+
+    def score(part: Any, name: str, base: str) -> Difference:
+        loss = -100 * (1 - kept(name))
+        return Difference(loss, loss, 0.0, bound=loss, worse=1)
+
+    monkeypatch.setattr(races, "warm_call", call)
+    monkeypatch.setattr(races, "warm_up", warm)
+    monkeypatch.setattr(races, "worst_difference", score)
+    monkeypatch.setattr(races, "kept_engines", lambda *_, **__: [None])
+    monkeypatch.setattr(races, "_ASSUMED_SECONDS", {"static": 1.0, "compiled": assumed})
+
+
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Calls that take what a test says and answer with this share of the reference's words, without a model."""
+def contest(settings: Settings, pairs: list[LoadedPair], monkeypatch) -> Callable[..., tuple[Tuned, Result]]:
+    """Races candidates whose calls take so long; returns what is chosen, and the whole result."""
 
-    def install(seconds: Seconds, kept: Seconds = lambda name: 1.0) -> None:
-        def call(method: Any, batch: Any, settings: Settings, **place: Any) -> Call:
-            if seconds(method.name) < 0:
-                raise ValueError("not\nwith this model")
-            indexes = tuple(prompt.index for prompt in batch)
-            Clock.now += seconds(method.name)
-            rows = len(batch)
-            return Call(
-                method=method.name, prompts=indexes, repeat=place["repeat"], position=0, seconds=seconds(method.name),
-                first_seconds=0.001, new_tokens=6 * rows, first_tokens=rows, outputs=("x",) * rows,
-                tokens=((3,) * 6,) * rows,
-            )  # fmt: skip
+    def race(
+        seconds: Seconds, kept: Seconds = lambda name: 1.0, *, within: float = 300, assumed: float = 1.0, **more: Any
+    ) -> tuple[Tuned, Result]:
+        patch_calls(monkeypatch, seconds, kept, assumed)
+        asked = replace(settings, **more)
+        about = tune._prompts(asked, pairs[0], [dialogue[0] for dialogue in questions.dialogues(asked)])
+        result = new(asked, [plain(pair) for pair in pairs])
+        result.prompts = sorted((told for _, told in about), key=lambda told: told.index)
+        one = races.Contest(result, pairs, tune._batches([prompt for prompt, _ in about], asked.batch_size), Clock())
+        one.run(within)
+        tune.conclude(result, [one])
+        return result.tuned[0], result
 
-        def warm(method: Any, batch: Any, settings: Settings, most: int, number: int) -> ColdStart:
-            Clock.now += 3.0
-            return ColdStart(method.name, len(batch), 9, (2.0, 1.0), True, number)
-
-        def score(part: Any, name: str, base: str) -> Any:
-            loss = -100 * (1 - kept(name))
-            return Difference(loss, loss, 0.0, bound=loss, worse=1)
-
-        monkeypatch.setattr(races, "warm_call", call)
-        monkeypatch.setattr(races, "warm_up", warm)
-        monkeypatch.setattr(races, "worst_difference", score)
-        monkeypatch.setattr(races, "kept_engines", lambda *_, **__: [None])
-        monkeypatch.setattr(races, "_ASSUMED_SECONDS", {"static": 1.0, "compiled": 1.0})
-
-    return install
-
-
-def contest(settings: Settings, pairs: list[LoadedPair], seconds: float = 300) -> tuple[Tuned, Result]:
-    """What is chosen, and the whole result."""
-    asked = [dialogue[0] for dialogue in questions.dialogues(settings)]
-    about = tune._prompts(settings, pairs[0], asked)
-    result = new(settings, [plain(pair) for pair in pairs])
-    result.prompts = sorted((told for _, told in about), key=lambda told: told.index)
-    batches = tune._batches([prompt for prompt, _ in about], settings.batch_size)
-    one = races.Contest(result, pairs, batches, Clock())
-    one.run(seconds)
-    tune.conclude(result, [one])
-    return result.tuned[0], result
+    return race
 
 
 def text_of(result: Result) -> str:
@@ -114,55 +117,41 @@ def text_of(result: Result) -> str:
     return "\n\n".join(block for block in tune.render(result) if isinstance(block, str))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (lambda name: 0.5 if "auto/entropy" in name else 1.0, ("speculative/", "auto/entropy")),
-        (lambda name: {"none compiled": 0.5, "none static": 0.6}.get(name, 1.0), ("none compiled",)),
-        # Its rank on the first engine brings it to the others.
-        (lambda name: (0.6 if "tokens=6" in name else 1.0) - 0.1 * ("compile" in name), ("tokens=6", "compile=True")),
-        (
-            lambda name: 0.5 if "suffix" in name and "static" in name else 0.9 + 0.1 * ("suffix" not in name),
-            ("suffix",),
-        ),
-    ],
-)
-def test_what_is_fastest_is_chosen(
-    seconds: Seconds, words: tuple[str, ...], settings: Settings, pairs: list[LoadedPair], machine: Install
-) -> None:
-    machine(seconds)
-    chosen, result = contest(settings, pairs)
+@pytest.mark.parametrize(("seconds", "words"), [
+    (lambda name: 0.5 if "auto/entropy" in name else 1.0, ("speculative/", "auto/entropy")),
+    (lambda name: {"none compiled": 0.5, "none static": 0.6}.get(name, 1.0), ("none compiled",)),
+    # Its rank on the first engine brings it to the others.
+    (lambda name: (0.6 if "tokens=6" in name else 1.0) - 0.1 * ("compile" in name), ("tokens=6", "compile=True")),
+    (
+        lambda name: 0.5 if "suffix" in name and "static" in name else 0.9 + 0.1 * ("suffix" not in name),
+        ("suffix",),
+    ),
+])  # fmt: skip
+def test_what_is_fastest_is_chosen(seconds: Seconds, words: tuple[str, ...], contest) -> None:
+    chosen, result = contest(seconds)
     assert chosen.choice is not None and all(word in chosen.choice for word in words)
     text = text_of(result)
     assert "2.00 (2.00–2.00) times plain generate(), end to end" in text
     assert "As a command: `assisted_generation.py --task benchmark" in text and "As keywords: `model.generate(…" in text
 
 
-def test_a_choice_at_the_end_of_what_was_tried_is_said(
-    settings: Settings, pairs: list[LoadedPair], machine: Install
-) -> None:
+def test_a_choice_at_the_end_of_what_was_tried_is_said(contest) -> None:
     for tokens, said in ((12, True), (6, False)):
-        machine(lambda name, tokens=tokens: 0.5 if name.endswith(f"num_assistant_tokens={tokens}") else 1.0)
-        _, result = contest(replace(settings, engines=("recorded",)), pairs)
+        end = f"num_assistant_tokens={tokens}"
+        _, result = contest(lambda name, end=end: 0.5 if name.endswith(end) else 1.0, engines=("recorded",))
         assert ("12 is the highest value tried" in text_of(result)) == said
 
 
-def test_plain_decoding_is_chosen_where_nothing_is_faster(
-    settings: Settings, pairs: list[LoadedPair], machine: Install
-) -> None:
-    machine(lambda name: 1.0 if name == "plain" else 1.1)
-    chosen, result = contest(settings, pairs)
-    assert chosen.choice is None
-    assert "Plain generate() is best" in text_of(result)
+def test_plain_decoding_is_chosen_where_nothing_is_faster(contest) -> None:
+    chosen, result = contest(lambda name: 1.0 if name == "plain" else 1.1)
+    assert chosen.choice is None and "Plain generate() is best" in text_of(result)
     assert not tune.servers(result)
 
 
-def test_bild_is_chosen_only_at_a_loss_that_is_allowed(
-    settings: Settings, pairs: list[LoadedPair], machine: Install
-) -> None:
-    machine(lambda name: {"bild": 0.4, "spec": 0.6}.get(name[:4], 1.0), lambda name: 0.97)
+def test_bild_is_chosen_only_at_a_loss_that_is_allowed(contest) -> None:
+    about = (lambda name: {"bild": 0.4, "spec": 0.6}.get(name[:4], 1.0)), lambda name: 0.97
     for most, kind in ((None, "speculative"), (2.0, "speculative"), (4.0, "bild")):
-        chosen, result = contest(replace(settings, max_quality_loss=most, engines=("recorded",)), pairs)
+        chosen, result = contest(*about, max_quality_loss=most, engines=("recorded",))
         assert chosen.choice.startswith(kind), most
         tried = {call.method for call in result.calls}
         assert any(name.startswith("bild") for name in tried) == (most is not None)
@@ -170,55 +159,47 @@ def test_bild_is_chosen_only_at_a_loss_that_is_allowed(
     assert "Difference in quality to plain decoding, in points: -3.0" in text_of(result)
 
 
-def test_what_the_time_does_not_pay_for_is_left_out_and_said(
-    settings: Settings, pairs: list[LoadedPair], machine: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(lambda name: 0.5 if "compile" in name else 1.0)
-    monkeypatch.setitem(races._ASSUMED_SECONDS, "compiled", 300.0)
-    chosen, result = contest(settings, pairs)
+def test_what_the_time_does_not_pay_for_is_left_out_and_said(contest) -> None:
+    def seconds(name: str) -> float:
+        return 0.5 if "compile" in name else 1.0
+
+    chosen, result = contest(seconds, assumed=300.0)
     called = {call.method for call in result.calls}
     assert not any("compile" in name for name in called) and any("static" in name for name in called)
     (note,) = (note for note in chosen.notes if note.startswith("Left out"))
     assert "compiled" in note and "about 300 s" in note and "--minutes" in note and "static" not in note
-    monkeypatch.setitem(races._ASSUMED_SECONDS, "compiled", 1.0)
-    chosen, _ = contest(settings, pairs)
+    chosen, _ = contest(seconds)
     assert "compile" in chosen.choice and not any(note.startswith("Left out") for note in chosen.notes)
 
 
-def test_a_time_too_short_for_a_choice_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
-    machine(lambda name: 1.0 if name == "plain" else 0.5)
-    eager = replace(settings, engines=("recorded",))
-    for seconds, too_short in ((6.0, True), (60.0, False)):
-        chosen, result = contest(eager, pairs, seconds)
+def test_a_time_too_short_for_a_choice_is_said(contest) -> None:
+    for within, too_short in ((6.0, True), (60.0, False)):
+        chosen, result = contest(halved, within=within, engines=("recorded",))
         examples = {call.prompts for call in result.calls if call.method == next(iter(chosen.ratios))}
-        assert (len(examples) < ENOUGH) == too_short
-        assert (chosen.choice is None) == too_short
+        assert (len(examples) < ENOUGH) == too_short and (chosen.choice is None) == too_short
         text = text_of(result)
         assert ("The time was too short for a choice" in text and "--minutes" in text) == too_short
         assert ("Plain generate() is best" not in text) and ("2.00 times" in text) == too_short
 
 
-def test_too_few_prompts_for_a_choice_are_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
-    machine(lambda name: 1.0 if name == "plain" else 0.5)
+def test_too_few_prompts_for_a_choice_are_said(contest) -> None:
     for limit, size, words in (
         (5, 1, "6 different prompts, and there are 5"),
         (8, 2, "6 different batches of 2 prompts, and there are 4"),
     ):
-        few = replace(settings, engines=("recorded",), limit=limit, batch_sizes=(size,))
-        chosen, result = contest(few, pairs)
+        chosen, result = contest(halved, engines=("recorded",), limit=limit, batch_sizes=(size,))
         assert chosen.choice is None
         assert len(result.calls) > 50 * ENOUGH, "repeats are no further prompts"
         assert f"There are too few prompts for a choice: it takes {words}" in text_of(result)
-    chosen, _ = contest(replace(settings, engines=("recorded",), limit=6), pairs)
+    chosen, _ = contest(halved, engines=("recorded",), limit=6)
     assert chosen.choice is not None, "the control"
 
 
-def test_a_race_on_too_few_examples_does_not_count(
-    settings: Settings, pairs: list[LoadedPair], machine: Install
-) -> None:
+def test_a_race_on_too_few_examples_does_not_count(contest) -> None:
     for slow, decides in ((70.0, 0), (0.25, 1)):
-        machine(lambda name, slow=slow: slow if "static" in name else 1.0 if name == "plain" else 0.5)
-        chosen, result = contest(replace(settings, engines=("recorded", "static")), pairs)
+        chosen, result = contest(
+            lambda name, slow=slow: slow if "static" in name else halved(name), engines=("recorded", "static")
+        )
         text = text_of(result)
         assert any("static" in call.method for call in result.calls)
         assert ("static" in chosen.choice) == (decides == 1)
@@ -227,9 +208,8 @@ def test_a_race_on_too_few_examples_does_not_count(
         assert tune.tried(whole(result), chosen)[0].name == chosen.choice
 
 
-def test_what_a_model_refuses_is_said(settings: Settings, pairs: list[LoadedPair], machine: Install) -> None:
-    machine(lambda name: -1.0 if "suffix" in name else 1.0)
-    chosen, _ = contest(replace(settings, engines=("recorded",)), pairs)
+def test_what_a_model_refuses_is_said(contest) -> None:
+    chosen, _ = contest(lambda name: -1.0 if "suffix" in name else 1.0, engines=("recorded",))
     refused = [note for note in chosen.notes if "refused" in note]
     assert len(refused) == 1 and all(note.endswith("refused. not with this model") for note in refused)
 
@@ -264,7 +244,7 @@ def test_every_engine_with_many_callers_has_its_command() -> None:
     assert "probabilistic" not in str(tune.server_commands("org/big", "org/draft", 5, sampling=False))
 
 
-def test_a_saved_configuration_makes_the_loaded_model_speculate(saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_saved_configuration_makes_the_loaded_model_speculate(saved_pair: tuple[Path, Path], tmp_path) -> None:
     target, draft = (AutoModelForCausalLM.from_pretrained(folder) for folder in saved_pair)
     keywords = {"generation_strategy": "speculative", "num_assistant_tokens": 3}
     shutil.copytree(saved_pair[0], tmp_path / "model")
@@ -283,7 +263,7 @@ def test_a_saved_configuration_makes_the_loaded_model_speculate(saved_pair: tupl
 
 
 @pytest.fixture(scope="module")
-def folder(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(settings: Settings, tmp_path_factory) -> Path:
     """What the script leaves of a short run on two batch sizes."""
     folder = tmp_path_factory.mktemp("out")
     run = races.Contest.run

@@ -1,7 +1,5 @@
 """Models as users bring them: their names, their prompts, their chat templates and their generation_config."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +34,7 @@ SHORT = ["--max_new_tokens", "4", "--repeats", "1"]
 
 
 @pytest.fixture(scope="module")
-def solo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def solo(tmp_path_factory) -> Path:
     """A chat model of which no draft is known, with settings of its own; to be changed by no test."""
     path = tmp_path_factory.mktemp("models") / "solo"
     model, words = llama(vocab_size=VOCABULARY, max_position_embeddings=512), tokenizer()
@@ -55,7 +53,7 @@ def pair(solo: Path) -> LoadedPair:
 
 
 @pytest.fixture
-def result(script: ModuleType, solo: Path, tmp_path: Path) -> Iterator[object]:
+def result(script: ModuleType, solo: Path, tmp_path) -> Iterator[object]:
     def run(*words: str) -> Result:
         assert script.main(["--model_name", str(solo), *SHORT, *words, "--output_dir", str(tmp_path)]) == 0
         return load(next(tmp_path.glob("*.json.gz")))
@@ -64,33 +62,28 @@ def result(script: ModuleType, solo: Path, tmp_path: Path) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "none"])
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--task benchmark --assisted_generation --prompt_lengths 60 --limit 2",
-        "--task decode --assisted_generation --prompt hello",
-        "--task subtasks --dataset embedded:qa --limit 1",
-        "--task sweep --dataset embedded:qa --limit 1 --gamma 2",
-        "--task ablation --dataset embedded:qa --limit 1",
-        "--task engines --engines eager --batch_size 1 2 --limit 2 --prompt_lengths 60 --gamma 2",
-    ],
-)
-def test_without_a_draft_model_none_is_wanted(result, line: str, drafter: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("line", [
+    "--task benchmark --assisted_generation --prompt_lengths 60 --limit 2",
+    "--task decode --assisted_generation --prompt hello",
+    "--task subtasks --dataset embedded:qa --limit 1",
+    "--task sweep --dataset embedded:qa --limit 1 --gamma 2",
+    "--task ablation --dataset embedded:qa --limit 1",
+    "--task engines --engines eager --batch_size 1 2 --limit 2 --prompt_lengths 60 --gamma 2",
+])  # fmt: skip
+def test_without_a_draft_model_none_is_wanted(result, line: str, drafter: str) -> None:
     found = result(*line.split(), "--drafter", drafter)
     assert list(found.models) == ["target"] and {method.draft for method in found.methods} == {None}
     assert any(method.keywords.get("drafter") == drafter for method in found.methods)
 
 
-def test_with_one_it_still_is(script: ModuleType, solo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_one_it_still_is(script: ModuleType, solo: Path, capsys) -> None:
     for drafter in ("model", "hybrid"):
         line = ["--model_name", str(solo), "--assisted_generation", "--drafter", drafter]
         assert script.main(line) == 1
         assert "no draft is known for the target" in capsys.readouterr().err
 
 
-def test_a_folder_with_an_embedded_models_name_wins(
-    solo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_an_embedded_models_name_wins(solo: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert names.full_name("target") == "target"
     (tmp_path / "target").symlink_to(solo)
@@ -101,7 +94,7 @@ def test_a_folder_with_an_embedded_models_name_wins(
 
 
 @pytest.mark.parametrize("task", ["benchmark", "engines"])
-def test_prompts_of_ones_own_keep_their_length(result, task: str) -> None:  # type: ignore[no-untyped-def]
+def test_prompts_of_ones_own_keep_their_length(result, task: str) -> None:
     more = ["--engines", "eager", "--drafter", "none", "--batch_size", "1", "3"] if task == "engines" else []
     found = result("--task", task, *more, "--prompt", "hello", "--prompt", "tell me a story")
     lengths = [len(tokenizer()(f"{text} yes").input_ids) for text in ("hello", "tell me a story")]
@@ -136,7 +129,7 @@ def test_passages_are_spread_over_a_chapter() -> None:
     assert "Curiouser" in prose.passage(0, 1, chapter=1) and "Curiouser" not in first
 
 
-def test_a_trimmed_head_knows_what_the_target_answers(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trimmed_head_knows_what_the_target_answers(pair: LoadedPair, monkeypatch) -> None:
     for name in ("_PROMPT", "_ANSWER"):
         monkeypatch.setattr(f"hf_specdec.bench.inputs.likely_tokens.{name}", 48)
     both = replace(pair, draft=noisy(pair.target), draft_name="x", draft_tokenizer=pair.tokenizer)
@@ -162,7 +155,7 @@ def test_templates_take_arguments(solo: Path, saved_pair: tuple[Path, Path], scr
         load_pair(Settings(model_name=str(saved_pair[0]), chat_template_kwargs={"a": 1}))
 
 
-def test_sampling_has_the_models_own_settings(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_has_the_models_own_settings(pair: LoadedPair, monkeypatch) -> None:
     prompts = benchmark_prompts(pair, (60,), 1, new_tokens=8)
     drawn = Settings(do_sample=True, max_new_tokens=8)
     greedy = timed_call(plain(pair), prompts, replace(drawn, do_sample=False)).tokens
@@ -171,14 +164,11 @@ def test_sampling_has_the_models_own_settings(pair: LoadedPair, monkeypatch: pyt
     assert timed_call(plain(pair), prompts, replace(drawn, top_k=0, temperature=9.0)).tokens != greedy
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({}, "greedy after the target's own processors (repetition_penalty 1.3, suppress_tokens of 2),"),
-        ({"do_sample": True}, "sampling (temperature 0.5, top_k 7, top_p 1, seed 0) after the target's own processors"),
-        ({"do_sample": True, "top_k": 0}, "sampling (temperature 0.5, top_k 0, top_p 1, seed 0)"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({}, "greedy after the target's own processors (repetition_penalty 1.3, suppress_tokens of 2),"),
+    ({"do_sample": True}, "sampling (temperature 0.5, top_k 7, top_p 1, seed 0) after the target's own processors"),
+    ({"do_sample": True, "top_k": 0}, "sampling (temperature 0.5, top_k 0, top_p 1, seed 0)"),
+])  # fmt: skip
 def test_reports_name_what_the_configuration_brings(pair: LoadedPair, settings: dict, words: str) -> None:
     found = new(Settings(**settings), [plain(pair)])
     assert words in heading(whole(found))

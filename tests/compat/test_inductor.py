@@ -1,7 +1,5 @@
 """C++ in the background: a code is returned before its library is there, and waits for it at its first call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,7 @@ from hf_specdec.compat.inductor import in_background
 
 
 @pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def libraries(monkeypatch) -> list[str]:
     """Libraries that doubled their input, in place of the compiler's; which were submitted, and which awaited."""
     seen: list[str] = []
 
@@ -39,18 +37,16 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_code_waits_for_its_library_at_its_first_call(libraries: list[str]) -> None:
     with in_background():
         double = CppWrapperCodeCache.load_pybinding("double")
-    assert libraries == ["double submitted"]
-    assert double(3) == 6
+    assert libraries == ["double submitted"] and double(3) == 6
     assert libraries == ["double submitted", "double awaited"]
 
 
-def test_one_processor_compiles_at_the_first_call(libraries: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_processor_compiles_at_the_first_call(libraries: list[str], monkeypatch) -> None:
     """Inductor would compile while it holds a lock that compiling waits for."""
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
     with in_background():
         double = CppWrapperCodeCache.load_pybinding("double")
-    assert libraries == []
-    assert double(3) == 6
+    assert libraries == [] and double(3) == 6
     assert libraries == ["double awaited"]
 
 
@@ -63,9 +59,7 @@ def test_outside_the_block_code_is_compiled_before_it_is_returned(libraries: lis
     assert libraries == ["double awaited"]
 
 
-def test_without_inductors_functions_it_compiles_as_inductor_does(
-    libraries: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_inductors_functions_it_compiles_as_inductor_does(libraries: list[str], monkeypatch) -> None:
     monkeypatch.delattr(AsyncCompile, "submit")
     with in_background():
         CppWrapperCodeCache.load_pybinding("double")

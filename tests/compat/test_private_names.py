@@ -1,7 +1,5 @@
 """Names that other libraries do not promise to keep are used in `compat` only."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafts and targets wrapped by PEFT: adapters are at work, and so is the cache."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch
@@ -47,7 +45,7 @@ def test_adapters_of_target_and_draft_can_be_switched_between_calls() -> None:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_one_of_several_adapters_is_chosen_for_each_call(prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_adapters_is_chosen_for_each_call(prepared: bool, monkeypatch) -> None:
     """Also where rounds are prepared for later calls, here those for CUDA graphs, uncaptured."""
     if prepared:
         monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
@@ -71,5 +69,4 @@ def test_prompt_learning_keeps_its_wrapper() -> None:
     _, draft = pair("llama")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     wrapped = peft.get_peft_model(draft, config)
-    assert without_adapter_wrapper(wrapped) is wrapped
-    assert without_adapter_wrapper(draft) is draft
+    assert without_adapter_wrapper(wrapped) is wrapped and without_adapter_wrapper(draft) is draft

@@ -1,7 +1,5 @@
 """`drafter="auto"` on simulated calls: never much slower than decoding plainly, nor than the best fixed setting."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -72,7 +70,7 @@ def test_look_ups_go_on_where_copies_pay(right: float, spans: float) -> None:
     assert world.speed(auto(), CALLS) >= 0.95 * max(world.speed(one, CALLS) for one in FIXED)
 
 
-def test_control_look_ups_without_rest_are_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_look_ups_without_rest_are_too_slow(monkeypatch) -> None:
     monkeypatch.setattr(LengthHistory, "pay_look_up", lambda self, saved: None)
     world = World(0.0, 0.0, 0.3, look_up=0.1)
     assert world.speed(auto(has_model=False), CALLS) < 0.95 * world.speed(plain, CALLS)
@@ -83,7 +81,7 @@ def test_control_look_ups_without_rest_are_too_slow(monkeypatch: pytest.MonkeyPa
     [lambda self, copied, steps: 1.0, lambda self, copied, steps: 1.0 + 10.0 * max(copied, steps)],
     ids=["time is nothing", "time is all"],
 )
-def test_control_a_choice_at_wrong_times_is_slower(seconds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_choice_at_wrong_times_is_slower(seconds, monkeypatch) -> None:
     """Copies as long as they may be, and none at all, where short ones pay."""
     world = World(0.0, 0.05, 1.0, 0.2)
     right = world.speed(auto(has_model=False), CALLS)

@@ -1,7 +1,5 @@
 """How often drafting waits for its device: once a round, unless stop rules or processors need values on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +61,7 @@ def waits_per_draft(call: dict[str, Any], family: str, rows: int, monkeypatch: p
 
 
 @pytest.fixture
-def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_on_an_accelerator(monkeypatch) -> Iterator[None]:
     chosen = drafter_choice._steps_per_sync
     monkeypatch.setattr(drafter_choice, "_steps_per_sync", lambda device, *rest: chosen(torch.device("cuda"), *rest))
     yield
@@ -74,7 +72,7 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pairwise(({}, {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9}), (1, 3), ("llama", "t5")),
 )
 def test_a_draft_of_fixed_length_waits_once(
-    family: str, rows: int, sampled: dict[str, Any], monkeypatch: pytest.MonkeyPatch, as_on_an_accelerator: None
+    family: str, rows: int, sampled: dict[str, Any], monkeypatch, as_on_an_accelerator: None
 ) -> None:
     for lookahead in (1, 8):
         assert waits_per_draft({"num_assistant_tokens": lookahead, **sampled}, family, rows, monkeypatch) == {1}
@@ -84,7 +82,7 @@ def test_a_draft_of_fixed_length_waits_once(
     ("call", "most"), [({"entropy_threshold": 0.1}, 2), ({"repetition_penalty": 1.2}, 8), ({"eta_cutoff": 0.01}, 9)]
 )
 def test_a_draft_that_may_stop_at_any_step_waits_more_often(
-    call: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch, as_on_an_accelerator: None
+    call: dict[str, Any], most: int, monkeypatch, as_on_an_accelerator: None
 ) -> None:
     """Every four steps for stop rules, and at every step for processors that read the text or check on the host."""
     # Eta sampling's check, which torch's compiler turns off for good in a process that has used it.
@@ -93,5 +91,5 @@ def test_a_draft_that_may_stop_at_any_step_waits_more_often(
     assert max(waits_per_draft(call, "llama", 1, monkeypatch)) >= most
 
 
-def test_on_a_cpu_every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_every_step_is_looked_at(monkeypatch) -> None:
     assert max(waits_per_draft({"num_assistant_tokens": 8}, "llama", 1, monkeypatch)) == 8

@@ -1,15 +1,13 @@
 """A draft on another device, simulated on the CPU: the output, and which tensors are transferred."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from helpers.distant import drafting_apart
 from helpers.families import pair, prompts
 from helpers.identity import same_as_plain
 from helpers.models import llama, noisy, resized
+from helpers.patches import drafting_apart
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -3,8 +3,6 @@
 Distributions in sampling are those of `end_to_end/test_output_distributions.py`.
 """
 
-from __future__ import annotations
-
 import random
 from copy import deepcopy
 from typing import Any
@@ -243,8 +241,7 @@ def test_a_text_longer_than_the_draft_s_context_gets_no_drafts(kind: str) -> Non
     for rows, length in ((1, 9), (2, 9), (2, 40)):
         with Passes(draft) as passes:
             out = same_as_plain(target, draft, prompts(rows, length), GREEDY, **models["tokenizers"])
-        assert (passes.count > 0) == (length == 9)
-        assert out.speculation.rounds[-1].draft_steps == 0
+        assert (passes.count > 0) == (length == 9) and out.speculation.rounds[-1].draft_steps == 0
 
 
 @pytest.mark.parametrize("kind", ["words", "pieces"])
@@ -285,7 +282,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("family", ["llama", "Lfm2"])
-def test_texts_grow_beyond_what_was_reserved_for_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_grow_beyond_what_was_reserved_for_them(family: str, monkeypatch) -> None:
     """Also where rows read on into the columns after their text."""
     monkeypatch.setattr(other_tokenizer, "GROWTH", 1)
     models = strangers("pieces")
@@ -312,8 +309,7 @@ def test_the_draft_stays_as_it_was_and_its_own_generate_is_not_called() -> None:
     with pytest.MonkeyPatch.context() as patch:  # ends before the plug-in is disabled, which looks for its wrapper
         patch.setattr(GenerationMixin, "generate", lambda self, **k: (called.append(self), generate(self, **k))[1])
         target.generate(**prompts(1), **GREEDY, assistant_model=draft, **SPECULATIVE, **models["tokenizers"])
-    assert called == [target] and parts() == before
-    assert last_speculation(target).accepted > 0
+    assert called == [target] and parts() == before and last_speculation(target).accepted > 0
 
 
 @pytest.mark.parametrize("kind", ["words", "pieces"])

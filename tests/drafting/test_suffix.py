@@ -1,14 +1,12 @@
 """Drafting by copies: what is copied and how far, and how copies and a model share a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers.copies import copy_wherever_possible
 from helpers.families import EOS, VOCABULARY, pair, prompts, repetitive
 from helpers.models import Passes
+from helpers.patches import copy_wherever_possible
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -41,8 +39,7 @@ def test_the_longest_match_goes_first_then_the_most_frequent_then_the_latest(mon
     assert copied(drafter(), [1, 2, 3, 9, 2, 3, 7, 5, 6, 1, 2, 3]) == [[9, 2, 3, 7]]
     assert copied(drafter(2), [5, 3, 9, 8, 5, 3, 7, 8, 5, 3, 9, 6, 5, 3]) == [[9, 6]]
     assert copied(drafter(2), [5, 3, 9, 8, 5, 3, 7, 8, 6, 5, 3]) == [[7, 8]]
-    assert copied(drafter(), [1, 2, 3]) == [[]]
-    assert copied(drafter(3), [3, 3]) == [[3, 3, 3]]
+    assert copied(drafter(), [1, 2, 3]) == [[]] and copied(drafter(3), [3, 3]) == [[3, 3, 3]]
 
 
 def test_the_encoder_s_input_and_other_rows_are_looked_up_too(monkeypatch) -> None:
@@ -135,7 +132,6 @@ def test_auto_stands_for_what_a_call_has() -> None:
     for given in (None, draft):
         decoding = SpeculativeDecoding(given, drafter="auto")
         assert torch.equal(generate(target, repetitive(2), decoding), generate(target, repetitive(2), None))
-        assert decoding.stats is not None
         assert (sum(r.draft_steps for r in decoding.stats.rounds) > 0) == (given is not None)
 
 
@@ -189,7 +185,6 @@ def test_a_hybrid_drafts_by_model_only_where_copies_bring_less(monkeypatch) -> N
     decoding = SpeculativeDecoding(draft, drafter="hybrid", num_assistant_tokens=4)
     with Passes(draft) as passes:
         generate(target, repetitive(1), decoding, max_new_tokens=60, eos_token_id=None)
-    assert decoding.stats is not None
     rounds = decoding.stats.rounds
     assert passes.count == sum(r.draft_steps for r in rounds)
     looked_up = [r for r in rounds if r.draft_steps == 0 and r.drafted[0] > 0]
@@ -204,8 +199,7 @@ def test_the_part_works_in_transformers_own_loop(monkeypatch) -> None:
     monkeypatch.setattr(target, "_get_candidate_generator", lambda **_: made, raising=False)
     with Passes(target) as passes:
         output = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, prompt_lookup_num_tokens=4)
-    assert torch.equal(output, plain)
-    assert passes.count < NEW_TOKENS
+    assert torch.equal(output, plain) and passes.count < NEW_TOKENS
 
 
 class Drafts(BaseDrafter):

@@ -1,7 +1,5 @@
 """The embedded corpus and models: splits, prompt lengths, sizes, quality, a resumable trainer."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys
@@ -106,8 +104,7 @@ def test_prompts_have_exactly_the_wanted_length(tokenizer, length, encoder):
         example = embedded.examples(subtask, n=1)[0]
         ids = embedded.prompt_ids(tokenizer, example, length, encoder=encoder)
         plain = embedded.prompt_ids(tokenizer, example, encoder=encoder)
-        assert len(ids) == length
-        assert ids.count(tokenizer.bos_token_id) == 1
+        assert len(ids) == length and ids.count(tokenizer.bos_token_id) == 1
         assert ids[0] == tokenizer.bos_token_id
         kept = min(length, len(plain)) - 1
         assert ids[-kept:] == plain[-kept:]
@@ -125,8 +122,7 @@ def test_rendered_text_tokenizes_to_the_prompt_and_matches_the_chat_template(tok
         {"role": "user", "content": example.turns[1]},
     ]
     templated = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    assert templated["input_ids"] == ids
-    assert tokenizer.decode(ids) == tokenizer.bos_token + text
+    assert templated["input_ids"] == ids and tokenizer.decode(ids) == tokenizer.bos_token + text
 
 
 # The models
@@ -134,22 +130,19 @@ def test_rendered_text_tokenizes_to_the_prompt_and_matches_the_chat_template(tok
 
 def test_models_are_small_enough_and_drafts_much_smaller(models):
     sizes = [path.stat().st_size for path in embedded.MODELS_DIR.rglob("*.safetensors")]
-    assert len(sizes) == 6
-    assert sum(sizes) <= 24e6
+    assert len(sizes) == 6 and sum(sizes) <= 24e6
     layers = {
         name: sum(p.numel() for key, p in model.named_parameters() if ".layers." in key or ".block." in key)
         for name, model in models.items()
     }
-    assert layers["target"] >= 8 * layers["draft"]
-    assert layers["t5-target"] >= 8 * layers["t5-draft"]
+    assert layers["target"] >= 8 * layers["draft"] and layers["t5-target"] >= 8 * layers["t5-draft"]
     assert layers["draft-small"] < layers["draft"] < layers["draft-large"] < layers["target"]
 
 
 def test_models_share_the_tokenizer_and_its_special_ids(models, tokenizer):
     for name, model in models.items():
         other = AutoTokenizer.from_pretrained(embedded.model_path(name))
-        assert other.get_vocab() == tokenizer.get_vocab()
-        assert other.padding_side == "left"
+        assert other.get_vocab() == tokenizer.get_vocab() and other.padding_side == "left"
         config = model.generation_config
         assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
         assert (other.pad_token_id, other.bos_token_id, other.eos_token_id) == (0, 1, 2)
@@ -203,8 +196,7 @@ def test_whole_rows_hold_no_answer_without_its_text(tokenizer):
         begins = all(text.startswith(f"{tokenizer.bos_token}<|user|>") for text in texts)
         return begins and all(int(labels[-1]) in known for labels in batch.labels)
 
-    assert are_whole(whole_batch)
-    assert not are_whole(packed_batch)
+    assert are_whole(whole_batch) and not are_whole(packed_batch)
 
 
 def test_t5_reads_whole_questions_also_behind_solved_examples(tokenizer):
@@ -235,8 +227,7 @@ def test_a_killed_training_resumes_to_the_same_weights(tokenizer, tmp_path, enco
     if killed_in == "micro":
         train("micro", recipe, tokenizer, tmp_path / "killed", stop_after=1)
     resumed, its_record = train("micro", recipe, tokenizer, tmp_path / "killed")
-    assert its_record["steps"] == record["steps"] == 2
-    assert its_record["tokens"] == record["tokens"]
+    assert its_record["steps"] == record["steps"] == 2 and its_record["tokens"] == record["tokens"]
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
 

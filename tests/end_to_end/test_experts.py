@@ -1,7 +1,5 @@
 """Mixtures of experts: greedy speculation gives plain `generate`'s tokens."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,12 +8,11 @@ import pytest
 import torch
 import transformers
 from helpers.families import prompts
-from helpers.identity import same_as_plain
-from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.identity import same_as_plain, speculated
+from helpers.patches import interpret_compiled_steps
 from helpers.recurrent_families import ATTENTION, COMMON, noisy
 from transformers import PreTrainedModel
 
-import hf_specdec
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.engine_store import kept_engines
 
@@ -87,7 +84,7 @@ ROUTED = [("Qwen2Moe", engine, 3) for engine in ENGINES] + [
 
 @pytest.mark.parametrize(("family", "engine", "rows"), ROUTED)
 def test_router_logits_that_a_configuration_asks_for_are_not_computed(
-    family: str, engine: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    family: str, engine: str, rows: int, monkeypatch
 ) -> None:
     """Plain `generate` computes them, and a loss that takes the mask for padding, and drops both."""
     target, call = mixture(family), {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
@@ -112,8 +109,7 @@ def test_router_logits_that_a_configuration_asks_for_are_not_computed(
             model.register_forward_hook(lambda *args: seen.extend((args[-1].router_logits, args[-1].hidden_states)))
     settings = {"num_assistant_tokens": 3, **ENGINES[engine]}
     call |= {"return_dict_in_generate": True, "output_hidden_states": False}
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        out = target.generate(**prompts(rows), **call, **settings)
+    out = speculated(target, draft, **prompts(rows), **call, **settings)
     assert torch.equal(out.sequences, plain) and 0 < out.speculation.acceptance_rate < 1
     assert not any(seen) and (len(seen) > 4) == (engine not in PREPARED)
     kept = (*kept_engines(target, compile=True), *kept_engines(target, compile=False))

@@ -1,7 +1,5 @@
 """Gemma 4's assistants, which read the target's keys: its text and distribution, and the proposals of transformers."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -9,16 +7,13 @@ import pytest
 import torch
 import transformers
 from helpers import sampled_outputs
-from helpers.identity import same_as_plain
+from helpers.identity import same_as_plain, speculated
 from helpers.models import llama, prompts
-from helpers.own_drafters import PAD, VOCABULARY, target_and_assistant
+from helpers.own_drafters import PAD, VOCABULARY, proposals_by_length, target_and_assistant, texts
 from packaging.version import Version
-from torch import Tensor
 from transformers.generation import candidate_generator
 
 import hf_specdec
-from hf_specdec.drafting.drafter import DraftProposal
-from hf_specdec.drafting.own_drafter import OwnDrafter
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "Gemma4AssistantForCausalLM"), reason="newer versions of transformers have assistants"
@@ -32,16 +27,8 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
+def pair(monkeypatch) -> Any:
     return target_and_assistant(monkeypatch)
-
-
-def texts(rows: int, seed: int = 0) -> dict[str, Tensor]:
-    ids = torch.randint(2, VOCABULARY, (rows, 9), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    if rows > 1:
-        ids[1, :3], mask[1, :3] = PAD, 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -80,9 +67,8 @@ def test_proposals_are_those_of_transformers(cut: bool, rows_cache: bool, monkey
     """Whose generator leaves the keys of the first rejected draft in place; where these are cut there, too."""
     target, draft = target_and_assistant(monkeypatch, window=64)
     theirs: dict[int, list[int]] = {}
-    ours: dict[int, list[int]] = {}
     generator = candidate_generator.SinglePositionMultiTokenCandidateGenerator
-    get, propose = generator.get_candidates, OwnDrafter.propose
+    get = generator.get_candidates
     named = inspect.signature(get)
 
     def get_candidates(*args: Any, **kwargs: Any) -> Any:
@@ -96,23 +82,15 @@ def test_proposals_are_those_of_transformers(cut: bool, rows_cache: bool, monkey
             theirs[length] = found[0][0, length:].tolist()
         return found
 
-    def proposed(self: Any, ids: Tensor, lengths: Any, room: Any) -> DraftProposal:
-        made = propose(self, ids, lengths, room)
-        if made.lengths[0]:
-            ours[lengths[0]] = made.tokens[0, : made.lengths[0]].tolist()
-        return made
-
     monkeypatch.setattr(generator, "get_candidates", get_candidates)
-    monkeypatch.setattr(OwnDrafter, "propose", proposed)
+    ours = proposals_by_length(monkeypatch)
     if not rows_cache:
         monkeypatch.setattr("hf_specdec.generation.supports_recorded_row", lambda *_: False)
     draft.generation_config.num_assistant_tokens = 3
     plain = target.generate(**texts(1), **GREEDY, assistant_model=draft)
-    with hf_specdec.enable(target, generation_strategy="speculative"):
-        assert torch.equal(target.generate(**texts(1), **GREEDY, assistant_model=draft), plain)
+    assert torch.equal(speculated(target, None, **texts(1), **GREEDY, assistant_model=draft), plain)
     both = [{n: tokens for n, tokens in made.items() if n < plain.shape[1] - 3} for made in (theirs, ours)]
-    assert (both[0] == both[1]) == cut
-    assert min(map(len, both)) > 3
+    assert (both[0] == both[1]) == cut and min(map(len, both)) > 3
 
 
 def test_outputs_are_distributed_as_the_targets_own(monkeypatch) -> None:
@@ -131,7 +109,7 @@ def test_outputs_are_distributed_as_the_targets_own(monkeypatch) -> None:
 
 def test_targets_without_such_keys_are_refused(pair) -> None:
     model = llama()
-    with hf_specdec.enable(model, generation_strategy="speculative"), pytest.raises(ValueError) as error:
-        model.generate(**prompts(1), max_new_tokens=4, assistant_model=pair[1])
+    with pytest.raises(ValueError) as error:
+        speculated(model, None, **prompts(1), max_new_tokens=4, assistant_model=pair[1])
     assert "assistant_model=Gemma4AssistantForCausalLM" in str(error.value)
     assert "model=LlamaForCausalLM has 0 such layers" in str(error.value)

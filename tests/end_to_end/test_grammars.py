@@ -59,17 +59,13 @@ def compiled(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def inputs(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Tensor]:
     questions = [
-        "Who owns the lamp?",
-        "Describe the owner of the yellow carpet.",
-        "Who is it?",
-        "Name and age, please.",
-    ]
+        "Who owns the lamp?", "Describe the owner of the yellow carpet.", "Who is it?", "Name and age, please.",
+    ]  # fmt: skip
     return dict(tokenizer(questions[:rows], padding=True, padding_side="left", return_tensors="pt"))
 
 
 @pytest.mark.parametrize(
-    ("drafter", "kind", "rows"),
-    pairwise(("none", "suffix", "model", "hybrid"), (hf.LogitsProcessor, Grammar), (1, 4)),
+    ("drafter", "kind", "rows"), pairwise(("none", "suffix", "model", "hybrid"), (hf.LogitsProcessor, Grammar), (1, 4))
 )
 def test_greedy_tokens_are_plain_s(pair, tokenizer, compiled, rows: int, kind: type, drafter: str) -> None:
     call = {**inputs(tokenizer, rows), "do_sample": False, "max_new_tokens": 32}
@@ -81,7 +77,6 @@ def test_greedy_tokens_are_plain_s(pair, tokenizer, compiled, rows: int, kind: t
     assert torch.equal(output, expected)
     new = output[:, call["input_ids"].shape[1] :]
     assert all(re.fullmatch(RECORD, text) for text in tokenizer.batch_decode(new, skip_special_tokens=True))
-    assert decoding.stats is not None
     if kind is Grammar and drafter == "model":
         assert decoding.stats.acceptance_rate > 0.2 and decoding.stats.tokens_per_round > 1.3
 

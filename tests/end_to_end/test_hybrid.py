@@ -1,9 +1,8 @@
 """Models with recurrent layers, as target and as draft: greedy speculation gives plain `generate`'s tokens."""
 
-from __future__ import annotations
-
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from threading import Barrier, Thread
 from types import SimpleNamespace
@@ -11,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.copies import copy_wherever_possible
-from helpers.distributions import FALSE_FAILURE, odds
+from helpers.distributions import FALSE_FAILURE, chi_square_odds, replayed, sampled
 from helpers.families import pair, prompts
+from helpers.identity import speculated
 from helpers.models import EOS as TOY_EOS
 from helpers.models import PAD as TOY_PAD
 from helpers.models import Passes
 from helpers.pairwise import pairwise
+from helpers.patches import copy_wherever_possible, noted
 from helpers.recurrent_families import FAMILIES, model, noisy
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TemperatureLogitsWarper
 
 import hf_specdec
-from hf_specdec import SpeculativeDecoding
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.models import recorded_passes, recurrences, recurrent_states
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
@@ -53,8 +52,8 @@ def check_identity(
     if plain is None:
         plain = target.generate(**call)
     settings = {"generation_strategy": "speculative", **settings, **(instead or {})}
-    with hf_specdec.enable(target, assistant_model=draft), Passes(target) as passes:
-        out = target.generate(**{**call, "return_dict_in_generate": True, **settings})
+    with Passes(target) as passes:
+        out = speculated(target, draft, **{**call, "return_dict_in_generate": True, **settings})
     assert torch.equal(out.sequences, plain)
     if draft is not target:
         assert passes.count == len(out.speculation.rounds), "one target pass a round, for the whole batch"
@@ -81,7 +80,7 @@ def situations() -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *UNEVEN])
-def test_greedy_tokens_are_those_of_plain_generate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_tokens_are_those_of_plain_generate(family: str, monkeypatch) -> None:
     """Where look-up drafts, the draft model's rows fall behind by different numbers of tokens."""
     copy_wherever_possible(monkeypatch)
     recurrent, attention = model(family), pair("llama")[0]
@@ -160,10 +159,8 @@ def test_a_cache_whose_rows_ended_far_apart_is_returned_empty() -> None:
     inputs = prompts(4)
     plain = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
     settings = {"do_sample": False, "eos_token_id": int(plain[0, 12]), "return_dict_in_generate": True}
-    with hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"):
-        out = target.generate(**inputs, **settings, max_new_tokens=NEW_TOKENS)
-    assert cache_of(out).get_seq_length() == 0
-    assert not cache_of(out).has_previous_state()
+    out = speculated(target, noisy(target), **inputs, **settings, max_new_tokens=NEW_TOKENS)
+    assert cache_of(out).get_seq_length() == 0 and not cache_of(out).has_previous_state()
 
 
 def test_a_call_that_breaks_off_leaves_a_cache_that_can_be_used() -> None:
@@ -179,25 +176,16 @@ def test_a_call_that_breaks_off_leaves_a_cache_that_can_be_used() -> None:
             raise KeyboardInterrupt
 
     last = target.model.layers[-1].register_forward_pre_hook(broken)
-    with (
-        hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        target.generate(begun.sequences, **settings, max_new_tokens=16, **{CACHE_NAME: cache})
+    with pytest.raises(KeyboardInterrupt):
+        speculated(target, noisy(target), begun.sequences, **settings, max_new_tokens=16, **{CACHE_NAME: cache})
     last.remove()
     assert torch.equal(target.generate(begun.sequences, **settings, max_new_tokens=16, **{CACHE_NAME: cache}), whole)
 
 
 @pytest.mark.parametrize("lookahead", [1, 4])
-def test_as_many_states_are_kept_as_documented(lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_states_are_kept_as_documented(lookahead: int, monkeypatch) -> None:
     """The one before a pass over γ+1 tokens and those after each of them; not more for the draft."""
-    forget, kept = recurrent_states.RecurrentStates.forget, []
-
-    def counted(self: Any, *args: Any) -> None:
-        kept.append(max(len(states) for states in self._kept))
-        forget(self, *args)
-
-    monkeypatch.setattr(recurrent_states.RecurrentStates, "forget", counted)
+    kept = noted(monkeypatch, recurrent_states.RecurrentStates, "forget", lambda self, *_: max(map(len, self._kept)))
     target = model("Qwen3_5Text")
     check_identity(target, noisy(target), num_assistant_tokens=lookahead)
     assert max(kept[2:]) == lookahead + 2
@@ -216,7 +204,7 @@ def test_a_recurrent_draft_makes_one_more_pass_where_only_some_rows_accepted_all
 
 
 @pytest.mark.filterwarnings("ignore:.*not needed here")
-def test_passes_are_neither_recorded_nor_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_neither_recorded_nor_compiled(monkeypatch) -> None:
     begun: list[str] = []
 
     def begin(*_: Any, **__: Any) -> None:
@@ -244,10 +232,15 @@ def test_without_a_cache() -> None:
 def test_samples_are_distributed_as_the_target_s_own() -> None:
     tiny = {"vocab_size": 5, "eos_token_id": TOY_EOS, "pad_token_id": TOY_PAD, "bos_token_id": None}
     target = model("FalconH1", dtype=torch.float32, **tiny)
-    decoding = SpeculativeDecoding(noisy(target, 0.4), num_assistant_tokens=2)
-    assert min(odds((target, decoding.assistant_model), decoding)) > FALSE_FAILURE
-    assert decoding.stats is not None
-    assert 0.1 < decoding.stats.acceptance_rate < 0.95
+    prompt, rows, calls = torch.tensor([[2, 3, 4, 2, 4, 3]]), 400, 5
+    found = sampled((target, noisy(target, 0.4)), prompt, _as_they_are, rows, calls, num_assistant_tokens=2)
+    counts = Counter(map(tuple, found.flatten(0, 1).tolist()))
+    assert chi_square_odds(counts, replayed(target, prompt, _as_they_are), rows * calls) > FALSE_FAILURE
+    assert 0.1 < hf_specdec.last_speculation(target).acceptance_rate < 0.95
+
+
+def _as_they_are(target: PreTrainedModel) -> TemperatureLogitsWarper:
+    return TemperatureLogitsWarper(1.0)
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5Text", "Jamba"])

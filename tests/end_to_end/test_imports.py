@@ -1,7 +1,5 @@
 """What importing the package loads and changes, seen in a process of its own, as this one has loaded everything."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -74,5 +72,4 @@ def test_scores_do_not_wait_for_evaluate(facts: dict[str, Any]) -> None:
 def test_engines_are_measured_without_the_packages_of_the_other_tasks(facts: dict[str, Any]) -> None:
     line, busy = facts["without"]
     assert line.count("\n") == 1 and "pandas and scipy and tabulate not installed" in line
-    assert "hf_specdec[bench]" in line
-    assert busy is None
+    assert "hf_specdec[bench]" in line and busy is None

@@ -1,9 +1,7 @@
 """Targets that read pictures: greedy speculation gives plain `generate`'s tokens."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.identity import same_as_plain
+from helpers.identity import same_as_plain, speculated
+from helpers.patches import returned
 from helpers.recurrent_families import noisy
 from torch import Tensor
 from transformers import (
@@ -30,26 +29,16 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 
-import hf_specdec
 from hf_specdec import SpeculativeDecoding
-from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.models import dynamic_runner
 
 PICTURE, START, END = 40, 42, 43
 TEXT: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -177,7 +166,7 @@ def test_pictures_reach_the_first_pass_and_positions_go_on_after_them(kind: str,
 
 
 @pytest.mark.parametrize("kind", ["qwen2-vl", "qwen2.5-vl"])
-def test_control_positions_counted_by_tokens_give_another_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_positions_counted_by_tokens_give_another_text(kind: str, monkeypatch) -> None:
     """A picture of four places takes two positions, so that text behind it has lower ones than its place says."""
 
     def by_tokens(positions: Tensor, total: int) -> Tensor:
@@ -232,7 +221,7 @@ def test_a_draft_of_the_same_kind_looks_at_the_picture_itself() -> None:
     assert _speculate(target, blind, inputs).speculation.acceptance_rate < 1.0
 
 
-def test_a_text_only_draft_reads_the_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_only_draft_reads_the_text_alone(monkeypatch) -> None:
     """It drafts what it would write after each row's text without placeholders, which alone fits into its context."""
     target = _made("llava", 1)[0]
     draft = _ready(LlamaForCausalLM(LlamaConfig(**{**TEXT, "max_position_embeddings": 28})))
@@ -241,15 +230,12 @@ def test_a_text_only_draft_reads_the_text_alone(monkeypatch: pytest.MonkeyPatch)
     mask = torch.tensor([[1] * 17, [0] * 7 + [1] * 10])
     pictures = torch.randn(3, 3, 8, 8, dtype=torch.float64)
     inputs = {"input_ids": torch.tensor(rows), "attention_mask": mask, "pixel_values": pictures}
-    rounds = []
-
-    def kept(self: ModelDrafter, ids: Tensor, lengths: Sequence[int], room: Sequence[int]) -> DraftProposal:
-        made = propose(self, ids, lengths, room)
-        rounds.append(([row[:n].tolist() for row, n in zip(ids, lengths, strict=True)], made))
-        return made
-
-    propose = ModelDrafter.propose
-    monkeypatch.setattr(ModelDrafter, "propose", kept)
+    rounds = returned(
+        monkeypatch,
+        ModelDrafter,
+        "propose",
+        lambda made, self, ids, lengths, room: ([row[:n].tolist() for row, n in zip(ids, lengths, strict=True)], made),
+    )
     _speculate(target, draft, inputs)
     longest = 0
     for texts, made in rounds:
@@ -265,10 +251,9 @@ def test_a_text_only_draft_reads_the_text_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_returned_sequences_share_a_picture() -> None:
     target, inputs = _made("llava", 2)
-    with hf_specdec.enable(target, generation_strategy="speculative", assistant_model=target):
-        out = target.generate(
-            **inputs, max_new_tokens=8, do_sample=True, num_return_sequences=2, return_dict_in_generate=True
-        )
+    out = speculated(
+        target, target, **inputs, max_new_tokens=8, do_sample=True, num_return_sequences=2, return_dict_in_generate=True
+    )
     assert out.sequences.shape[0] == 4
     assert out.speculation.acceptance_rate > 0.99, "its draft, the target itself, saw the same pictures"
 

@@ -1,14 +1,15 @@
-"""Pairs that differ in vocabulary or dtype, and calls that continue a cache: plain `generate`'s tokens."""
-
-from __future__ import annotations
+"""Pairs that differ in vocabulary or dtype or are quantized, and calls that continue a cache: plain tokens."""
 
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from helpers import families
+from helpers.identity import same_as_plain
 from helpers.models import PAD, encoder_prompts, noisy, prompts, resized, t5
 from helpers.pairwise import pairwise
+from optimum.quanto import freeze, qint4, qint8, qtype, quantize
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from hf_specdec import last_speculation
+from hf_specdec.bench.models.precision import unpack_without_compiler
 from hf_specdec.drafting.model_drafter import align_vocabulary
 from hf_specdec.models.cache_names import CACHE_NAME
 
@@ -35,8 +37,7 @@ def both(pair: tuple[PreTrainedModel, PreTrainedModel], **call: Any) -> tuple[Te
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rows", "settings"),
-    pairwise(((72, 64), (64, 72), (72, 60)), (1, 4), ({}, {"repetition_penalty": 1.4})),
+    ("sizes", "rows", "settings"), pairwise(((72, 64), (64, 72), (72, 60)), (1, 4), ({}, {"repetition_penalty": 1.4}))
 )
 def test_padded_vocabularies_of_other_sizes(pair, rows: int, sizes: tuple[int, int], settings: dict) -> None:
     """Also where the target really uses tokens that the draft does not have."""
@@ -138,3 +139,21 @@ def test_drafts_are_as_long_as_asked_for_where_positions_are_unlimited(lookahead
     out = target.generate(**call, assistant_model=target, **settings, return_dict_in_generate=True)
     assert max(max(drafts.drafted) for drafts in out.speculation.rounds) == lookahead
     assert torch.equal(out.sequences, target.generate(**call))
+
+
+@pytest.mark.parametrize(
+    ("weights", "quantized", "batch_size"), pairwise((qint8, qint4), ("target", "draft", "both"), (1, 4))
+)
+def test_weights_of_eight_and_four_bits(weights: qtype, quantized: str, batch_size: int) -> None:
+    unpack_without_compiler()
+    target, draft = families.pair("llama", noise=0.05, dtype=torch.float32)
+    full = deepcopy(target)
+    for name, model in {"target": target, "draft": draft}.items():
+        if quantized in (name, "both"):
+            quantize(model, weights=weights)
+            freeze(model)
+    inputs, settings = families.prompts(batch_size), {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    out = same_as_plain(target, draft, inputs, settings)
+    assert 0 < out.speculation.acceptance_rate < 1
+    logits = [model(**inputs).logits for model in (target, full)]
+    assert torch.equal(*logits) is (quantized == "draft"), "the weights are those of fewer bits"

@@ -1,7 +1,5 @@
 """The plug-in: what `enable` changes, what it doesn't, and that undoing it leaves no trace."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
@@ -17,9 +15,8 @@ from weakref import ref
 
 import pytest
 import torch
-from helpers.copies import copy_wherever_possible
-from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.models import EOS, PAD, Passes, llama, noisy, prompts
+from helpers.patches import copy_wherever_possible, interpret_compiled_steps
 from helpers.streamer import Streamer
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -65,8 +62,7 @@ def test_disable_restores_the_very_original(pair) -> None:
     hf_specdec.enable(target, assistant_model=draft, generation_strategy="bild")
     assert GenerationMixin.generate is not ORIGINAL and speculates(target)
     hf_specdec.disable(target)
-    assert GenerationMixin.generate is ORIGINAL
-    assert set(vars(target)) == attributes
+    assert GenerationMixin.generate is ORIGINAL and set(vars(target)) == attributes
     with pytest.raises((ValueError, TypeError), match="generation_strategy"):
         target.generate(**prompts(1), **GREEDY, **SPECULATIVE)
 
@@ -110,8 +106,7 @@ def test_a_wrapper_of_somebody_else_survives(pair, monkeypatch) -> None:
         patch.setattr(GenerationMixin, "generate", wrapper)
         with hf_specdec.enable():
             assert speculates(pair[0], assistant_model=pair[1], **SPECULATIVE)
-        assert calls == ["wrapped"]
-        assert GenerationMixin.generate is wrapper
+        assert calls == ["wrapped"] and GenerationMixin.generate is wrapper
     assert GenerationMixin.generate is ORIGINAL
 
 
@@ -122,8 +117,7 @@ def test_a_wrapper_put_on_top_of_ours_survives(pair) -> None:
             beneath = GenerationMixin.generate
             GenerationMixin.generate = lambda self, *args, **kwargs: beneath(self, *args, **kwargs)
             on_top = GenerationMixin.generate
-        assert GenerationMixin.generate is on_top
-        assert speculates(pair[0]) is None
+        assert GenerationMixin.generate is on_top and speculates(pair[0]) is None
         with hf_specdec.enable():
             assert speculates(pair[0], assistant_model=pair[1], **SPECULATIVE)
         assert GenerationMixin.generate is on_top
@@ -154,17 +148,10 @@ def test_an_enabled_model_can_be_freed() -> None:
         assert GenerationMixin.generate is not ORIGINAL
 
 
-@pytest.mark.parametrize(
-    ("drafts", "how"),
-    [
-        ("a model", "recorded"),
-        ("the target", "recorded"),
-        ("a model", "compiled"),
-        ("the target", "static"),
-        ("a model", "auto"),
-        ("a model", "hybrid"),
-    ],
-)
+@pytest.mark.parametrize(("drafts", "how"), [
+    ("a model", "recorded"), ("the target", "recorded"), ("a model", "compiled"), ("the target", "static"),
+    ("a model", "auto"), ("a model", "hybrid"),
+])  # fmt: skip
 def test_a_draft_is_freed_with_its_target(drafts: str, how: str, monkeypatch) -> None:
     """Though `enable` was never undone, and its handle is still there."""
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
@@ -223,7 +210,6 @@ def test_threads_enable_at_the_same_time() -> None:
 
 
 def longest(stats: SpeculationStats | None) -> int:
-    assert stats is not None
     return max(max(r.drafted) for r in stats.rounds)
 
 
@@ -304,7 +290,7 @@ def test_a_schedule_of_the_draft_that_is_not_followed_is_named(pair) -> None:
             speculates(target, **call)
 
 
-def test_defaults_in_generation_config_survive_save_and_load(pair, tmp_path: Path) -> None:
+def test_defaults_in_generation_config_survive_save_and_load(pair, tmp_path) -> None:
     """`enable` and its calls change nothing of what is saved."""
     target, draft = pair
     settings = {"generation_strategy": "bild", "fallback_threshold": 0.0, "num_assistant_tokens": 2}
@@ -328,8 +314,7 @@ def test_none_opts_out(pair) -> None:
         with Passes(draft) as passes:
             assert speculates(target, generation_strategy=None) is None
             assert torch.equal(target.generate(**prompts(1), **GREEDY, generation_strategy=None), plain)
-        assert passes.count == 0
-        assert speculates(target)
+        assert passes.count == 0 and speculates(target)
 
 
 def test_transformers_own_assisted_generation_is_as_if_the_package_were_not_there(pair) -> None:

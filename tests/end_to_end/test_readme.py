@@ -1,9 +1,6 @@
 """The documents tell the truth: code and commands run, links and names lead somewhere, figures are in the results."""
 
-from __future__ import annotations
-
 import ast
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -11,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.script import load_script
 from transformers import GenerationConfig
 
 import hf_specdec
@@ -40,12 +38,9 @@ def read(name: str) -> str:
 
 
 DOCUMENTS = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "results/README.md",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/README.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
-)
+)  # fmt: skip
 
 
 def links(name: str) -> list[str]:
@@ -56,7 +51,7 @@ def links(name: str) -> list[str]:
     return [str((folder / target).resolve().relative_to(ROOT.resolve())) for target in local if target]
 
 
-def test_the_quick_start_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quick_start_prints_what_the_readme_shows(capsys) -> None:
     """The first example runs with other names of models, the second as it stands."""
     blocks = re.findall(r"```(\w*)\n(.*?)```", read("README.md"), flags=re.DOTALL)
     known, offline = (text for language, text in blocks if language == "python")
@@ -93,10 +88,7 @@ def test_links_lead_to_tracked_files() -> None:
 
 def test_commands_exist() -> None:
     """Commands of `make` are targets; the script's command lines parse."""
-    spec = importlib.util.spec_from_file_location("assisted_generation", ROOT / "scripts" / "assisted_generation.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script()
     parsers = [task.parser() for task in TASKS.values()]
     options = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     targets = re.findall(r"^([\w-]+):", read("Makefile"), flags=re.MULTILINE)
@@ -141,8 +133,7 @@ def test_requirements_are_those_of_setup() -> None:
     stated = re.search(r"Python ([\d.]+), torch ([\d.]+) and transformers ([\d.]+)", read("README.md"))
     assert stated
     python, torch, transformers = stated.groups()
-    assert f'python_requires=">={python}"' in setup
-    assert f'"torch>={torch}"' in setup
+    assert f'python_requires=">={python}"' in setup and f'"torch>={torch}"' in setup
     assert f'"transformers>={transformers},' in setup
     for package, (first, end) in VERSIONS.items():
         assert f'"{package.__name__}>={first}{f",<{end}" if end else ""}"' in setup
@@ -170,7 +161,7 @@ def test_figures_are_those_of_the_results() -> None:
         assert found and any(found <= figures(line) for line in report), row
 
 
-def test_parts_taken_from_results_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_taken_from_results_are_up_to_date(monkeypatch) -> None:
     monkeypatch.setattr(bootstrap, "RESAMPLES", 2000)  # tests of bench in the same process take fewer
     suffix = results.SUFFIX
     texts = read("README.md") + read("results/README.md")

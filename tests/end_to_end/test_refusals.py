@@ -1,7 +1,5 @@
 """What is not supported is refused before the first decoder pass, with the argument, its value and the way out."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator
@@ -105,16 +103,13 @@ def test_numbers_of_numpy_are_numbers(pair) -> None:
     assert numbers == (3, 0.5, 0) and [type(number) for number in numbers] == [int, float, int]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"fallback_threshold": 0, "rollback_threshold": 0},
-        {"fallback_threshold": 1.0, "rollback_threshold": math.inf, "num_assistant_tokens": 1},
-        {"strategy": "lenient", "lenience": 0},
-        {"strategy": "typical", "posterior_threshold": 0},
-        {"strategy": "ensemble", "assistant_ensemble_weight": 0},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"fallback_threshold": 0, "rollback_threshold": 0},
+    {"fallback_threshold": 1.0, "rollback_threshold": math.inf, "num_assistant_tokens": 1},
+    {"strategy": "lenient", "lenience": 0},
+    {"strategy": "typical", "posterior_threshold": 0},
+    {"strategy": "ensemble", "assistant_ensemble_weight": 0},
+])  # fmt: skip
 def test_the_limits_themselves_are_values(pair, settings: dict[str, Any]) -> None:
     """Control: 0 is never "unset"."""
     config = SpeculationConfig(**{"strategy": "bild", **settings})
@@ -299,7 +294,7 @@ def test_models_and_caches_that_can_not_speculate(pair, cases: Callable[..., Ite
         refused(target, draft, *words, **call)
 
 
-def test_models_whose_weights_are_split_among_processes(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_whose_weights_are_split_among_processes(pair, monkeypatch) -> None:
     """Processes that hold all the weights decode on their own."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *group: 2)
@@ -344,15 +339,12 @@ def test_after_the_last_disable_continuous_batching_is_transformers_own() -> Non
     assert "init_continuous_batching" not in vars(GenerationMixin)
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "wanted"),
-    [
-        ("transformers", "4.57.6", "transformers>=5.17,<6"),
-        ("transformers", "5.16.9", "transformers>=5.17,<6"),
-        ("transformers", "6.0.0.dev0", "transformers>=5.17,<6"),
-        ("torch", "2.5.1+cu124", "torch>=2.6"),
-    ],
-)
+@pytest.mark.parametrize(("package", "version", "wanted"), [
+    ("transformers", "4.57.6", "transformers>=5.17,<6"),
+    ("transformers", "5.16.9", "transformers>=5.17,<6"),
+    ("transformers", "6.0.0.dev0", "transformers>=5.17,<6"),
+    ("torch", "2.5.1+cu124", "torch>=2.6"),
+])  # fmt: skip
 def test_other_versions_are_refused_in_one_line(package: str, version: str, wanted: str, monkeypatch) -> None:
     monkeypatch.setattr(f"{package}.__version__", version)
     with pytest.raises(ImportError) as raised:

@@ -1,23 +1,16 @@
 """Whisper: batches, long recordings, chunks and transformers' pipeline give plain `generate`'s tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.identity import speculated
 from helpers.pairwise import pairwise
 from helpers.recurrent_families import noisy
 from helpers.tiny_whisper import FRAMES, feature_extractor, tokenizer, whisper
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, WhisperConfig, WhisperForConditionalGeneration, pipeline
 
 import hf_specdec
 from hf_specdec import last_speculation
@@ -66,8 +59,7 @@ def test_recordings(target: PreTrainedModel, draft: str, call: str, rows: int) -
     frames, settings = CALLS[call]
     given = {**recorded(rows, frames), **settings}
     plain = target.generate(**given)
-    with hf_specdec.enable(target, assistant_model=DRAFTS[draft](target), generation_strategy="speculative"):
-        ours = target.generate(**given)
+    ours = speculated(target, DRAFTS[draft](target), **given)
     assert torch.equal(ours, plain)
     stats = last_speculation(target)
     assert stats is not None and stats.drafted > 0
@@ -81,8 +73,7 @@ def test_the_lookahead_is_not_the_one_that_whisper_fills_in(target: PreTrainedMo
     target.generation_config.num_assistant_tokens = stored
     try:
         # The target as its own draft, which is never sure: a confidence of 0.4 would end drafts after one token.
-        with hf_specdec.enable(target, assistant_model=target, generation_strategy="speculative"):
-            assert torch.equal(target.generate(**given), plain)
+        assert torch.equal(speculated(target, target, **given), plain)
     finally:
         target.generation_config.num_assistant_tokens = None
     stats = last_speculation(target)
@@ -110,28 +101,23 @@ UNREADABLE: dict[str, tuple[Callable[[PreTrainedModel], PreTrainedModel], str]] 
 def test_a_draft_that_can_not_read_the_target_s_input_is_refused(target: PreTrainedModel, kind: str) -> None:
     make, message = UNREADABLE[kind]
     inputs = {"input_features": torch.randn(1, 8, FRAMES, dtype=torch.float64)}
-    with (
-        hf_specdec.enable(target, assistant_model=make(target), generation_strategy="speculative"),
-        pytest.raises(ValueError, match=rf"assistant_model=Whisper\w+ .*{message}"),
-    ):
-        target.generate(**inputs, attention_mask=torch.ones(1, FRAMES, dtype=torch.long), max_new_tokens=4)
+    with pytest.raises(ValueError, match=rf"assistant_model=Whisper\w+ .*{message}"):
+        speculated(
+            target, make(target), **inputs, attention_mask=torch.ones(1, FRAMES, dtype=torch.long), max_new_tokens=4
+        )
 
 
-@pytest.mark.parametrize(
-    ("draft", "frames", "settings"),
-    [
-        ("smaller Whisper", FRAMES, {}),
-        ("distilled", FRAMES, {"return_dict_in_generate": True}),
-        ("distilled", 3 * FRAMES, {"return_timestamps": True, "return_segments": True}),
-    ],
-)
+@pytest.mark.parametrize(("draft", "frames", "settings"), [
+    ("smaller Whisper", FRAMES, {}),
+    ("distilled", FRAMES, {"return_dict_in_generate": True}),
+    ("distilled", 3 * FRAMES, {"return_timestamps": True, "return_segments": True}),
+])  # fmt: skip
 def test_the_times_of_words(draft: str, frames: int, settings: dict[str, Any]) -> None:
     """They come from the attention that each token, and the padding after a row's end, pays to the recording."""
     target, call = whisper(), {**recorded(3, frames), "return_token_timestamps": True, **settings}
     plain = target.generate(**call)
     assert len(plain["token_timestamps"].unique()) > 3
-    with hf_specdec.enable(target, assistant_model=DRAFTS[draft](target), generation_strategy="speculative"):
-        ours = target.generate(**call)
+    ours = speculated(target, DRAFTS[draft](target), **call)
     assert last_speculation(target).accepted > 0
     for name in ("sequences", "token_timestamps"):
         assert torch.equal(ours[name], plain[name])

@@ -1,7 +1,5 @@
 """Processors that keep state see what plain `generate` shows them: each kept text once, in order, and nothing else."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +9,7 @@ import torch
 from helpers import families, recurrent_families
 from helpers.models import VOCABULARY, Passes, prompts
 from helpers.pairwise import pairwise
-from helpers.stateful import (
-    PROCESSORS,
-    Automaton,
-    Counter,
-    ForkableAutomaton,
-    Journaled,
-    SharedAutomaton,
-    StopsByCount,
-)
+from helpers.stateful import PROCESSORS, Automaton, Counter, ForkableAutomaton, Journaled, SharedAutomaton, StopsByCount
 from helpers.streamer import Streamer
 from torch import Tensor
 from transformers import (
@@ -63,8 +53,7 @@ def compare(
         decoding.streamer = call.get("streamer")
         found.append((pair[0].generate(**inputs, **call, custom_generate=custom).tolist(), journal))
     (expected, asked), (output, answered) = found
-    assert output == expected
-    assert answered == asked
+    assert output == expected and answered == asked
     return decoding
 
 
@@ -86,7 +75,6 @@ def test_tokens_and_questions_are_plain_s(pair, name: str, how: str, rows: int) 
     decoding = compare(
         pair, lambda journal: {"logits_processor": [PROCESSORS[name](journal)]}, repetitive(rows), **HOW[how]
     )
-    assert decoding.stats is not None
     assert (decoding.stats.drafted > 0) == (how != "none")
     if how in ("model", "hybrid"):
         assert decoding.stats.accepted > 0
@@ -147,7 +135,6 @@ def test_drafts_pass_through_known_processors_and_forks(pair) -> None:
         call = {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3), kind()], **CALL, "max_new_tokens": 40}
         decoding = SpeculativeDecoding(pair[1])
         pair[0].generate(**prompts(1), **call, eos_token_id=None, custom_generate=decoding)
-        assert decoding.stats is not None
         accepted[kind] = decoding.stats.acceptance_rate
     assert accepted[ForkableAutomaton] > 2 * accepted[Automaton] > 0
 
@@ -157,7 +144,6 @@ def test_a_batch_advances_by_what_all_rows_accept(pair) -> None:
     call = {**CALL, "eos_token_id": None, "logits_processor": [ForkableAutomaton()]}
     with Passes(pair[0]) as passes:
         pair[0].generate(**prompts(3), **call, custom_generate=decoding)
-    assert decoding.stats is not None
     rounds = decoding.stats.rounds
     assert passes.count == len(rounds) < CALL["max_new_tokens"]
     assert all(len(set(r.new_tokens)) == 1 for r in rounds)
@@ -188,9 +174,7 @@ def test_a_processor_that_says_it_is_stateless_sees_drafts_too(pair, rows: int) 
         pair[0].generate(**prompts(rows), **CALL, logits_processor=[processor], custom_generate=custom)
         for processor, custom in zip(processors, (None, decoding), strict=True)
     )
-    assert torch.equal(plain, ours)
-    assert len(processors[1].journal) > len(processors[0].journal)
-    assert decoding.stats is not None
+    assert torch.equal(plain, ours) and len(processors[1].journal) > len(processors[0].journal)
     assert rows == 1 or any(len(set(r.new_tokens)) > 1 for r in decoding.stats.rounds)
 
 
@@ -326,15 +310,11 @@ def test_a_constraint_may_prepare_itself_and_remember_its_answers(pair) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"guidance_scale": 1.7},
-        {"guidance_scale": 1.7, "use_cache": False},
-        {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 9, 11], context_history_size=8)},
-    ],
-    ids=["guidance", "guidance without a cache", "watermark"],
-)
+@pytest.mark.parametrize("settings", [
+    {"guidance_scale": 1.7},
+    {"guidance_scale": 1.7, "use_cache": False},
+    {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 9, 11], context_history_size=8)},
+], ids=["guidance", "guidance without a cache", "watermark"])  # fmt: skip
 def test_guidance_and_watermarks_give_plain_s_tokens(pair, rows: int, settings: dict[str, Any]) -> None:
     compare(pair, lambda journal: settings, prompts(rows))
     expected, without = (pair[0].generate(**prompts(rows), **CALL, **given) for given in (settings, {}))

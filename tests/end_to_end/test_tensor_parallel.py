@@ -1,7 +1,5 @@
 """A target sharded over processes (`tp_plan="auto"` under torchrun): all processes decide alike."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "helpers" / "tensor_parallel_run.py"
 
 
-def test_processes_with_seeds_and_clocks_of_their_own_decode_the_same_text(tmp_path: Path) -> None:
+def test_processes_with_seeds_and_clocks_of_their_own_decode_the_same_text(tmp_path) -> None:
     """Where they decide apart, one waits for a pass that the other does not make, and torchrun reports its death."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -1,7 +1,5 @@
 """Objects around a model are unwrapped, by `enable` and as drafts; those that can't be are refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,13 +77,10 @@ def pair() -> Pair:
     return target, noisy(target)
 
 
-@pytest.mark.parametrize(
-    ("role", "wrapper"),
-    [
-        *(("target", wrapper) for wrapper in WRAPPERS),
-        *(("draft", wrapper) for wrapper in ("compiled", "with adapters, compiled", "an engine")),
-    ],
-)
+@pytest.mark.parametrize(("role", "wrapper"), [
+    *(("target", wrapper) for wrapper in WRAPPERS),
+    *(("draft", wrapper) for wrapper in ("compiled", "with adapters, compiled", "an engine")),
+])  # fmt: skip
 def test_a_wrapped_model_speculates(pair: Pair, role: str, wrapper: str, one_process: None) -> None:
     models: dict[str, Any] = dict(zip(("target", "draft"), pair, strict=True))
     target = models["target"]
@@ -137,12 +132,9 @@ def blip2(rows: int, text: dict[str, Any]) -> tuple[PreTrainedModel, str, dict[s
     qformer = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     qformer |= {"num_attention_heads": 2, "encoder_hidden_size": 16}
     config = Blip2Config(
-        vision_config=VISION,
-        qformer_config=qformer,
-        text_config=text,
-        num_query_tokens=PLACES,
+        vision_config=VISION, qformer_config=qformer, text_config=text, num_query_tokens=PLACES,
         image_token_index=PICTURE,
-    )
+    )  # fmt: skip
     ids = torch.tensor([[*[PICTURE] * PLACES, 2, 7, 8, 9]]).repeat(rows, 1)
     ids = torch.cat([torch.zeros(rows, 1, dtype=torch.long), ids], dim=1)
     mask = (torch.arange(ids.shape[1]) >= 1).long().repeat(rows, 1)

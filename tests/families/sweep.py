@@ -3,8 +3,6 @@
 Prints a line per class: equal, refused (why), not tried (why) or WRONG. Run by `make families`.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys
@@ -55,9 +53,7 @@ def verdict(kind: type[PreTrainedModel]) -> str:
     )
 
 
-def _accepted(
-    kind: type[PreTrainedModel],
-) -> tuple[tuple[PreTrainedModel, PreTrainedModel], list[tuple[str, Inputs]]]:
+def _accepted(kind: type[PreTrainedModel]) -> tuple[tuple[PreTrainedModel, PreTrainedModel], list[tuple[str, Inputs]]]:
     """A target and its draft, and inputs of one row and of three, by name; in float32 where float64 fails.
 
     Raises:

@@ -1,7 +1,5 @@
 """A few classes of the sweep (`make families`), one for each way in which passes can differ from the usual."""
 
-from __future__ import annotations
-
 import pytest
 import transformers
 from families.sweep import verdict
@@ -64,7 +62,7 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_control_without_its_rule_a_class_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_without_its_rule_a_class_is_wrong(name: str, monkeypatch) -> None:
     for rule in CONTROLS[name]:
         place, instead = RULES[rule]
         monkeypatch.setattr(place, rule, instead)

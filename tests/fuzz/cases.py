@@ -1,7 +1,5 @@
 """Random calls of `generate`: models, prompts, settings, processors, criteria and ends of text."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -4,8 +4,6 @@
 `.hypothesis` and tried first next time.
 """
 
-from __future__ import annotations
-
 import traceback
 import warnings
 from collections import Counter
@@ -18,14 +16,13 @@ import pytest
 import torch
 from fuzz.cases import CASES, ENGINES, PROCESSORS, Case, StopsAt, cases, models
 from helpers.families import VOCABULARY
-from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.patches import interpret_compiled_steps, returned
 from helpers.streamer import Streamer
 from helpers.word_tokenizer import word_tokenizer
 from hypothesis import HealthCheck, event, given, settings
 from transformers import PreTrainedModel
 
 import hf_specdec
-from hf_specdec.host.transcript import Transcript
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.prepared_rounds import PreparedRounds
 from hf_specdec.rules.round_statistics import Round
@@ -133,17 +130,10 @@ def attempt(target: Any, case: Case, call: dict[str, Any]) -> dict[str, Any] | E
 @contextmanager
 def engine(name: str) -> Iterator[list[Round]]:
     """One of `ENGINES`; yields the prepared rounds that have run. Failures that would be warned of are errors."""
-    rounds: list[Round] = []
-    original = PreparedRounds.make_round
-
-    def counted(self: PreparedRounds, transcript: Transcript) -> Round:
-        rounds.append(original(self, transcript))
-        return rounds[-1]
-
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*decoding goes on without, since preparing failed")
         warnings.filterwarnings("error", message=".*continues without drafts: (?!ValueError)")
-        patch.setattr(PreparedRounds, "make_round", counted)
+        rounds = returned(patch, PreparedRounds, "make_round")
         if name == "captured":
             patch.setattr(cuda_graphs, "captures", lambda device: True)
         elif name == "interpreted":

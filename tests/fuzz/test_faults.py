@@ -1,7 +1,5 @@
 """Whatever fails in a call surfaces unchanged and leaves nothing behind; a failing draft can be dropped."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cases that random calls once found, kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fuzz.cases import PROCESSORS

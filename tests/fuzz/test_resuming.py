@@ -1,7 +1,5 @@
 """`make fuzz` goes on behind the last chunk that was finished."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +10,7 @@ MAKEFILE = Path(__file__).parents[2] / "Makefile"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on(tmp_path) -> None:
     shutil.copy(MAKEFILE, tmp_path)
     (tmp_path / "requirements.txt").touch()
     (tmp_path / ".venv").mkdir()

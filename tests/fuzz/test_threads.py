@@ -1,7 +1,5 @@
 """Calls in several threads and calls within calls: each output is the one that it gives alone."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -74,8 +72,7 @@ def test_generate_within_a_streamer() -> None:
 
     with hf_specdec.enable(target, assistant_model=draft):
         outer = target.generate(**prompts(1, seed=2), **SETTINGS, **CALLS[0], streamer=Nested())
-    assert torch.equal(outer.sequences, outer_expected)
-    assert len(inner) > 5
+    assert torch.equal(outer.sequences, outer_expected) and len(inner) > 5
     assert all(torch.equal(sequences, expected) for sequences in inner)
 
 

@@ -1,7 +1,5 @@
 """Models whose weights stay in a GGUF file: the tokens of an ordinary model with the same numbers."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.gguf_blocks import HALVES, write_blocks
-from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.patches import interpret_compiled_steps
+from helpers.streamer import Streamer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
@@ -22,6 +21,7 @@ from hf_specdec.gguf.weights import GgufWeight
 from hf_specdec.models import recorded_passes
 from hf_specdec.prepared import compiled_step, few_token_products
 
+Files = dict[str, tuple[Path, PreTrainedModel]]
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 PROMPT = torch.arange(2, 22)[None]
 BATCH = {
@@ -31,7 +31,7 @@ BATCH = {
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, PreTrainedModel]]:
+def files(tmp_path_factory) -> Files:
     folder = tmp_path_factory.mktemp("gguf")
     made = {}
     for name, kinds, seed in (("target", ("Q4_1", "Q8_0"), 0), ("draft", ("Q4_0", "Q4_1"), 99)):
@@ -41,7 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pre
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
 @pytest.mark.parametrize("kinds", [(*HALVES, "F32"), ("F32",)], ids=["blocks", "floats"])
-def test_families(architecture: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
+def test_families(architecture: str, kinds: tuple[str, ...], tmp_path) -> None:
     asked = write_blocks(tmp_path / "model.gguf", architecture, kinds).double()
     model = load_gguf(tmp_path / "model.gguf", dtype=torch.float64)
     assert type(model) is type(asked) and not model.training
@@ -51,7 +51,7 @@ def test_families(architecture: str, kinds: tuple[str, ...], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_a_file_of_short_floats_is_held_as_it_is(kind: str, tmp_path: Path) -> None:
+def test_a_file_of_short_floats_is_held_as_it_is(kind: str, tmp_path) -> None:
     asked = write_blocks(tmp_path / "model.gguf", "qwen2", (kind,))
     model = load_gguf(tmp_path / "model.gguf")
     assert model.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
@@ -59,7 +59,7 @@ def test_a_file_of_short_floats_is_held_as_it_is(kind: str, tmp_path: Path) -> N
         torch.testing.assert_close(found.float(), weight, rtol=0, atol=0 if weight.dim() > 1 else 0.01, msg=name)
 
 
-def test_blocks_are_the_file_s(files: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+def test_blocks_are_the_file_s(files: Files) -> None:
     """But for queries and keys, whose rows lie in another order."""
     path, _ = files["target"]
     model = load_gguf(path)
@@ -69,7 +69,7 @@ def test_blocks_are_the_file_s(files: dict[str, tuple[Path, PreTrainedModel]]) -
     assert len({held[name].data_ptr() for name in mapped}) == 1
 
 
-def test_a_shared_head_is_one_matrix(tmp_path: Path) -> None:
+def test_a_shared_head_is_one_matrix(tmp_path) -> None:
     asked = write_blocks(tmp_path / "model.gguf", "gemma3", ("Q8_0",))
     model = load_gguf(tmp_path / "model.gguf")
     assert asked.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
@@ -81,11 +81,7 @@ def test_a_shared_head_is_one_matrix(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no kernels"])
 @pytest.mark.parametrize("blocks", ["target", "draft", "both"])
 def test_speculation_gives_the_target_s_tokens(
-    blocks: str,
-    kernels: bool,
-    inputs: dict[str, Any],
-    files: dict[str, tuple[Path, PreTrainedModel]],
-    monkeypatch: pytest.MonkeyPatch,
+    blocks: str, kernels: bool, inputs: dict[str, Any], files: Files, monkeypatch
 ) -> None:
     if not kernels:
         monkeypatch.setattr(weights, "_has_kernels", lambda dtype: False)
@@ -98,9 +94,7 @@ def test_speculation_gives_the_target_s_tokens(
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no kernels"])
-def test_passes_are_recorded_where_there_are_kernels(
-    kernels: bool, files: dict[str, tuple[Path, PreTrainedModel]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_are_recorded_where_there_are_kernels(kernels: bool, files: Files, monkeypatch) -> None:
     """In float32, so that a single operation in another order would show."""
     if not kernels:
         monkeypatch.setattr(weights, "_has_kernels", lambda dtype: False)
@@ -113,20 +107,14 @@ def test_passes_are_recorded_where_there_are_kernels(
         assert not replays
         monkeypatch.setattr(recorded_passes, "EAGER_PASSES", passes)
         found.append(load_gguf(files["target"][0]).generate(PROMPT, **settings))
-    assert bool(replays) == kernels
-    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert bool(replays) == kernels and torch.equal(found[0].sequences, found[1].sequences)
     assert torch.equal(torch.stack(found[0].logits), torch.stack(found[1].logits))
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("inputs", [{"input_ids": PROMPT}, BATCH], ids=["one row", "batch"])
 @pytest.mark.parametrize("options", [{"assistant": True}, {"drafter": "none"}, {"drafter": "suffix"}], ids=str)
-def test_compiled_rounds(
-    options: dict[str, Any],
-    inputs: dict[str, Any],
-    files: dict[str, tuple[Path, PreTrainedModel]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_rounds(options: dict[str, Any], inputs: dict[str, Any], files: Files, monkeypatch) -> None:
     interpret_compiled_steps(monkeypatch)
     monkeypatch.setattr(compiled_step, "supported", few_token_products.supported)
     target, draft = (load_gguf(files[name][0], dtype=torch.float64) for name in ("target", "draft"))
@@ -136,7 +124,7 @@ def test_compiled_rounds(
     assert torch.equal(target.generate(**inputs, **GREEDY, custom_generate=decoding), asked)
 
 
-def test_sampling_with_equal_draws(files: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+def test_sampling_with_equal_draws(files: Files) -> None:
     path, asked = files["target"]
     model, answers = load_gguf(path, dtype=torch.float64), []
     for target in (asked, model):
@@ -146,31 +134,18 @@ def test_sampling_with_equal_draws(files: dict[str, tuple[Path, PreTrainedModel]
     assert torch.equal(*answers)
 
 
-def test_enable_and_streaming(files: dict[str, tuple[Path, PreTrainedModel]]) -> None:
-    class Streamer:
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.ended = True
-
+def test_enable_and_streaming(files: Files) -> None:
     path, asked = files["target"]
     model, streamer = load_gguf(path, dtype=torch.float64), Streamer()
-    hf_specdec.enable()
-    try:
+    with hf_specdec.enable():
         draft = load_gguf(files["draft"][0], dtype=torch.float64)
         found = model.generate(PROMPT, **GREEDY, assistant_model=draft, streamer=streamer)
-    finally:
-        hf_specdec.disable()
-    assert torch.equal(found, asked.generate(PROMPT, **GREEDY)) and streamer.tokens == found[0].tolist()
+    *streamed, end = streamer.calls
+    assert torch.equal(found, asked.generate(PROMPT, **GREEDY)) and end == "end"
+    assert torch.equal(torch.cat([torch.tensor(tokens).flatten() for tokens in streamed]), found[0])
 
 
-def test_saving_is_refused_until_weights_are_widened(
-    files: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path
-) -> None:
+def test_saving_is_refused_until_weights_are_widened(files: Files, tmp_path) -> None:
     path, asked = files["target"]
     model = load_gguf(path)
     with pytest.raises(ValueError, match=r"copy that file, or call model\.dequantize\(\)"):
@@ -182,7 +157,7 @@ def test_saving_is_refused_until_weights_are_widened(
     asked.double()
 
 
-def test_a_configuration_of_the_caller_s(tmp_path: Path) -> None:
+def test_a_configuration_of_the_caller_s(tmp_path) -> None:
     asked = write_blocks(tmp_path / "model.gguf", "llama", ("Q8_0",))
     model = load_gguf(tmp_path / "model.gguf", config=asked.config)
     torch.testing.assert_close(model(PROMPT).logits, asked(PROMPT).logits, rtol=0, atol=1e-3)
@@ -228,13 +203,7 @@ def _kind(number: int) -> Callable[[bytes], bytes]:
         "rope", "metadata", "blocks of other sizes", "unknown blocks", "unknown to gguf",
     ],
 )  # fmt: skip
-def test_refusals(
-    change: Callable[[bytes], bytes],
-    match: str,
-    files: dict[str, tuple[Path, PreTrainedModel]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_refusals(change: Callable[[bytes], bytes], match: str, files: Files, tmp_path, monkeypatch) -> None:
     """Before memory is taken for a model."""
     monkeypatch.setattr(torch, "from_file", lambda *args, **kwargs: pytest.fail("mapped"))
     path = tmp_path / "changed.gguf"
@@ -243,15 +212,13 @@ def test_refusals(
         load_gguf(path)
 
 
-def test_the_package_that_knows_the_types_is_missing(
-    files: dict[str, tuple[Path, PreTrainedModel]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_package_that_knows_the_types_is_missing(files: Files, monkeypatch) -> None:
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"hf_specdec\[gguf\]"):
         load_gguf(files["target"][0])
 
 
-def test_the_pipeline_speaks(files: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+def test_the_pipeline_speaks(files: Files) -> None:
     path, asked = files["target"]
     words = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({f"t{at}": at for at in range(48)}, unk_token="t0")),
@@ -266,7 +233,7 @@ def test_the_pipeline_speaks(files: dict[str, tuple[Path, PreTrainedModel]]) -> 
     assert texts[0] == texts[1]
 
 
-def test_shapes_that_are_not_the_configuration_s(files: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+def test_shapes_that_are_not_the_configuration_s(files: Files) -> None:
     config = LlamaConfig(**{**files["target"][1].config.to_dict(), "intermediate_size": 256})
     with pytest.raises(ValueError, match=r"shape \(512, 256\) for model\.layers\.0\.mlp\.gate_proj\.weight"):
         load_gguf(files["target"][0], config=config)

@@ -1,7 +1,5 @@
 """Inputs for any generating class: text, pictures or sound, in the first form that it accepts."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator

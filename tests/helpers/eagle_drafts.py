@@ -1,7 +1,5 @@
 """Tiny random EAGLE-3 drafts in files of the `speculators` format, and what such a draft proposes, token by token."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

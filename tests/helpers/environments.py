@@ -4,8 +4,6 @@ Only what pip would have installed is linked, by the requirements in the metadat
 for is truly missing; and nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,81 +1,50 @@
 """Tiny random targets of every supported family, and noise-perturbed copies of them as drafts."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MT5Config,
-    MT5ForConditionalGeneration,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+import transformers
+from transformers import PreTrainedModel
 
 VOCABULARY = 48
 PAD, BOS, EOS = 0, 1, 2
 SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 DECODER = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 ROPE = {**DECODER, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 128}
-ENCODER_DECODER = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_start_token_id": BOS, **SPECIAL}
+OPT = {**DECODER, "ffn_dim": 48, "word_embed_proj_dim": 32}
+GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+ENCODER_DECODER = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_start_token_id": BOS}
 T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, **ENCODER_DECODER}
 
 
-def bart(
-    config: type[PreTrainedConfig] = BartConfig,
-    model: type[PreTrainedModel] = BartForConditionalGeneration,
-    **settings: Any,
-) -> PreTrainedModel:
+def made(name: str, head: str = "ForCausalLM", **sizes: Any) -> Callable[[], PreTrainedModel]:
+    """Makes a model of a class of transformers, of these sizes."""
+    config = getattr(transformers, f"{name}Config")
+    return lambda: getattr(transformers, name + head)(config(**{**SPECIAL, **sizes}))
+
+
+def bart(name: str = "Bart", head: str = "ForConditionalGeneration", **settings: Any) -> Callable[[], PreTrainedModel]:
     """BART, or another whose configuration has the same fields."""
-    layers = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _BART_SIDE.items()}
-    return model(config(**layers, forced_eos_token_id=None, **ENCODER_DECODER, **settings))
+    sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
+    return made(name, head, **sides, forced_eos_token_id=None, **ENCODER_DECODER, **settings)
 
-
-_BART_SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**ROPE, **SPECIAL)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**ROPE, **SPECIAL)),
-    "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**ROPE, head_dim=8, sliding_window=9, **SPECIAL)),
-    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**DECODER, intermediate_size=48, **SPECIAL)),
-    "opt": lambda: OPTForCausalLM(OPTConfig(**DECODER, ffn_dim=48, word_embed_proj_dim=32, **SPECIAL)),
-    "bloom": lambda: BloomForCausalLM(
-        BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, **SPECIAL)
-    ),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **SPECIAL)),
-    "gpt-j": lambda: GPTJForCausalLM(
-        GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, **SPECIAL)
-    ),
-    "gemma2": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**ROPE, head_dim=8, sliding_window=9, query_pre_attn_scalar=8, **SPECIAL)
-    ),
-    "t5": lambda: T5ForConditionalGeneration(T5Config(feed_forward_proj="gated-gelu", **T5)),
-    "mt5": lambda: MT5ForConditionalGeneration(MT5Config(**T5)),
-    "bart": bart,
+    "llama": made("Llama", **ROPE),
+    "qwen2": made("Qwen2", **ROPE),
+    "mistral-sliding": made("Mistral", **ROPE, head_dim=8, sliding_window=9),
+    "gpt-neox": made("GPTNeoX", **DECODER, intermediate_size=48),
+    "opt": made("OPT", **OPT),
+    "bloom": made("Bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+    "gpt2": made("GPT2", "LMHeadModel", **GPT),
+    "gpt-j": made("GPTJ", **GPT, rotary_dim=4),
+    "gemma2": made("Gemma2", **ROPE, head_dim=8, sliding_window=9, query_pre_attn_scalar=8),
+    "t5": made("T5", "ForConditionalGeneration", feed_forward_proj="gated-gelu", **T5),
+    "mt5": made("MT5", "ForConditionalGeneration", **T5),
+    "bart": bart(),
 }
 # Their eager softmax is taken in float32, where float64's mask value becomes -inf: padded rows turn to NaN.
 EAGER = ("bloom", "gemma2")

@@ -1,7 +1,5 @@
 """Every class of the installed transformers that generates text, as small models."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

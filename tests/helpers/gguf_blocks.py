@@ -1,7 +1,5 @@
 """Tiny models whose matrices are random blocks of GGUF files, and ordinary models of the same numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path

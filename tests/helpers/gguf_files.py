@@ -1,7 +1,5 @@
 """Tiny models as GGUF files with their tokenizer and chat template, as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,13 +1,17 @@
 """Speculative decoding beside plain `generate`: the same tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 import hf_specdec
+
+
+def speculated(target: PreTrainedModel, draft: Any, /, *args: Any, **call: Any) -> Any:
+    """What a speculative call of `generate` returns; without a draft model it drafts as it is told."""
+    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
+        return target.generate(*args, **call)
 
 
 def same_as_plain(
@@ -21,7 +25,6 @@ def same_as_plain(
     """The output of a speculative call, whose tokens are those of plain `generate`.
 
     Args:
-        draft: None to draft without a model.
         call: arguments of both calls.
         plain: the tokens of plain `generate`, where they are known.
         settings: those of the speculative call alone.
@@ -29,7 +32,6 @@ def same_as_plain(
     if plain is None:
         plain = target.generate(**inputs, **{**call, "return_dict_in_generate": True}).sequences
     settings = {"return_dict_in_generate": True, "assistant_model": draft, **settings}
-    with hf_specdec.enable(target, generation_strategy="speculative"):
-        out = target.generate(**inputs, **{**call, **settings})
+    out = speculated(target, None, **inputs, **{**call, **settings})
     assert torch.equal(out.sequences, plain), settings
     return out

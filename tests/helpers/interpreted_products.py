@@ -1,7 +1,5 @@
 """Run with `TRITON_INTERPRET=1`: the kernel for GPUs on the CPU, on its own and in compiled steps of models."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,8 +8,8 @@ from pytest import MonkeyPatch
 from torch import Tensor
 from torch.nn.functional import linear
 
-import hf_specdec
-from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.identity import speculated
+from helpers.patches import interpret_compiled_steps
 from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.synthetic import SHAPES
 from hf_specdec.prepared import compiled_step, engine, gpu_products
@@ -61,10 +59,9 @@ def check_models() -> None:
         target, draft, _ = synthetic.build(synthetic.parse(f"synthetic:{shape}"), CPU, HALF, CPU, HALF)
         given = {"input_ids": torch.arange(10, 30).unsqueeze(0), "max_new_tokens": 6, "do_sample": False}
         plain = target.generate(**given)
-        with hf_specdec.enable(target, generation_strategy="speculative"):
-            found = target.generate(
-                **given, assistant_model=draft, num_assistant_tokens=2, compile=True, disable_tqdm=True
-            )
+        found = speculated(
+            target, None, **given, assistant_model=draft, num_assistant_tokens=2, compile=True, disable_tqdm=True
+        )
         assert torch.equal(found, plain), shape
         assert together[3] and bool(together[2]) == (shape != "tiny-opt"), (shape, together)
         together.clear()

@@ -1,7 +1,5 @@
 """Results made by hand, whose figures a few lines of a test can compute."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,8 +1,5 @@
 """How much memory tensors take at most, counted operation by operation, and how much a process takes."""
 
-from __future__ import annotations
-
-import gc
 import os
 import weakref
 from pathlib import Path
@@ -12,13 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_specdec.prepared.freed_memory import return_freed_memory
-
 
 def resident() -> int:
-    """Bytes of this process in memory, without what is garbage or free."""
-    gc.collect()
-    return_freed_memory()
+    """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -1,61 +1,40 @@
 """Tiny random targets with drafters of their own, which transformers loads from checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 from transformers import PreTrainedModel, modeling_layers
 
 from helpers.models import llama
+from helpers.patches import returned
 from hf_specdec.compat.mtp_private import FIRST_VERSION
+from hf_specdec.drafting.drafter import DraftProposal
+from hf_specdec.drafting.own_drafter import OwnDrafter
 
 TOO_OLD = Version(transformers.__version__).release < Version(FIRST_VERSION).release
 needs_own_drafters = pytest.mark.skipif(TOO_OLD, reason=f"transformers {FIRST_VERSION} has the first such drafters")
 VOCABULARY = 8
 EOS, PAD = 1, 0
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": PAD,
-    "bos_token_id": EOS,
-    "eos_token_id": EOS,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.3,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 256, "pad_token_id": PAD, "bos_token_id": EOS, "eos_token_id": EOS,
+    "tie_word_embeddings": False, "initializer_range": 0.3,
+}  # fmt: skip
 DEEPSEEK = {
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8,
-}
+}  # fmt: skip
 DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
     "shared_expert_intermediate_size": 16,
-}
+}  # fmt: skip
 SMALL_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -71,6 +50,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", DELTA),
 }
 SEVERAL = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Step3p7ForConditionalGeneration", "Qwen3NextForCausalLM")
+
+
+def texts(rows: int, padded: bool = True) -> dict[str, Tensor]:
+    """Random prompts of nine tokens, the second of them with three of padding."""
+    ids = torch.randint(2, VOCABULARY, (rows, 9), generator=torch.Generator().manual_seed(rows))
+    mask = torch.ones_like(ids)
+    if padded and rows > 1:
+        ids[1, :3], mask[1, :3] = PAD, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def proposals_by_length(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """Fills up, for the rest of a test, with what is proposed for the first row, by the length of its text."""
+    found: dict[int, list[int]] = {}
+
+    def note(made: DraftProposal, self: OwnDrafter, ids: Tensor, lengths: list[int], room: Any) -> None:
+        if made.lengths[0]:
+            found[lengths[0]] = made.tokens[0, : made.lengths[0]].tolist()
+
+    returned(monkeypatch, OwnDrafter, "propose", note)
+    return found
 
 
 def target_with_mtp(family: str, layers: int, seed: int = 0, **other: Any) -> tuple[PreTrainedModel, Any]:

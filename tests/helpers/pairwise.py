@@ -1,7 +1,5 @@
 """Pairwise combinations: far fewer rows than all combinations, since most faults show where two settings meet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any

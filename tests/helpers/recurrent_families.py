@@ -1,7 +1,5 @@
 """Tiny random models with recurrent layers, and noisy copies of them as their drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,29 +7,19 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from helpers.families import perturbed
+from helpers.families import SPECIAL, VOCABULARY, perturbed
 
-VOCABULARY = 48
-PAD, BOS, EOS = 0, 1, 2
-SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "tie_word_embeddings": False, **SPECIAL}
 ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48}
 # The gated delta rule.
 DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
     "max_position_embeddings": 128,
-}
+}  # fmt: skip
 EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
 # The state-space scan.
 SCAN = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16, "num_hidden_layers": 3}
 

@@ -1,7 +1,5 @@
 """How far two outputs' scores may differ by rounding alone, in a given precision."""
 
-from __future__ import annotations
-
 import math
 
 import torch

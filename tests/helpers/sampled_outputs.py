@@ -1,7 +1,5 @@
 """Combinations of settings in which sampling is compared with exact distributions, and how they are compared."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -209,7 +207,6 @@ class Draws:
             output = torch.nn.functional.pad(output, (0, NEW_TOKENS - output.shape[1]), value=PAD)
             self.outputs.append([tuple(row) for row in output.tolist()])
             if speculative is not None:
-                assert speculative.stats is not None
                 self.drafted += sum(sum(round_.drafted) for round_ in speculative.stats.rounds)
                 self.accepted += sum(sum(round_.accepted) for round_ in speculative.stats.rounds)
 
@@ -285,3 +282,12 @@ def odds_of_independence(draws: Draws, c: Combination) -> float:
         pairs = zip(draws.of(0), draws.of(1), strict=True)
         found.append(odds([[(a[position], b[position]) for a, b in pairs]], [joint]))
     return min(found)
+
+
+def judged(c: Combination) -> Draws:
+    """Outputs of a combination, which are distributed as the target's own; rows of a batch are independent."""
+    draws = Draws(c)
+    assert odds_of_outputs(draws, c) > FALSE_FAILURE
+    if c.batch == "rows":
+        assert odds_of_independence(draws, c) > FALSE_FAILURE
+    return draws

@@ -1,7 +1,5 @@
 """The script as a module, so that a test can call its `main` without a process of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

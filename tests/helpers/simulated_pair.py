@@ -1,7 +1,5 @@
 """Simulated rounds of a pair: passes take what a `Machine` says, and no model runs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,10 +1,9 @@
 """Simulated calls of drafters that copy: texts, what a draft model gets right, and times, all seeded; no model runs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,24 +51,9 @@ class World:
     rows: int = 1
     tokens: int = 128
 
-    def texts(self, seed: int) -> Texts:
-        """Tokens are as unequally frequent as words, so that single ones match by chance again and again."""
-        chance, rows = random.Random(seed), Texts([], [])
-        for _ in range(self.rows):
-            text: list[int] = []
-            while len(text) < PROMPT + self.tokens:
-                if len(text) > PROMPT and chance.random() < self.spans:
-                    begin = chance.randrange(len(text))
-                    text += text[begin : begin + chance.randint(5, 30)]
-                else:
-                    text.append(int(VOCABULARY ** chance.random()))
-            rows.tokens.append(text[: PROMPT + self.tokens])
-            rows.right.append([chance.random() < self.right for _ in range(self.tokens)])
-        return rows
-
     def call(self, make: Callable[[Texts], Drafter], seed: int) -> tuple[float, list[Round]]:
         """Time per token of a row after the first round, and the rounds. Times vary by 5%; one in fifty triples."""
-        texts, chance = self.texts(seed), random.Random(seed + 1)
+        texts, chance = texts_of(self, seed), random.Random(seed + 1)
         drafter, rounds = make(texts), list[Round]()
         end = PROMPT + self.tokens
         ids = torch.tensor([[*text, *[0] * MOST] for text in texts.tokens])
@@ -109,6 +93,23 @@ class World:
     def speed(self, make: Callable[[Texts], Drafter], calls: int = 10) -> float:
         """Tokens of a row per plain step, over all calls."""
         return calls / sum(self.call(make, seed)[0] for seed in range(calls))
+
+
+@cache
+def texts_of(world: World, seed: int) -> Texts:
+    """Tokens are as unequally frequent as words, so that single ones match by chance again and again."""
+    chance, rows = random.Random(seed), Texts([], [])
+    for _ in range(world.rows):
+        text: list[int] = []
+        while len(text) < PROMPT + world.tokens:
+            if len(text) > PROMPT and chance.random() < world.spans:
+                begin = chance.randrange(len(text))
+                text += text[begin : begin + chance.randint(5, 30)]
+            else:
+                text.append(int(VOCABULARY ** chance.random()))
+        rows.tokens.append(text[: PROMPT + world.tokens])
+        rows.right.append([chance.random() < world.right for _ in range(world.tokens)])
+    return rows
 
 
 class Suffix(SuffixDrafter):

@@ -1,7 +1,5 @@
 """Configurations of transformers made small: each field that is a size gets a small one, whatever the family."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -88,12 +86,9 @@ POSITIONS_IN_PICTURES = (
 ROPE_3D = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
 SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 SMALL_BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
     "intermediate_size": 48,
-}
+}  # fmt: skip
 BERT_DECODER = {**SMALL_BERT, "model_type": "bert", "is_decoder": True, "add_cross_attention": True}
 PICTURE_WORDS = {"vocabulary_map": {"<image>": FIRST_SPECIAL}}
 # Fields that depend on each other, or whose default is None, in ways of one family.

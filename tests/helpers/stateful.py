@@ -127,8 +127,5 @@ class StopsByCount(StoppingCriteria):
 
 
 PROCESSORS: dict[str, type[Journaled]] = {
-    "counter": Counter,
-    "automaton": Automaton,
-    "budget": Budget,
-    "forkable automaton": ForkableAutomaton,
-}
+    "counter": Counter, "automaton": Automaton, "budget": Budget, "forkable automaton": ForkableAutomaton,
+}  # fmt: skip

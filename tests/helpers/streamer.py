@@ -1,7 +1,5 @@
 """A streamer that keeps what it is fed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

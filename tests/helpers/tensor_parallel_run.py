@@ -3,8 +3,6 @@
 Arguments: the folders of target and draft, which is sharded as well and whole, and the folder of the results.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import product

@@ -1,7 +1,5 @@
 """Tiny random pairs on disk, with a tokenizer: what the benchmark and its script load in tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tokenizers

@@ -1,7 +1,5 @@
 """A tiny random Whisper: a window of 2 seconds at 1,000 samples a second, read as 20 positions."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
@@ -22,26 +20,12 @@ def whisper(decoder_layers: int = 2) -> PreTrainedModel:
     """In float64."""
     torch.manual_seed(0)
     config = WhisperConfig(
-        vocab_size=FIRST_TIME + TIMES,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=decoder_layers,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        num_mel_bins=8,
-        max_source_positions=FRAMES // 2,
-        max_target_positions=64,
-        init_std=0.3,
-        median_filter_width=3,
-        bos_token_id=END,
-        eos_token_id=END,
-        pad_token_id=END,
-        decoder_start_token_id=BEGIN,
-        suppress_tokens=None,
+        vocab_size=FIRST_TIME + TIMES, d_model=32, encoder_layers=1, decoder_layers=decoder_layers,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8,
+        max_source_positions=FRAMES // 2, max_target_positions=64, init_std=0.3, median_filter_width=3,
+        bos_token_id=END, eos_token_id=END, pad_token_id=END, decoder_start_token_id=BEGIN, suppress_tokens=None,
         begin_suppress_tokens=None,
-    )
+    )  # fmt: skip
     model = WhisperForConditionalGeneration(config).to(torch.float64).eval()
     for name, value in {
         "_from_model_config": False,  # or loading would leave out what follows

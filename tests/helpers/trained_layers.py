@@ -8,8 +8,6 @@ with the same weights (one row only; it does not know EAGLE-3 drafts), and of ou
 with them, compiled and not.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
@@ -146,10 +144,8 @@ def _block_loss(draft: Any, target: PreTrainedModel, ids: Tensor, outputs: Any, 
 
 # How each kind is made, and its loss.
 KINDS: dict[str, tuple[Callable[[PreTrainedModel], Any], Callable[..., Tensor]]] = {
-    "mtp": (_mtp_layers, _mtp_loss),
-    "eagle3": (_eagle_draft, _eagle_loss),
-    "dflash": (_block_draft, _block_loss),
-}
+    "mtp": (_mtp_layers, _mtp_loss), "eagle3": (_eagle_draft, _eagle_loss), "dflash": (_block_draft, _block_loss),
+}  # fmt: skip
 
 
 def measured(
@@ -183,7 +179,6 @@ def measured(
                 seconds[name].append(time.perf_counter() - start)
                 if asked[kind].items() <= settings.items() and name != "transformers":
                     stats = hf_specdec.last_speculation(target)
-                    assert stats is not None
                     found[f"{name}: acceptance"] = stats.acceptance_rate
     return found | {name: min(times) for name, times in seconds.items()}
 

@@ -1,7 +1,5 @@
 """Tokenizers for the tiny models: of whole words, and of pieces of a text without spaces."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,7 +1,5 @@
 """Warnings point at the user's own call, through this package, transformers and torch."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable
@@ -41,7 +39,7 @@ def without_draft(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("cause", [uncompilable, too_old, without_draft])
 def test_a_warning_names_the_line_that_called_generate(
-    cause: Callable[[pytest.MonkeyPatch], dict[str, Any]], enabled: bool, monkeypatch: pytest.MonkeyPatch
+    cause: Callable[[pytest.MonkeyPatch], dict[str, Any]], enabled: bool, monkeypatch
 ) -> None:
     target, draft = pair("llama")
     settings = {**SETTINGS, **cause(monkeypatch)}

@@ -1,7 +1,5 @@
 """The host's view: processors, criteria, streamers and scores see what plain `generate` shows them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -69,7 +67,6 @@ def test_no_more_is_drafted_than_the_text_has_room_for(pair) -> None:
     decoding = hf_specdec.SpeculativeDecoding(pair[0], num_assistant_tokens=4)
     call = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "custom_generate": decoding}
     pair[0].generate(**prompts(1), **call)
-    assert decoding.stats is not None
     assert [r.drafted for r in decoding.stats.rounds] == [(4,), (2,)]
 
 
@@ -147,8 +144,7 @@ def test_a_constraint_is_asked_once_for_each_text(pair, drafter: str, do_sample:
     monkeypatch.setattr(
         HostProcessors, "_answer", lambda self, constraint, row, text: constraint._prefix_allowed_tokens_fn(row, text)
     )
-    assert torch.equal(output(), kept) and set(asked) == texts
-    assert len(asked) > len(texts)
+    assert torch.equal(output(), kept) and set(asked) == texts and len(asked) > len(texts)
 
 
 def _padded(walk: Walk) -> Any:
@@ -197,16 +193,12 @@ def test_every_processor_gives_plain_s_tokens(pair, name: str) -> None:
     assert name == "forced_bos_token_id" or not torch.equal(without, expected), "it has to matter"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"encoder_no_repeat_ngram_size": 2, "num_return_sequences": 1},
-        {"encoder_repetition_penalty": 3.0},
-        {"no_repeat_ngram_size": 2},
-        {"forced_bos_token_id": 9, "forced_eos_token_id": EOS},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
+@pytest.mark.parametrize("settings", [
+    {"encoder_no_repeat_ngram_size": 2, "num_return_sequences": 1},
+    {"encoder_repetition_penalty": 3.0},
+    {"no_repeat_ngram_size": 2},
+    {"forced_bos_token_id": 9, "forced_eos_token_id": EOS},
+], ids=lambda settings: next(iter(settings)))  # fmt: skip
 def test_processors_of_encoder_decoder_models_give_plain_s_tokens(t5_pair, settings: dict) -> None:
     for rows in (1, 4):
         assert torch.equal(*both(t5_pair, **encoder_prompts(rows), **settings))
@@ -282,8 +274,7 @@ def test_scores_and_logits_are_plain_s(pair, t5_pair, rows: int, family: str, ki
 
 def test_a_dict_without_scores_has_none(pair) -> None:
     _, output = both(pair, **prompts(2), return_dict_in_generate=True)
-    assert output.scores is None and output.logits is None
-    assert output.speculation.new_tokens > 0
+    assert output.scores is None and output.logits is None and output.speculation.new_tokens > 0
     assert cache_of(output).get_seq_length() == output.sequences.shape[1] - 1
 
 
@@ -292,8 +283,7 @@ def test_a_sampling_target_as_its_own_draft_accepts_everything(pair, rows: int) 
     torch.manual_seed(0)
     call = {**prompts(rows), "do_sample": True, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     stats = pair[0].generate(**call, assistant_model=pair[0], **STRATEGIES["speculative"]).speculation
-    assert stats.drafted == stats.accepted > 0
-    assert stats.alpha == pytest.approx(1.0, abs=1e-5)
+    assert stats.drafted == stats.accepted > 0 and stats.alpha == pytest.approx(1.0, abs=1e-5)
 
 
 class ByGradient(LogitsProcessor):

@@ -1,13 +1,12 @@
 """What a call returns or leaves behind are ordinary tensors, whatever mode the passes ran in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.families import pair, prompts
+from helpers.identity import speculated
 from helpers.models import llama, noisy
 from helpers.streamer import Streamer
 from transformers import (
@@ -27,15 +26,16 @@ from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_autograd_may_use_everything_that_is_returned(family: str) -> None:
     target, draft = pair(family)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        out = target.generate(
-            **prompts(2),
-            max_new_tokens=6,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_scores=True,
-            output_logits=True,
-        )
+    out = speculated(
+        target,
+        draft,
+        **prompts(2),
+        max_new_tokens=6,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+    )
     kept = [out.sequences, *out.scores, *out.logits]
     cache = cache_of(out)
     for part in (cache.self_attention_cache, cache.cross_attention_cache) if family == "t5" else (cache,):
@@ -61,8 +61,7 @@ def test_states_of_each_token_are_those_of_plain_generate(family: str, rows: int
     call |= {"output_attentions": True, "output_hidden_states": True, "decoder_input_ids": torch.full((rows, 2), 1)}
     end = int(target.generate(**call).sequences[-1, 6])
     plain = target.generate(**call, eos_token_id=end)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        ours = target.generate(**call, eos_token_id=end)
+    ours = speculated(target, draft, **call, eos_token_id=end)
     assert torch.equal(ours.sequences, plain.sequences) and ours.speculation.drafted > 0
     for name in STATES:
         expected, found = _tensors(plain[name]), _tensors(ours[name])
@@ -81,8 +80,7 @@ def test_states_are_only_computed_where_a_dict_is_requested(family: str) -> None
     passes: list[dict[str, Any]] = []
     for model in (target, draft):
         model.register_forward_pre_hook(lambda model, args, kwargs: passes.append(kwargs), with_kwargs=True)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        assert torch.equal(target.generate(**call), plain)
+    assert torch.equal(speculated(target, draft, **call), plain)
     assert passes and not any(
         kwargs.get(f"output_{states}") for kwargs in passes for states in ("attentions", "hidden_states")
     )
@@ -94,18 +92,14 @@ def test_states_after_a_cache_with_text_in_it_are_refused(t5_pair) -> None:
     first = target.generate(**call)
     more = {**call, "decoder_input_ids": first.sequences, CACHE_NAME: cache_of(first), "output_hidden_states": True}
     message = f"output_hidden_states=True with a filled {CACHE_NAME}=EncoderDecoderCache"
-    with (
-        hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"),
-        pytest.raises(ValueError, match=message),
-    ):
-        target.generate(**more)
+    with pytest.raises(ValueError, match=message):
+        speculated(target, draft, **more)
 
 
 def test_a_given_cache_can_be_trained_on_afterwards() -> None:
     target, draft = pair("llama")
     cache = DynamicCache(config=target.config)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        tokens = target.generate(**prompts(1), max_new_tokens=6, do_sample=False, **{CACHE_NAME: cache})
+    tokens = speculated(target, draft, **prompts(1), max_new_tokens=6, do_sample=False, **{CACHE_NAME: cache})
     target(tokens[:, -1:], **{CACHE_NAME: cache}).logits.sum().backward()
     assert target.get_output_embeddings().weight.grad is not None
 
@@ -113,8 +107,7 @@ def test_a_given_cache_can_be_trained_on_afterwards() -> None:
 def test_training_goes_on_after_a_call() -> None:
     target, draft = pair("gpt-j")
     inputs = prompts(2)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        target.generate(**inputs, max_new_tokens=6, do_sample=False)
+    speculated(target, draft, **inputs, max_new_tokens=6, do_sample=False)
     for model in (target, draft):
         model(**inputs).logits.sum().backward()
         assert all(weight.grad is not None for weight in model.parameters() if weight.dim() > 1)
@@ -234,8 +227,7 @@ def test_layers_that_use_another_s_keys(rows: int, settings: dict) -> None:
     plain = target.generate(ids, attention_mask=mask, **call)
     decoding = hf_specdec.SpeculativeDecoding(draft)
     out = target.generate(ids, attention_mask=mask, **call, **settings, custom_generate=decoding)
-    assert torch.equal(out.sequences, plain.sequences)
-    assert 0 < out.speculation.acceptance_rate < 1
+    assert torch.equal(out.sequences, plain.sequences) and 0 < out.speculation.acceptance_rate < 1
     more = torch.cat([plain.sequences, ids[:, -3:]], dim=1)
     call = {
         "max_new_tokens": 8,

@@ -1,7 +1,5 @@
 """Wherever Ctrl-C comes while a mode of torch begins or ends, it surfaces as itself, and torch's state is as before."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator
@@ -29,7 +27,7 @@ from hf_specdec.models.onednn_linears import OneDnnLinears
 # Where modes of torch and of this package begin and end, and where torch takes one off for a moment.
 FILES = ("torch/overrides.py", "torch/utils/_python_dispatch.py", "torch/autograd/grad_mode.py", "/contextlib.py")
 FUNCTIONS = ("__enter__", "__exit__", "_push_mode", "_pop_mode", "_pop_mode_temporarily")
-SETTINGS = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SETTINGS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SPECULATION = {"generation_strategy": "speculative", "num_assistant_tokens": 2}
 
 
@@ -121,7 +119,7 @@ def _outcome(interrupt: Interrupt, call: Any) -> str:
 
 
 @pytest.fixture(autouse=True)
-def passes_in_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def passes_in_a_mode(monkeypatch) -> None:
     """Which a larger model's are."""
     monkeypatch.setattr(generation, "onednn_linears", lambda model: OneDnnLinears)
 
@@ -142,12 +140,12 @@ def _in_a_thread(mode: Any) -> list[str]:
     return found
 
 
-def test_control_without_the_guard_around_the_call_modes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_without_the_guard_around_the_call_modes_stay(monkeypatch) -> None:
     monkeypatch.setattr(KeptTorchState, "__exit__", lambda *_: None)
     assert _in_a_thread(nullcontext())
 
 
-def test_control_torchs_own_function_modes_raise_another_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_torchs_own_function_modes_raise_another_error(monkeypatch) -> None:
     for name in ("__enter__", "__exit__"):
         monkeypatch.setattr(FunctionMode, name, getattr(TorchFunctionMode, name))
     assert _in_a_thread(nullcontext()) == ["RuntimeError"]

@@ -1,7 +1,5 @@
 """Calls use fewer threads while processors are lacking, and leave torch's number as it was."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from itertools import pairwise
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.identity import speculated
 from helpers.models import llama, noisy, prompts
 
 import hf_specdec
@@ -26,8 +25,7 @@ def after(count: ThreadCount, *lacking: float, seconds: float = 0.1) -> int:
 
 
 def test_as_many_threads_go_as_lack_a_processor_but_one_stays() -> None:
-    assert after(ThreadCount(16), 3.2) == 13
-    assert after(ThreadCount(2), 0.7) == 1
+    assert after(ThreadCount(16), 3.2) == 13 and after(ThreadCount(2), 0.7) == 1
     assert after(ThreadCount(2), 5.0, 5.0) == 1
     assert after(ThreadCount(2), *[0.2] * 100) == 2, "what little waiting there is on any machine"
 
@@ -64,7 +62,7 @@ class Waits:
 
 
 @pytest.fixture
-def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def three_threads(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(torch_threads, "WINDOW", 0.0)
     monkeypatch.setattr(torch_threads, "PATIENCE", 1e9)  # however slow the machine is, no thread is tried again
     monkeypatch.setattr(torch_threads, "_count", ThreadCount(1))
@@ -74,20 +72,16 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("lacking", [0.0, 2.0])
-def test_a_call_gives_threads_up_and_leaves_the_users_number(
-    lacking: float, three_threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_gives_threads_up_and_leaves_the_users_number(lacking: float, three_threads: None, monkeypatch) -> None:
     """Control: nothing changes where no processor lacks."""
     target = llama()
     expected = target.generate(**prompts(2), **GREEDY)
     monkeypatch.setattr(torch_threads, "seconds_waited", waits := Waits(lacking))
-    with hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"):
-        assert torch.equal(target.generate(**prompts(2), **GREEDY), expected)
-    assert set(waits.used) == ({3, 1} if lacking else {3})
-    assert torch.get_num_threads() == 3
+    assert torch.equal(speculated(target, noisy(target), **prompts(2), **GREEDY), expected)
+    assert set(waits.used) == ({3, 1} if lacking else {3}) and torch.get_num_threads() == 3
 
 
-def test_an_interrupted_call_leaves_the_users_number(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_the_users_number(three_threads: None, monkeypatch) -> None:
     target = llama()
     monkeypatch.setattr(torch_threads, "seconds_waited", Waits(2.0))
 
@@ -97,15 +91,12 @@ def test_an_interrupted_call_leaves_the_users_number(three_threads: None, monkey
         return scores
 
     call = {**prompts(1), **GREEDY, "logits_processor": [interrupt]}
-    with (
-        hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        target.generate(**call)
+    with pytest.raises(KeyboardInterrupt):
+        speculated(target, noisy(target), **call)
     assert torch.get_num_threads() == 3
 
 
-def test_code_is_compiled_for_the_users_number(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_compiled_for_the_users_number(three_threads: None, monkeypatch) -> None:
     """Also after a call; and a number that the user changes between calls is the user's."""
     monkeypatch.setattr(torch_threads, "seconds_waited", Waits(2.0))
     with torch_threads.fitting_threads(torch.device("cpu")) as fit:
@@ -123,7 +114,7 @@ def test_code_is_compiled_for_the_users_number(three_threads: None, monkeypatch:
 
 
 @pytest.mark.compiles
-def test_compiling_while_threads_are_given_up(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_while_threads_are_given_up(three_threads: None, monkeypatch) -> None:
     target = llama()
     expected = target.generate(**prompts(1), **GREEDY)
     monkeypatch.setattr(torch_threads, "seconds_waited", waits := Waits(2.0))
@@ -138,7 +129,7 @@ def test_compiling_while_threads_are_given_up(three_threads: None, monkeypatch: 
     assert waits.used[1] == 1, "compiled in the first round, with the number that the first call ended with"
 
 
-def test_where_waiting_is_not_known_nothing_changes(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_waiting_is_not_known_nothing_changes(three_threads: None, monkeypatch) -> None:
     monkeypatch.setattr(torch_threads, "_THREADS", "/proc/no such folder")
     assert seconds_waited() is None
     with torch_threads.fitting_threads(torch.device("cpu")) as fit:

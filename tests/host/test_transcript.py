@@ -1,7 +1,5 @@
 """Texts on an accelerator: the host decides about tokens, and the device holds the same when it is asked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ def _transcript(dtype: torch.dtype = torch.long) -> Transcript:
 
 
 @pytest.fixture(params=[torch.long, torch.int32], ids=str)
-def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Transcript:
+def apart(request, monkeypatch) -> Transcript:
     """A transcript whose device has memory of its own."""
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "cpu", lambda tensor: tensor.clone())

@@ -1,7 +1,5 @@
 """The folder for the hub, loaded by transformers itself: it decodes as `enable` does, and names missing packages."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +28,7 @@ def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     """The written folder, in an environment in which the package counts as installed."""
     installed = tmp_path / "installed" / f"hf_specdec-{hf_specdec.__version__}.dist-info"
     installed.mkdir(parents=True)
@@ -54,7 +52,7 @@ def test_the_folder_holds_what_transformers_looks_for(folder: Path) -> None:
     assert all(f"`{name}`" in (folder / "README.md").read_text() for name in FIELDS), "it names every setting"
 
 
-def test_greedy_output_is_plain_generate_s(folder: Path, pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+def test_greedy_output_is_plain_generate_s(folder: Path, pair) -> None:
     target, draft = pair
     plain = target.generate(**prompts(2), **CALL)
     before = GenerationMixin.generate
@@ -65,7 +63,7 @@ def test_greedy_output_is_plain_generate_s(folder: Path, pair: tuple[PreTrainedM
     assert not torch.equal(plain, control)
 
 
-def test_bild_with_thresholds_is_that_of_enable(folder: Path, pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+def test_bild_with_thresholds_is_that_of_enable(folder: Path, pair) -> None:
     target, draft = pair
     with hf_specdec.enable(target):
         ours = target.generate(**prompts(2), **CALL, assistant_model=draft, **BILD)
@@ -74,15 +72,12 @@ def test_bild_with_thresholds_is_that_of_enable(folder: Path, pair: tuple[PreTra
     assert not torch.equal(ours, lossless), "the threshold decides what is written"
 
 
-def test_settings_of_the_call_and_of_the_generation_config_reach_it(
-    folder: Path, pair: tuple[PreTrainedModel, PreTrainedModel]
-) -> None:
+def test_settings_of_the_call_and_of_the_generation_config_reach_it(folder: Path, pair) -> None:
     target, draft = pair
 
     def longest(**call: Any) -> int:
         from_folder(folder, target, assistant_model=draft, **call)
         stats = hf_specdec.last_speculation(target)
-        assert stats is not None
         return max(max(round.drafted) for round in stats.rounds)
 
     assert [longest(num_assistant_tokens=tokens) for tokens in (2, 5)] == [2, 5]
@@ -95,18 +90,14 @@ def test_settings_of_the_call_and_of_the_generation_config_reach_it(
     assert torch.equal(lookup, target.generate(**prompts(2), **CALL))
 
 
-def test_mistyped_settings_are_refused_and_where_the_file_lies_is_not(
-    folder: Path, pair: tuple[PreTrainedModel, PreTrainedModel]
-) -> None:
+def test_mistyped_settings_are_refused_and_where_the_file_lies_is_not(folder: Path, pair) -> None:
     target, draft = pair
     with pytest.raises(ValueError, match="lookahaed=3 is not an argument"):
         from_folder(folder, target, assistant_model=draft, lookahaed=3)
     from_folder(folder, target, assistant_model=draft, revision="main", local_files_only=True)
 
 
-def test_in_a_model_s_folder_it_replaces_its_generate(
-    pair: tuple[PreTrainedModel, PreTrainedModel], folder: Path
-) -> None:
+def test_in_a_model_s_folder_it_replaces_its_generate(pair, folder: Path) -> None:
     target, draft = pair
     target.save_pretrained(folder)
     (folder / "README.md").write_text("its own")
@@ -128,9 +119,7 @@ class NotInstalled:
             raise ModuleNotFoundError(f"No module named {name!r}")
 
 
-def test_transformers_itself_says_that_the_package_is_missing(
-    folder: Path, pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_itself_says_that_the_package_is_missing(folder: Path, pair, monkeypatch) -> None:
     target, draft = pair
     requirements = folder / "custom_generate" / "requirements.txt"
     required = requirements.read_text()
@@ -145,7 +134,7 @@ def test_transformers_itself_says_that_the_package_is_missing(
         from_folder(folder, target, assistant_model=draft)
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("")
     assert main([str(tmp_path / "file")]) == 1
     assert "file' can't be written to" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The wheel in fresh environments, used from outside the checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,18 +15,18 @@ SHORT = ["--prompt_lengths", "40", "--max_new_tokens", "4", "--repeats", "1", "-
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
-def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(wheel: Path, tmp_path_factory) -> Path:
     """Executables of an environment with the plug-in alone."""
     return install(wheel, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
-def bench(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bench(wheel: Path, tmp_path_factory) -> Path:
     """Executables of an environment with the extra of the script."""
     return install(wheel, tmp_path_factory.mktemp("bench"), "bench")
 
@@ -63,7 +61,7 @@ json.dump({"place": hf_specdec.__file__}, sys.stdout)
 """
 
 
-def test_the_plug_in_alone_speculates(plain: Path, tmp_path: Path) -> None:
+def test_the_plug_in_alone_speculates(plain: Path, tmp_path) -> None:
     done = run(tmp_path, str(plain / "python"), "-c", PLUG_IN)
     assert done.returncode == 0, done.stderr
     assert Path(json.loads(done.stdout)["place"]).is_relative_to(plain.parent)
@@ -77,14 +75,14 @@ def test_the_wheel_holds_every_file_and_nothing_else(bench: Path) -> None:
     assert installed == {Path(name) for name in tracked.stdout.split("\0") if name}
 
 
-def test_without_the_extra_the_script_names_it(plain: Path, tmp_path: Path) -> None:
+def test_without_the_extra_the_script_names_it(plain: Path, tmp_path) -> None:
     done = run(tmp_path, str(plain / "assisted_generation.py"), "--task", "benchmark", "--assisted_generation", *SHORT)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "pip install 'hf_specdec[bench]'" in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == [], "nothing was begun"
 
 
-def test_each_package_of_the_extra_is_missed_before_anything_is_measured(bench: Path, tmp_path: Path) -> None:
+def test_each_package_of_the_extra_is_missed_before_anything_is_measured(bench: Path, tmp_path) -> None:
     (about,) = metadata.distributions(name="hf_specdec", path=[str(packages_of(bench))])
     names = [Requirement(line).name for line in about.requires or () if line.endswith('extra == "bench"')]
     assert len(names) > 5
@@ -98,19 +96,19 @@ def test_each_package_of_the_extra_is_missed_before_anything_is_measured(bench: 
         assert f"{name} is not installed" in done.stderr and "hf_specdec[bench]" in done.stderr
 
 
-def test_help_needs_no_extra(plain: Path, tmp_path: Path) -> None:
+def test_help_needs_no_extra(plain: Path, tmp_path) -> None:
     done = run(tmp_path, str(plain / "assisted_generation.py"), "--help")
     assert done.returncode == 0 and "--assisted_generation" in done.stdout
 
 
-def test_with_the_extra_the_script_measures(bench: Path, tmp_path: Path) -> None:
+def test_with_the_extra_the_script_measures(bench: Path, tmp_path) -> None:
     done = run(tmp_path, str(bench / "assisted_generation.py"), "--task", "benchmark", "--assisted_generation", *SHORT)
     assert done.returncode == 0, done.stderr
     assert "over plain decoding" in done.stdout
     assert {path.name.partition(".")[2] for path in (tmp_path / "out").iterdir()} == {"json.gz", "md", "png"}
 
 
-def test_the_installed_script_can_be_imported(bench: Path, tmp_path: Path) -> None:
+def test_the_installed_script_can_be_imported(bench: Path, tmp_path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import assisted_generation as script;"
         "assert script.main(['--task', 'report', '--output_dir', 'nowhere']) == 1;"

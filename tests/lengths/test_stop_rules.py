@@ -1,7 +1,5 @@
 """Where drafts end: by entropy, and where several rules apply."""
 
-from __future__ import annotations
-
 import torch
 from helpers.families import pair, prompts
 
@@ -25,8 +23,7 @@ def test_the_first_of_several_rules_to_stop_stops() -> None:
         n = shared.limit
         shared.observe(Round((n,), (n,), (n + 1,), (0.0,), n, n + 1, 0.0, 0.0, 0.0))
         assert shared.limit == auto.limit
-    assert auto.limit > 0
-    assert not FirstOf(StopRule(3), auto).reads_probabilities
+    assert auto.limit > 0 and not FirstOf(StopRule(3), auto).reads_probabilities
 
 
 def test_the_entropy_stop_goes_by_its_bound() -> None:
@@ -53,7 +50,6 @@ def test_a_draft_that_is_never_sure_drafts_the_token_whose_pass_is_paid_for() ->
     target, draft = pair("llama")
     decoding = SpeculativeDecoding(draft, num_assistant_tokens=4, entropy_threshold=1.0)
     target.generate(**prompts(2), max_new_tokens=12, do_sample=False, eos_token_id=None, custom_generate=decoding)
-    assert decoding.stats is not None
     assert {(r.draft_steps, max(r.drafted)) for r in decoding.stats.rounds[:-1]} == {(1, 1)}
 
 

@@ -1,9 +1,6 @@
 """Better Transformer: the same numbers and tokens as eager attention, and a clear refusal where it isn't possible."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -87,7 +84,7 @@ def test_logits_and_tokens_are_those_of_eager_attention(family: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("wrong", ["scale", "alibi"])
-def test_a_wrong_scale_or_bias_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_scale_or_bias_is_seen(wrong: str, monkeypatch) -> None:
     """Negative control: the bound above is tight enough to see a mistake of one part in a thousand."""
     eager, fast = _both("bloom")
     if wrong == "scale":
@@ -161,7 +158,7 @@ def test_sdpa_is_what_runs() -> None:
         assert ("baddbmm" in names) != expected
 
 
-def test_undone_it_leaves_no_trace(tmp_path: Path) -> None:
+def test_undone_it_leaves_no_trace(tmp_path) -> None:
     eager, fast = _both("bloom")
     assert fast.state_dict().keys() == eager.state_dict().keys()
     for model, name in ((eager, "eager"), (fast, "fast")):
@@ -192,14 +189,13 @@ def test_modules_that_accelerate_has_hooked_change_too() -> None:
 def test_models_without_it_are_refused_by_name(family: str) -> None:
     model, _ = pair(family)
     refusal = better_transformer_refusal(model)
-    assert refusal is not None
     assert type(model).__name__ in refusal and "leave better_transformer out" in refusal
     with pytest.raises(ValueError, match="has no Better Transformer"):
         to_better_transformer(model)
     assert to_eager_attention(model) is model
 
 
-def test_a_model_for_which_transformers_has_no_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_for_which_transformers_has_no_sdpa(monkeypatch) -> None:
     monkeypatch.setattr(GPTJPreTrainedModel, "_supports_sdpa", False)
     refusal = better_transformer_refusal(pair("gpt-j")[0])
     assert refusal is not None and "transformers has no SDPA attention for GPTJ" in refusal

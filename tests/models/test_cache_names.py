@@ -1,14 +1,12 @@
 """The cache goes by the name that the installed transformers gives it, in arguments, outputs and messages."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
 import torch
 from helpers import recurrent_families
 from helpers.families import pair, prompts
-from helpers.identity import same_as_plain
+from helpers.identity import same_as_plain, speculated
 from transformers import DynamicCache, EncoderDecoderCache
 
 import hf_specdec
@@ -42,8 +40,7 @@ def test_an_output_has_the_fields_of_plain_generate_s(family: str) -> None:
     target, draft = pair(family)
     call = {**prompts(1), **GREEDY, "return_dict_in_generate": True}
     plain = target.generate(**call)
-    with hf_specdec.enable(target, assistant_model=draft):
-        ours = target.generate(**call, **SPECULATIVE)
+    ours = speculated(target, draft, **call, **SPECULATIVE)
     assert list(ours) == list(plain) and CACHE_NAME in ours
     assert getattr(ours, CACHE_NAME) is ours[CACHE_NAME] is cache_of(ours)
     assert type(getattr(ours, CACHE_NAME)) is type(getattr(plain, CACHE_NAME))
@@ -71,11 +68,8 @@ def test_a_filled_cache_for_rows_that_run_one_by_one_is_refused_by_its_name() ->
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     target(**prompts(3), decoder_input_ids=torch.full((3, 2), 5), **{CACHE_NAME: cache}, use_cache=True)
     start = torch.full((3, 3), 5)
-    with (
-        hf_specdec.enable(target, assistant_model=draft),
-        pytest.raises(ValueError, match=f"^{CACHE_NAME}=EncoderDecoderCache is filled, and the 3 rows"),
-    ):
-        target.generate(**prompts(3), **GREEDY, **SPECULATIVE, decoder_input_ids=start, **{CACHE_NAME: cache})
+    with pytest.raises(ValueError, match=f"^{CACHE_NAME}=EncoderDecoderCache is filled, and the 3 rows"):
+        speculated(target, draft, **prompts(3), **GREEDY, **SPECULATIVE, decoder_input_ids=start, **{CACHE_NAME: cache})
 
 
 @pytest.mark.parametrize("family", ["Mamba", "Mamba2", "FalconMamba"])

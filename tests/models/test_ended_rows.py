@@ -1,15 +1,13 @@
 """Rows that have ended are left out of passes over the per-row static cache, and nothing else changes by it."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from helpers.copies import copy_wherever_possible
 from helpers.families import PAD, VOCABULARY, exact_dtype, pair, prompts
 from helpers.pairwise import pairwise
+from helpers.patches import copy_wherever_possible
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
@@ -87,20 +85,16 @@ def test_passes_of_both_models_hold_the_rows_that_have_not_ended(family: str, se
     assert rows[0] == ROWS and len(set(rows)) > 2, "rows end one after another"
     if family in FED_TO_THE_END:
         rows = [ROWS] * len(rounds)
-    assert passes == rows
-    assert draft_passes == by_step(rows, rounds)
+    assert passes == rows and draft_passes == by_step(rows, rounds)
     assert torch.equal(out.sequences, plain)
     for text, single in zip(out.sequences, alone, strict=True):
-        assert torch.equal(text[: len(single)], single)
-        assert (text[len(single) :] == PAD).all()
+        assert torch.equal(text[: len(single)], single) and (text[len(single) :] == PAD).all()
 
 
 @pytest.mark.parametrize(
     ("drafts", "family", "first"), pairwise(tuple(DRAFTERS), ("llama", "mistral-sliding", "gemma2"), (1, 2, 6))
 )
-def test_rows_are_left_out_whoever_drafts(
-    family: str, drafts: str, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_left_out_whoever_drafts(family: str, drafts: str, first: int, monkeypatch) -> None:
     """A hybrid's model and `auto`'s read in some rounds only: rows end before it has read them, or anything."""
     copy_wherever_possible(monkeypatch)
     (target, draft), inputs, call = ragged_call(family, first)
@@ -108,8 +102,7 @@ def test_rows_are_left_out_whoever_drafts(
     passes, draft_passes = rows_fed(target), rows_fed(draft)
     out = target.generate(**inputs, **call, custom_generate=SpeculativeDecoding(draft, **DRAFTERS[drafts]))
     rounds = out.speculation.rounds
-    assert torch.equal(out.sequences, plain)
-    assert passes == live(rounds) and min(passes) < ROWS
+    assert torch.equal(out.sequences, plain) and passes == live(rounds) and min(passes) < ROWS
     assert draft_passes == by_step(passes, rounds)
 
 
@@ -158,8 +151,7 @@ def test_the_returned_cache_ends_where_a_criterion_ends_a_row_amid_accepted_toke
     passes = rows_fed(target)
     decoding = SpeculativeDecoding(target, num_assistant_tokens=8)
     out = target.generate(**inputs, **call, **settings, max_new_tokens=NEW_TOKENS, custom_generate=decoding)
-    assert torch.equal(out.sequences, plain.sequences)
-    assert (min(passes) == ROWS - 1) != own
+    assert torch.equal(out.sequences, plain.sequences) and (min(passes) == ROWS - 1) != own
     assert cache_of(out).get_seq_length() == ends_at - 1
     seen = inputs["attention_mask"].bool()
     seen = torch.cat([seen, seen.new_ones(ROWS, ends_at - 1 - seen.shape[1])], dim=1)

@@ -1,7 +1,5 @@
 """Experts that leave tokens out when a pass has too many: drafts are so short that none is left out for them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -54,18 +52,10 @@ def _speculated(target: PreTrainedModel, inputs: dict[str, Tensor], tokens: int 
     return same_as_plain(target, perturbed(target, 0.02), inputs, SETTINGS, num_assistant_tokens=tokens)
 
 
-@pytest.mark.parametrize(
-    ("make", "rows", "longest"),
-    [
-        (lambda: switch(4), 1, 3),
-        (lambda: switch(2), 1, 1),
-        (lambda: switch(9), 3, 2),
-        (lambda: nllb(4), 1, 3),
-        (lambda: nllb(9), 3, 2),
-        (lambda: nllb(share=0.8), 1, 3),
-        (lambda: nllb(share=1.0), 3, 16),
-    ],
-)
+@pytest.mark.parametrize(("make", "rows", "longest"), [
+    (lambda: switch(4), 1, 3), (lambda: switch(2), 1, 1), (lambda: switch(9), 3, 2), (lambda: nllb(4), 1, 3),
+    (lambda: nllb(9), 3, 2), (lambda: nllb(share=0.8), 1, 3), (lambda: nllb(share=1.0), 3, 16),
+])  # fmt: skip
 def test_tokens_are_plains_with_drafts_that_fit(make: Any, rows: int, longest: int) -> None:
     target = make()
     for tokens, prompt in ((8, 1), (8, 2), ("auto", 2)):
@@ -79,21 +69,18 @@ def test_of_one_rows_prompt_the_same_tokens_are_left_out(make: Any) -> None:
     _speculated(make(), {"input_ids": _ids(1), "decoder_input_ids": _ids(1)})
 
 
-@pytest.mark.parametrize(
-    ("make", "rows", "words"),
-    [
-        (lambda: switch(1), 1, "Switch.*more than 1 .*passes over 1 rows with drafts have at least 2: pass fewer"),
-        (lambda: nllb(4), 3, "NllbMoe.*more than 4 .*passes over 3 rows with drafts have at least 6"),
-        (lambda: nllb(share=0.5), 1, "more than 1 "),
-    ],
-)
+@pytest.mark.parametrize(("make", "rows", "words"), [
+    (lambda: switch(1), 1, "Switch.*more than 1 .*passes over 1 rows with drafts have at least 2: pass fewer"),
+    (lambda: nllb(4), 3, "NllbMoe.*more than 4 .*passes over 3 rows with drafts have at least 6"),
+    (lambda: nllb(share=0.5), 1, "more than 1 "),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(make: Any, rows: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         _speculated(make(), {"input_ids": _ids(rows)})
 
 
 @pytest.mark.parametrize("make", [switch, nllb])
-def test_control_longer_drafts_give_other_tokens(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_longer_drafts_give_other_tokens(make: Any, monkeypatch) -> None:
     inputs = {"input_ids": _ids(1), "decoder_input_ids": _ids(1)}
     if torch.equal(make(1)(**inputs).logits, make(64)(**inputs).logits):
         pytest.skip("transformers 5.17 leaves out no token of Switch Transformers")

@@ -1,7 +1,5 @@
 """What recordings and compiled code are kept by: every change of form is seen, and a change of numbers is none."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

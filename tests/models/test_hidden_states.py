@@ -1,7 +1,5 @@
 """`HiddenStates` against a record of what each pass left where."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,14 +1,10 @@
 """Masks by slot: what a query sees, and that no mask covers all pairs of a prompt's tokens."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from helpers.families import pair, prompts
 from helpers.identity import same_as_plain
-from torch import Tensor
+from helpers.patches import noted
 
 from hf_specdec.models import static_runner
 from hf_specdec.models.masks import attention_mask
@@ -29,18 +25,11 @@ def test_a_query_sees_itself_and_what_is_visible_before_it_in_its_window(window:
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_batch_s_prompt_is_masked_by_the_model_itself(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_s_prompt_is_masked_by_the_model_itself(padded: bool, monkeypatch) -> None:
     """Masks cover a round's few tokens; over a long prompt of many rows they would not fit into memory."""
     target, draft = pair("llama")
     target.set_attn_implementation("sdpa")
-    widths: list[int] = []
-    made = static_runner.slot_masks
-
-    def listed(slots: Tensor, *args: Any) -> dict[str, Tensor]:
-        widths.append(slots.shape[1])
-        return made(slots, *args)
-
-    monkeypatch.setattr(static_runner, "slot_masks", listed)
+    widths = noted(monkeypatch, static_runner, "slot_masks", lambda slots, *_: slots.shape[1])
     inputs = prompts(4, length=40)
     if not padded:
         inputs = {"input_ids": inputs["input_ids"].clamp(min=3)}

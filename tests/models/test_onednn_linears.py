@@ -1,11 +1,9 @@
 """Linear layers in oneDNN: the same products, used only where they are faster, and the same text."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.models import EOS, PAD, llama, noisy
-from torch import Tensor
+from helpers.patches import noted
 from torch.nn import functional
 
 import hf_specdec
@@ -17,23 +15,15 @@ WEIGHT = (1024, 256)  # the smallest that is served for single tokens
 
 
 @pytest.fixture(autouse=True)
-def faster_range(monkeypatch: pytest.MonkeyPatch) -> None:
+def faster_range(monkeypatch) -> None:
     """The widest range, on whatever processor the tests run."""
     monkeypatch.setattr(onednn_linears, "faster_range", lambda: MKL_ELSEWHERE)
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def served(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the inputs that oneDNN got."""
-    seen: list[tuple[int, ...]] = []
-    linear = onednn_linears._linear
-
-    def noted(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        seen.append(tuple(tokens.shape))
-        return linear(tokens, weight, bias)
-
-    monkeypatch.setattr(onednn_linears, "_linear", noted)
-    return seen
+    return noted(monkeypatch, onednn_linears, "_linear", lambda tokens, *_: tuple(tokens.shape))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 256), (1, 5, 256), (4, 16, 256), (7, 256), (2, 300, 256)])
@@ -86,19 +76,14 @@ def test_layers_are_served_where_they_are_faster(
     assert served == [(count, weight[1]) for count in taken]
 
 
-@pytest.mark.parametrize(
-    ("entry", "mkl", "expected"),
-    [
-        ("vendor_id : GenuineIntel", True, MKL_ON_INTEL),
-        ("vendor_id : GenuineIntel", False, OTHERS),
-        ("vendor_id : AuthenticAMD", True, MKL_ELSEWHERE),
-        ("vendor_id : AuthenticAMD", False, OTHERS),
-    ],
-)
+@pytest.mark.parametrize(("entry", "mkl", "expected"), [
+    ("vendor_id : GenuineIntel", True, MKL_ON_INTEL),
+    ("vendor_id : GenuineIntel", False, OTHERS),
+    ("vendor_id : AuthenticAMD", True, MKL_ELSEWHERE),
+    ("vendor_id : AuthenticAMD", False, OTHERS),
+])  # fmt: skip
 @pytest.mark.parametrize("listed", [True, False])
-def test_the_range_is_the_processor_s(
-    entry: str, mkl: bool, expected: Range, listed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_range_is_the_processor_s(entry: str, mkl: bool, expected: Range, listed: bool, monkeypatch) -> None:
     """Named in /proc/cpuinfo or, where there is no such file, by Python."""
 
     def read_text(path: object) -> str:
@@ -120,9 +105,7 @@ def test_models_whose_weights_are_not_served_get_no_mode() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_text_is_plain_generate_s_with_and_without_it(
-    rows: int, served: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_plain_generate_s_with_and_without_it(rows: int, served: list[tuple[int, ...]], monkeypatch) -> None:
     """In float32; eager and recorded passes of one runner, and of a torch that lacks the operation."""
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 2)
     monkeypatch.setattr(recorded_passes, "PYTHON_SHARE", 1e-6)  # passes are recorded however slow the machine is

@@ -1,7 +1,5 @@
 """`prefill_chunk_size`: target and draft read a long prompt in chunks, and the tokens are plain `generate`'s."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +7,8 @@ import pytest
 import torch
 from helpers import recurrent_families
 from helpers.families import exact_dtype, pair, prompts
+from helpers.identity import speculated
+from helpers.patches import noted
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_specdec
@@ -31,18 +31,10 @@ class Widths:
         )
 
 
-@pytest.mark.parametrize(
-    ("width", "count", "size", "pieces"),
-    [
-        (11, 1, None, [11]),
-        (11, 1, 4, [4, 4, 3]),
-        (12, 1, 4, [4, 4, 4]),
-        (15, 4, 4, [4, 4, 7]),
-        (4, 4, 1, [4]),
-        (3, 1, 4, [3]),
-        (9, 1, 100, [9]),
-    ],
-)
+@pytest.mark.parametrize(("width", "count", "size", "pieces"), [
+    (11, 1, None, [11]), (11, 1, 4, [4, 4, 3]), (12, 1, 4, [4, 4, 4]), (15, 4, 4, [4, 4, 7]), (4, 4, 1, [4]),
+    (3, 1, 4, [3]), (9, 1, 100, [9]),
+])  # fmt: skip
 def test_chunks_of_transformers_with_the_drafts_in_the_last(
     width: int, count: int, size: int | None, pieces: list[int]
 ) -> None:
@@ -74,21 +66,18 @@ def test_no_pass_reads_more_of_a_prompt(family: str, engine: str, rows: int) -> 
                 of_model.seen.clear()
 
 
-def test_prompts_of_prepared_rounds(fast_rounds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_prepared_rounds(fast_rounds, monkeypatch) -> None:
     target, draft = pair("llama")
-    read: dict[PreTrainedModel, list[int]] = {target: [], draft: []}
-    one_pass = StaticRunner._pass
-
-    def counted(self: StaticRunner, tokens: torch.Tensor, count: int) -> torch.Tensor:
-        read[self.model].append(tokens.shape[1])
-        return one_pass(self, tokens, count)
-
-    monkeypatch.setattr(StaticRunner, "_pass", counted)
+    passes = noted(monkeypatch, StaticRunner, "_pass", lambda self, tokens, count: (self.model, tokens.shape[1]))
     call = {**prompts(2, length=31), **GREEDY, "assistant_model": draft}
     settings: dict[str, Any] = {"prefill_chunk_size": 8, "cache_implementation": "static"}
     ours = target.generate(**call, **settings)
     assert torch.equal(ours, target.generate(**call | {"assistant_model": None}, generation_strategy=None))
-    assert fast_rounds and read == {target: [8, 8, 8, 6], draft: [8, 8, 8, 5]}
+    assert fast_rounds
+    assert [[width for model, width in passes if model is one] for one in (target, draft)] == [
+        [8, 8, 8, 6],
+        [8, 8, 8, 5],
+    ]
 
 
 def _row_by_row() -> tuple[PreTrainedModel, PreTrainedModel, dict[str, Any]]:
@@ -114,19 +103,15 @@ def test_other_runners(make: Callable[[], tuple[PreTrainedModel, PreTrainedModel
     target, draft, inputs = make()
     plain = target.generate(**{**inputs, CACHE_NAME: None}, **GREEDY)
     widths = Widths(target)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        ours = target.generate(**inputs, **GREEDY, prefill_chunk_size=4, num_assistant_tokens=LOOKAHEAD)
+    ours = speculated(target, draft, **inputs, **GREEDY, prefill_chunk_size=4, num_assistant_tokens=LOOKAHEAD)
     assert torch.equal(ours, plain)
     assert widths.seen[:2] == [4, 4] and max(widths.seen) <= 4 + LOOKAHEAD
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
 def test_what_is_no_size(size: Any, pair) -> None:
-    with (
-        hf_specdec.enable(pair[0], assistant_model=pair[1], generation_strategy="speculative"),
-        pytest.raises(ValueError, match=f"prefill_chunk_size={size!r} must be an integer of at least 1"),
-    ):
-        pair[0].generate(torch.tensor([[5, 6]]), max_new_tokens=4, prefill_chunk_size=size)
+    with pytest.raises(ValueError, match=f"prefill_chunk_size={size!r} must be an integer of at least 1"):
+        speculated(pair[0], pair[1], torch.tensor([[5, 6]]), max_new_tokens=4, prefill_chunk_size=size)
 
 
 def test_chunks_without_a_cache_are_refused_as_by_plain_generate(pair) -> None:

@@ -1,7 +1,5 @@
 """Recorded passes equal the model's own to the last bit at every text length; models that need Python have none."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import warnings
@@ -12,8 +10,10 @@ from types import MethodType
 import pytest
 import torch
 from helpers.families import FAMILIES, pair, prompts
+from helpers.identity import speculated
 from helpers.memory import resident
 from helpers.models import llama, noisy
+from helpers.patches import noted
 from torch.overrides import BaseTorchFunctionMode
 from transformers.models.llama import modeling_llama
 
@@ -21,29 +21,24 @@ import hf_specdec
 from hf_specdec.models import jit_traces, recorded_passes
 from hf_specdec.models.fingerprint import state_of
 from hf_specdec.models.recorded_passes import MAX_RECORDINGS, RecordedStep, recordable
+from hf_specdec.prepared.freed_memory import return_freed_memory
 
 SETTINGS = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def replays(monkeypatch) -> list[int]:
     """Recordings are made at once; one entry for every replay."""
-    seen: list[int] = []
-    replay = recorded_passes.replay
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
-    monkeypatch.setattr(recorded_passes, "replay", lambda made, inputs: (seen.append(1), replay(made, inputs))[1])
-    return seen
+    return noted(monkeypatch, recorded_passes, "replay", lambda *_: 1)
 
 
 def _speculate(target, draft, rows: int = 1, **settings):
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        return target.generate(**prompts(rows), **{**SETTINGS, **settings})
+    return speculated(target, draft, **prompts(rows), **{**SETTINGS, **settings})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replayed_passes_are_the_model_s_own_to_the_bit(
-    family: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_passes_are_the_model_s_own_to_the_bit(family: str, replays: list[int], monkeypatch) -> None:
     """In float32, so that a single operation in another order would show; lookaheads make passes of many widths."""
     target, draft = pair(family, dtype=torch.float32)
     recorded = family not in ("bloom", "t5", "mt5", "bart")
@@ -72,16 +67,13 @@ def test_rounds_are_settled_once_their_passes_are_replayed(replays: list[int]) -
     assert all(one.settled for one in calls[1])
 
 
-def test_few_recordings_serve_all_widths_and_lengths(replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    trace = torch._C._create_graph_by_tracing
-    monkeypatch.setattr(torch._C, "_create_graph_by_tracing", lambda *args: (made.append(1), trace(*args))[1])
+def test_few_recordings_serve_all_widths_and_lengths(replays: list[int], monkeypatch) -> None:
+    made = noted(monkeypatch, torch._C, "_create_graph_by_tracing")
     target, draft = pair("llama")
     for lookahead in (1, 2, 5, 8):
         for length in (7, 12):
             inputs = prompts(1, length=length)
-            with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-                target.generate(**inputs, max_new_tokens=30, do_sample=False, num_assistant_tokens=lookahead)
+            speculated(target, draft, **inputs, max_new_tokens=30, do_sample=False, num_assistant_tokens=lookahead)
     assert (
         replays and len(made) <= 2 * 2 * 2
     )  # one token and several, for target and draft, each with a layer of its own
@@ -181,7 +173,7 @@ def test_a_step_that_python_changes_is_never_replayed() -> None:
 
 
 @pytest.mark.parametrize("change", ["attribute", "activation", "class method", "function", "buffer", "dropout"])
-def test_changes_between_calls_are_seen(change: str, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_between_calls_are_seen(change: str, replays: list[int], monkeypatch) -> None:
     """Also of what is no weight: a recording holds for the code and the attributes that it was made with."""
     target, draft = pair("llama")
     for _ in range(2):
@@ -223,8 +215,7 @@ def test_a_choice_by_the_length_of_the_text_is_found_out(replays: list[int]) -> 
     def at(span: int) -> float:
         return passes.run(step, [torch.zeros(1), torch.zeros(span)], span)[0].item()
 
-    assert [at(span) for span in range(40, 60)] == [0.0] * 20
-    assert replays
+    assert [at(span) for span in range(40, 60)] == [0.0] * 20 and replays
     assert [at(span) for span in range(130, 150)] == [1.0] * 20
 
 
@@ -235,8 +226,9 @@ def test_a_process_that_serves_model_after_model_takes_no_more_memory(replays: l
     def serve(models: int) -> int:
         for seed in range(models):
             target = llama(seed)
-            with hf_specdec.enable(target, assistant_model=noisy(target), generation_strategy="speculative"):
-                target.generate(**prompts(1), max_new_tokens=12, do_sample=False, num_assistant_tokens=2)
+            speculated(target, noisy(target), **prompts(1), max_new_tokens=12, do_sample=False, num_assistant_tokens=2)
+        gc.collect()
+        return_freed_memory()
         return resident()
 
     before = serve(2)
@@ -246,8 +238,7 @@ def test_a_process_that_serves_model_after_model_takes_no_more_memory(replays: l
 
 def test_a_model_in_training_under_autocast_or_a_function_mode_is_left_alone() -> None:
     target, _ = pair("llama")
-    assert recordable(target)
-    assert not recordable(target.train())
+    assert recordable(target) and not recordable(target.train())
     target.eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not recordable(target)
@@ -304,12 +295,11 @@ def test_a_trace_is_freed_with_the_last_reference_to_it() -> None:
     assert holders_of_one() == 1
 
 
-def test_without_what_tracing_takes_passes_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_what_tracing_takes_passes_run_as_they_are(monkeypatch) -> None:
     target, _ = pair("llama")
     assert recordable(target)
     monkeypatch.delattr(torch._C, "_create_function_from_graph")
-    assert not recordable(target)
-    assert jit_traces.traced(torch.neg, [torch.ones(2)]) is None
+    assert not recordable(target) and jit_traces.traced(torch.neg, [torch.ones(2)]) is None
 
 
 def test_tracing_hides_no_warning_of_another_thread() -> None:

@@ -1,7 +1,5 @@
 """Frequencies that change with the length of the text: plain `generate`'s tokens before, after and across a change."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -10,24 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import ROPE, SPECIAL, pair_of, perturbed, prompts
+import transformers
+from helpers.families import ROPE, SPECIAL, made, pair_of, perturbed, prompts
 from helpers.identity import same_as_plain
-from helpers.interpreted_steps import interpret_compiled_steps
 from helpers.models import Passes
 from helpers.pairwise import pairwise
+from helpers.patches import interpret_compiled_steps
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.models.cache_names import CACHE_NAME, cache_of
@@ -44,19 +32,19 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos
 
 
 def _phi3(limit: int, **rope: Any) -> PreTrainedModel:
-    return Phi3ForCausalLM(Phi3Config(**ROPE, **SPECIAL, original_max_position_embeddings=limit, **rope))
+    return made("Phi3", **ROPE, original_max_position_embeddings=limit, **rope)()
 
 
 def _phimoe(limit: int) -> PreTrainedModel:
     rope = {**LONG, "short_mscale": 1.0, "long_mscale": 1.5, "original_max_position_embeddings": limit}
     sizes = {"num_local_experts": 4, "original_max_position_embeddings": limit}
-    model = PhimoeForCausalLM(PhimoeConfig(**ROPE, **SPECIAL, **sizes, rope_parameters=rope))
+    model = made("Phimoe", **ROPE, **sizes, rope_parameters=rope)()
     model.set_experts_implementation("eager")  # the one for float64
     return model
 
 
 def _llama(rope: dict[str, Any], **sizes: int) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**{**ROPE, **sizes}, **SPECIAL, rope_parameters=rope))
+    return made("Llama", **{**ROPE, **sizes}, rope_parameters=rope)()
 
 
 def _gemma3(limit: int) -> PreTrainedModel:
@@ -66,7 +54,9 @@ def _gemma3(limit: int) -> PreTrainedModel:
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     sizes = {"head_dim": 8, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
-    return Gemma3ForCausalLM(Gemma3TextConfig(**ROPE, **SPECIAL, **sizes, rope_parameters=rope))
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**ROPE, **SPECIAL, **sizes, rope_parameters=rope)
+    )
 
 
 KINDS: dict[str, Callable[[int], PreTrainedModel]] = {
@@ -122,7 +112,7 @@ def as_if_fresh(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model) if model.config.rope_parameters.get("rope_type") == "dynamic" else model
 
 
-def test_tokens_are_plain_generate_s_wherever_frequencies_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_plain_generate_s_wherever_frequencies_change(monkeypatch) -> None:
     """In the prompt, right after it, and later; rows of a batch come to it in different rounds, or end before."""
     interpret_compiled_steps(monkeypatch)
     limits = (8, PROMPT, PROMPT + 1, PROMPT + 7)
@@ -232,8 +222,7 @@ def test_rows_that_end_in_different_stages_leave_no_cache_to_go_on_from(kind: st
     target, draft = changing(kind, PROMPT + 6)
     end = int(target.generate(**prompts(3), **GREEDY)[1, PROMPT + 2])
     out = same_as_plain(target, draft, prompts(3), {**GREEDY, "eos_token_id": end})
-    assert out.sequences.shape[1] > PROMPT + 8
-    assert cache_of(out).get_seq_length() == 0
+    assert out.sequences.shape[1] > PROMPT + 8 and cache_of(out).get_seq_length() == 0
 
 
 class LastTokenOnly(Phi3ForCausalLM):

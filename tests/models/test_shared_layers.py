@@ -1,18 +1,12 @@
 """Layers that compute alike are traced once; a layer that reads more than it is given is traced with the whole pass."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Any
-
 import pytest
 import torch
-from helpers.families import ROPE, SPECIAL, prompts
+from helpers.families import ROPE, made, prompts
 from helpers.identity import same_as_plain
 from helpers.models import llama, noisy
+from helpers.patches import noted
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.llama import modeling_llama
 
 from hf_specdec.models import jit_traces, recorded_passes, shared_layers
@@ -22,18 +16,12 @@ SETTINGS = {"max_new_tokens": 24, "do_sample": False}
 
 
 @pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def traces(monkeypatch) -> list[str]:
     """Passes are recorded at once; the name of every function that was traced."""
-    names: list[str] = []
-    trace: FunctionType = jit_traces.traced
-
-    def noted(step: Callable[..., Tensor], *given: Sequence[Any]) -> jit_traces.Trace | None:
-        names.append(step.__name__)
-        return trace(step, *given)
-
+    names = noted(monkeypatch, jit_traces, "traced", lambda step, *_: step.__name__)
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     for module in (recorded_passes, shared_layers):
-        monkeypatch.setattr(module, "traced", noted)
+        monkeypatch.setattr(module, "traced", jit_traces.traced)
     return names
 
 
@@ -54,13 +42,12 @@ def test_as_many_traces_at_every_depth(depth: int, traces: list[str]) -> None:
 def test_each_kind_of_layer_has_a_trace(traces: list[str]) -> None:
     """Sliding and full attention in turn."""
     torch.manual_seed(0)
-    config = Gemma2Config(**{**ROPE, **SPECIAL, "num_hidden_layers": 4}, head_dim=8, sliding_window=9)
-    target = Gemma2ForCausalLM(config).double().eval()
+    target = made("Gemma2", **{**ROPE, "num_hidden_layers": 4}, head_dim=8, sliding_window=9)().double().eval()
     _decodes_as_plain(target, noisy(target))
     assert traces.count("layer") == 2 * traces.count("<lambda>") > 0
 
 
-def test_layers_that_know_their_place_are_traced_one_by_one(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_know_their_place_are_traced_one_by_one(traces: list[str], monkeypatch) -> None:
     """The negative control of the comparison: as one function they would all be the first."""
     norm = modeling_llama.LlamaMLP.forward
     target = llama(num_hidden_layers=3)
@@ -71,9 +58,7 @@ def test_layers_that_know_their_place_are_traced_one_by_one(traces: list[str], m
     assert traces.count("step") > 0
 
 
-def test_layers_that_read_what_they_are_not_given_are_traced_one_by_one(
-    traces: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_read_what_they_are_not_given_are_traced_one_by_one(traces: list[str], monkeypatch) -> None:
     """A tensor that one layer leaves for the next would be the first text's in a layer's trace."""
     kept: list[Tensor] = []
     forward = modeling_llama.LlamaModel.forward

@@ -1,7 +1,5 @@
 """Passes whose tokens see later ones: such prompts are read without drafts, and models of no other passes refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -82,7 +80,7 @@ def test_models_are_tried_once() -> None:
         assert first == (passes.count - first) + 4, "two prompts, and two passes after one of them"
 
 
-def test_models_marked_as_causal_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_marked_as_causal_are_not_tried(monkeypatch) -> None:
     monkeypatch.setattr(sight, "_try", None)
     for target in (llama(), _pair("T5ForConditionalGeneration")[0]):
         _speculated(target, None, text_inputs(target, 1))
@@ -106,14 +104,13 @@ def test_padding_that_is_generated_takes_a_place_in_the_next_pass_only(name: str
     target, draft = _pair(name)
     inputs = text_inputs(target, 3)
     padding = dynamic_runner.padding_without_position(target)
-    assert padding is not None
     call = {"logits_processor": [_Padding(padding)]}
     for drafting in (draft, target, None):
         out = _speculated(target, drafting, inputs, **call)
         assert (out.sequences[:, -12:-1] == padding).any()
 
 
-def test_control_positions_counted_within_a_pass_give_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_positions_counted_within_a_pass_give_other_tokens(monkeypatch) -> None:
     target, _ = _pair("Kosmos2_5ForConditionalGeneration")
     inputs = text_inputs(target, 1)
     call = {"logits_processor": [_Padding(dynamic_runner.padding_without_position(target))]}

@@ -1,10 +1,9 @@
 """The static cache with rows of different lengths: plain `generate`'s tokens, no data moved, expected memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.families import FAMILIES, ROWS_FAMILIES, exact_dtype, pair, prompts
+from helpers.identity import speculated
 from transformers import DynamicCache, StaticCache
 
 import hf_specdec
@@ -19,15 +18,12 @@ NEW_TOKENS = 16
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_cache_holds_keys_and_values_of_every_layer_for_all_rows_and_slots(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_holds_keys_and_values_of_every_layer_for_all_rows_and_slots(family: str, monkeypatch) -> None:
     target, draft = pair(family)
     inputs, caches = prompts(3), {}
     end = StaticRunner.end
     monkeypatch.setattr(StaticRunner, "end", lambda self, n: (caches.update({self.model: self.cache}), end(self, n))[1])
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        target.generate(**inputs, max_new_tokens=8, cache_implementation="static", do_sample=False)
+    speculated(target, draft, **inputs, max_new_tokens=8, cache_implementation="static", do_sample=False)
     cache = caches[target]
     assert cache.capacity == inputs["input_ids"].shape[1] + 8 + 5
     config = target.config
@@ -67,7 +63,7 @@ def test_a_batch_goes_on_from_the_returned_cache_as_from_plain_generate_s(family
     assert torch.equal(*again)
 
 
-def test_static_rows_of_a_batch_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_rows_of_a_batch_grow_with_the_text(monkeypatch) -> None:
     sizes = []
     update = RowsLayer.update
 
@@ -110,8 +106,9 @@ def test_a_mask_that_shows_rejected_drafts_gives_other_logits(monkeypatch) -> No
 
     made = static_runner.slot_masks
     monkeypatch.setattr(static_runner, "slot_masks", lambda *args: {kind: 0 * m for kind, m in made(*args).items()})
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        out = target.generate(**prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static")
+    out = speculated(
+        target, draft, **prompts(4), max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static"
+    )
     assert out.shape != plain.shape or not torch.equal(out, plain)
 
 
@@ -124,11 +121,10 @@ def test_models_that_cannot_say_so() -> None:
 
 def test_a_static_cache_of_the_caller_s_own_is_refused_by_name() -> None:
     target, draft = pair("llama")
-    with (
-        hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"),
-        pytest.raises(ValueError, match=r"StaticCache.*cache_implementation"),
-    ):
-        target.generate(**prompts(1), max_new_tokens=4, **{CACHE_NAME: StaticCache(target.config, max_cache_len=64)})
+    with pytest.raises(ValueError, match=r"StaticCache.*cache_implementation"):
+        speculated(
+            target, draft, **prompts(1), max_new_tokens=4, **{CACHE_NAME: StaticCache(target.config, max_cache_len=64)}
+        )
 
 
 def test_a_first_pass_behind_text_that_the_cache_holds_sees_that_text() -> None:
@@ -158,10 +154,8 @@ def test_long_texts_of_models_with_windows_drop_what_has_left_them(rows: int, mo
     for long_text, static in ((4096, 2), (16, 0)):
         monkeypatch.setattr(static_runner, "LONG_TEXT", long_text)
         made.clear()
-        with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-            output = target.generate(**call, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, expected)
-        assert len(made) == static
+        output = speculated(target, draft, **call, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected) and len(made) == static
         accepted.append([finished.accepted for finished in output.speculation.rounds])
     assert accepted[0] == accepted[1]
     assert cache_of(output).layers[0].keys.shape[2] < target.config.sliding_window

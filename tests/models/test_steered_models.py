@@ -1,7 +1,5 @@
 """Models that pass something on after every token are refused by name; those that only lengthen masks are served."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -67,7 +65,7 @@ def test_one_that_changes_nothing_is_served() -> None:
     assert len(_speculated(_model(Passing))) == 1
 
 
-def test_control_unchecked_it_gives_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_unchecked_it_gives_other_tokens(monkeypatch) -> None:
     monkeypatch.setattr(checks, "steered_by", lambda _: [])
     with pytest.raises(AssertionError):
         _speculated(_model(Turning))

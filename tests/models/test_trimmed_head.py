@@ -3,18 +3,15 @@
 `test_output_distributions.py` compares sampled outputs of trimmed drafts with exact distributions.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.families import EOS, FAMILIES, VOCABULARY, pair, prompts
 from helpers.identity import same_as_plain
-from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.patches import interpret_compiled_steps, noted
 from helpers.word_tokenizer import word_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel, set_seed
@@ -39,7 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def proposed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+def proposed(monkeypatch) -> set[int]:
     """All tokens that are proposed in a test."""
     seen: set[int] = set()
     propose, run_draft = ModelDrafter.propose, Engine.run_draft
@@ -61,7 +58,7 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def engine(request, monkeypatch) -> dict[str, Any]:
     """Arguments of `generate` for an engine; what would be captured or compiled runs operation by operation."""
     if request.param == "eager":
         monkeypatch.setattr(recorded_passes, "recordable", lambda model: False)
@@ -86,9 +83,7 @@ def test_listed_logits_are_the_whole_head_s_and_all_others_the_lowest(family: st
     assert torch.equal(draft(**inputs).logits, whole), "restored"
 
 
-def test_only_listed_tokens_are_proposed_and_the_output_stays_the_target_s(
-    engine: dict[str, Any], proposed: set[int]
-) -> None:
+def test_only_listed_tokens_are_proposed_and_the_output_stays_the_target_s(engine, proposed) -> None:
     """What was recorded or compiled for the whole head does not serve the trimmed one, nor the reverse."""
     target, draft = pair("llama")
 
@@ -108,28 +103,24 @@ def test_only_listed_tokens_are_proposed_and_the_output_stays_the_target_s(
     hf_specdec.release(target)
 
 
-def test_trimmed_drafts_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trimmed_drafts_are_recorded(monkeypatch) -> None:
     """As other drafts: one token and several."""
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     target, draft = pair("llama")
     with hf_specdec.trim_draft_head(draft, LISTED):
         same_as_plain(target, draft, prompts(1), GREEDY)
-        assert recorded_passes.recordings_of(draft) in (1, 2)
+        assert sum(passes.made for passes in recorded_passes._known.all_of(draft).values()) in (1, 2)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"generation_strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.2},
-        {"generation_strategy": "ensemble", "assistant_ensemble_weight": 1.0},
-        {"entropy_threshold": 0.3},
-        {"drafter": "hybrid"},
-        {"assistant_tokenizer": word_tokenizer(VOCABULARY, order=-1), "tokenizer": word_tokenizer(VOCABULARY)},
-        {"repetition_penalty": 1.3},
-        {"min_new_tokens": 10, "eos_token_id": LISTED[3]},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
+@pytest.mark.parametrize("settings", [
+    {"generation_strategy": "bild", "rollback_threshold": 0.0, "fallback_threshold": 0.2},
+    {"generation_strategy": "ensemble", "assistant_ensemble_weight": 1.0},
+    {"entropy_threshold": 0.3},
+    {"drafter": "hybrid"},
+    {"assistant_tokenizer": word_tokenizer(VOCABULARY, order=-1), "tokenizer": word_tokenizer(VOCABULARY)},
+    {"repetition_penalty": 1.3},
+    {"min_new_tokens": 10, "eos_token_id": LISTED[3]},
+], ids=lambda settings: next(iter(settings)))  # fmt: skip
 def test_strategies_and_processors_keep_the_target_s_output(settings: dict[str, Any]) -> None:
     target, draft = pair("llama")
     of_plain = ("repetition_penalty", "min_new_tokens", "eos_token_id")
@@ -167,15 +158,8 @@ def test_nothing_is_drafted_where_every_listed_token_is_suppressed(rows: int) ->
         assert same_as_plain(target, draft, prompts(rows), call).speculation.drafted == 0
 
 
-def test_automatic_lengths_don_t_go_by_what_the_whole_head_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    situations = []
-    history = drafter_choice.length_history
-
-    def kept(model: PreTrainedModel, situation: Any, **more: Any) -> Any:
-        situations.append(situation)
-        return history(model, situation, **more)
-
-    monkeypatch.setattr(drafter_choice, "length_history", kept)
+def test_automatic_lengths_don_t_go_by_what_the_whole_head_measured(monkeypatch) -> None:
+    situations = noted(monkeypatch, drafter_choice, "length_history", lambda model, situation, **_: situation)
     target, draft = pair("llama")
     same_as_plain(target, draft, prompts(1), GREEDY, num_assistant_tokens="auto")
     with hf_specdec.trim_draft_head(draft, LISTED):
@@ -228,24 +212,21 @@ def with_other_head() -> PreTrainedModel:
     return draft
 
 
-@pytest.mark.parametrize(
-    ("make", "tokens", "message"),
-    [
-        (tied, [], "token_ids is empty"),
-        (tied, [2, 40], "token_ids holds 40, .* tokens 0 to 39"),
-        (tied, [-1, 2], "token_ids holds -1"),
-        (tied, "abc", "token_ids='abc': pass a list"),
-        (tied, [1.5], "token_ids=.1.5.: pass a list"),
-        (tied, [True, False], "token_ids=.True, False.: pass a list"),
-        (tied, torch.ones(40).bool(), "token_ids=tensor.*: pass a list"),
-        (tied, {2: "a", 3: "b"}, "token_ids={2.*: pass a list"),
-        (tied, b"ab", "token_ids=b'ab': pass a list"),
-        (tied, 7, "token_ids=7: pass a list"),
-        (headless, [2], "draft=LlamaModel has no output head"),
-        (with_other_head, [2], "has the output head Sequential"),
-        (trimmed_before, [2], r"is trimmed already: call restore\(\) of its handle first.$"),
-    ],
-)
+@pytest.mark.parametrize(("make", "tokens", "message"), [
+    (tied, [], "token_ids is empty"),
+    (tied, [2, 40], "token_ids holds 40, .* tokens 0 to 39"),
+    (tied, [-1, 2], "token_ids holds -1"),
+    (tied, "abc", "token_ids='abc': pass a list"),
+    (tied, [1.5], "token_ids=.1.5.: pass a list"),
+    (tied, [True, False], "token_ids=.True, False.: pass a list"),
+    (tied, torch.ones(40).bool(), "token_ids=tensor.*: pass a list"),
+    (tied, {2: "a", 3: "b"}, "token_ids={2.*: pass a list"),
+    (tied, b"ab", "token_ids=b'ab': pass a list"),
+    (tied, 7, "token_ids=7: pass a list"),
+    (headless, [2], "draft=LlamaModel has no output head"),
+    (with_other_head, [2], "has the output head Sequential"),
+    (trimmed_before, [2], r"is trimmed already: call restore\(\) of its handle first.$"),
+])  # fmt: skip
 def test_errors_name_the_argument_and_the_way_out(make: Callable, tokens: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         hf_specdec.trim_draft_head(make(), tokens)
@@ -265,7 +246,7 @@ def test_frequent_tokens_are_ranked_and_hold_what_ends_a_text() -> None:
         hf_specdec.frequent_tokens("w5 w7", tokenizer, 3)
 
 
-def test_a_trimmed_draft_is_saved_whole_with_its_list(tmp_path: Path) -> None:
+def test_a_trimmed_draft_is_saved_whole_with_its_list(tmp_path) -> None:
     """Where its head is its embedding; one whose whole head is gone could not be loaded again."""
     draft = tied()
     ids = prompts(1)["input_ids"] % draft.config.vocab_size

@@ -1,7 +1,5 @@
 """Compiled code of a test's own, and the kernels in the forms for this processor and for others."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from functools import cache, partial
@@ -60,14 +58,14 @@ def _load(form: str, library: str, dtype: torch.dtype) -> str:
 
 
 @pytest.fixture(params=FORMS)
-def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def each_form(request, monkeypatch) -> None:
     """The kernels as built for this processor, then those for others in their place."""
     if request.param in OTHERS:
         monkeypatch.setattr(few_token_products, "kernel", partial(_kernel, request.param))
 
 
 @pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def disk(tmp_path, monkeypatch) -> Iterator[Path]:
     """In place of torch's folder (torch), the user's cache (cache) and that of temporary files (temporary)."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
@@ -82,7 +80,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def own_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_steps(tmp_path, monkeypatch) -> Iterator[None]:
     """Inductor makes the code of steps in this test: none is found that others made. C++ is compiled once a session."""
     folder, digest = code_on_disk._folder(), code_on_disk._digest
     mark = f"{tmp_path.parent.name}-{tmp_path.name}-"

@@ -1,17 +1,16 @@
-"""Captured passes of general rounds, with CUDA graphs stood in for: plain tokens and the usual drafts."""
+"""Compiled and captured passes of general rounds: plain tokens and the usual drafts.
 
-from __future__ import annotations
+Compiled code is interpreted, and CUDA graphs are stood in for.
+"""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.auto_lengths import choose_in_turn
 from helpers.captured_steps import StandIn, capture_steps
 from helpers.eagle_drafts import draft_for
-from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.identity import speculated
 from helpers.models import llama, noisy
 from helpers.own_drafters import (
     PAD,
@@ -21,12 +20,12 @@ from helpers.own_drafters import (
     needs_own_drafters,
     target_and_block_draft,
     target_with_mtp,
+    texts,
 )
-from torch import Tensor
+from helpers.patches import choose_in_turn, interpret_compiled_steps, noted, returned
 from transformers import PreTrainedModel
 
 import hf_specdec
-from hf_specdec.drafting.drafter import DraftProposal
 from hf_specdec.drafting.own_drafter import OwnDrafter
 from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.prepared import cuda_graphs
@@ -40,7 +39,7 @@ Asked = tuple[PreTrainedModel, dict[str, Any]]
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+def captured(monkeypatch) -> list[StandIn]:
     """Lists what is captured. Automatic lengths include rounds without drafts, whose hidden states are read later."""
     interpret_compiled_steps(monkeypatch)
     choose_in_turn(monkeypatch, 4, 0, 0, 2)
@@ -48,7 +47,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
 
 
 @pytest.fixture
-def asked(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+def asked(request, tmp_path, monkeypatch) -> Asked:
     """A target, and the arguments that ask for a drafter that reads its hidden states."""
     if request.param == "dflash":
         target, draft = target_and_block_draft()
@@ -59,63 +58,58 @@ def asked(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return target, {"assistant_model": draft_for(tmp_path, target)}
 
 
-def texts(rows: int) -> dict[str, Tensor]:
-    """Random prompts of nine tokens, the second of them with three of padding."""
-    ids = torch.randint(2, VOCABULARY, (rows, 9), generator=torch.Generator().manual_seed(rows))
-    mask = torch.ones_like(ids)
-    if rows > 1:
-        ids[1, :3], mask[1, :3] = PAD, 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def drafted(target: PreTrainedModel, rows: int, **settings: Any) -> tuple[list[Any], Any]:
     """A call's proposals, round by round, and its output, whose tokens are those of plain `generate`."""
     call = {**texts(rows), **GREEDY, "return_dict_in_generate": True}
-    made: list[list[int]] = []
-    propose = OwnDrafter.propose
-
-    def noted(*given: Any) -> DraftProposal:
-        proposal = propose(*given)
-        made.extend(row[:count] for row, count in zip(proposal.tokens.tolist(), proposal.lengths, strict=True))
-        return proposal
-
-    with pytest.MonkeyPatch.context() as patch, hf_specdec.enable(target):
-        patch.setattr(OwnDrafter, "propose", noted)
+    with pytest.MonkeyPatch.context() as patch:
+        proposals = returned(patch, OwnDrafter, "propose")
         plain = target.generate(**call)
-        out = target.generate(**call, generation_strategy="speculative", num_assistant_tokens="auto", **settings)
+        out = speculated(target, None, **call, **{"num_assistant_tokens": "auto", **settings})
     assert torch.equal(out.sequences, plain.sequences)
-    return made, out
+    rows_of = ((row, count) for one in proposals for row, count in zip(one.tokens.tolist(), one.lengths, strict=True))
+    return [row[:count] for row, count in rows_of], out
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("asked", OWN, indirect=True)
-def test_tokens_are_plain_ones_and_drafts_those_of_uncaptured_passes(
-    asked: Asked, engine: str, rows: int, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
+def test_tokens_are_plain_ones_and_drafts_those_of_unprepared_passes(
+    asked: Asked, engine: str, rows: int, captured: list[StandIn], monkeypatch
 ) -> None:
-    """In the third call, graphs run all of the target's passes but the prompt's, and nothing is captured."""
+    """In the third call, all of the target's passes but the prompt's are prepared, and nothing is captured any more."""
     target, settings = asked
-    seen: list[int] = []
-    unprepared = StaticRunner._unprepared
-    monkeypatch.setattr(StaticRunner, "_unprepared", lambda *given: seen.append(1) or unprepared(*given))
+    unprepared = noted(monkeypatch, StaticRunner, "_unprepared")
     general, _ = drafted(target, rows, **settings)
     assert not captured
     for _ in range(3):
         before = len(captured), sum(one.replays for one in captured)
-        seen.clear()
+        unprepared.clear()
         made, out = drafted(target, rows, **settings, **ENGINES[engine])
         assert made == general
-    assert any(made)
+    assert any(made) and len(unprepared) == 1
     assert before[0] == len(captured) > 1
     assert sum(one.replays for one in captured) - before[1] == len(out.speculation.rounds) - 1
-    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("asked", OWN, indirect=True)
+def test_the_targets_passes_compile(asked: Asked, rows: int, monkeypatch) -> None:
+    """With the same proposals as without compiling: the drafter gets the same hidden states."""
+    interpret_compiled_steps(monkeypatch)
+    target, settings = asked
+    settings |= {"num_assistant_tokens": 3}
+    unprepared = noted(monkeypatch, StaticRunner, "_unprepared")
+    general, _ = drafted(target, rows, **settings)
+    for _ in range(2):
+        unprepared.clear()
+        made, _ = drafted(target, rows, **settings, compile=True)
+        assert made == general
+    assert any(made) and len(unprepared) == 1, "the prompt's pass alone is not compiled in the last call"
 
 
 @needs_own_drafters
 @pytest.mark.parametrize("asked", ["mtp"], indirect=True)
-def test_control_kept_results_give_other_drafts(
-    asked: Asked, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_kept_results_give_other_drafts(asked: Asked, captured: list[StandIn], monkeypatch) -> None:
     """The tokens stay plain ones: hidden states change drafts alone."""
     target, settings = asked
     make = PreparedPasses.__init__
@@ -131,7 +125,7 @@ def test_control_kept_results_give_other_drafts(
 
 @needs_own_drafters
 @pytest.mark.parametrize("asked", ["mtp"], indirect=True)
-def test_control_new_tensors_are_found(asked: Asked, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_new_tensors_are_found(asked: Asked, captured: list[StandIn], monkeypatch) -> None:
     target, settings = asked
     prepare = cuda_graphs.prepare
 
@@ -167,9 +161,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
-def test_other_calls_whose_passes_are_captured(
-    settings: dict[str, Any], rows: int, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_calls_whose_passes_are_captured(settings: dict[str, Any], rows: int, captured, monkeypatch) -> None:
     target = llama(vocab_size=VOCABULARY)
     draft = noisy(target)
     of_both = {name: value for name, value in settings.items() if name.startswith(("output", *PROCESSORS))}
@@ -197,9 +189,7 @@ def going_without(target: PreTrainedModel, **settings: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("asked", OWN, indirect=True)
-def test_where_a_capture_fails_the_call_goes_on(
-    asked: Asked, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_capture_fails_the_call_goes_on(asked: Asked, captured: list[StandIn], monkeypatch) -> None:
     def fails(self: StandIn, *given: Any) -> None:
         raise RuntimeError("no graph today")
 
@@ -211,22 +201,17 @@ def test_where_a_capture_fails_the_call_goes_on(
 
 
 @needs_own_drafters
-def test_passes_that_depend_on_values_are_not_captured(
-    captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_that_depend_on_values_are_not_captured(captured: list[StandIn], monkeypatch) -> None:
     """As those of experts that are called one by one, each with its tokens."""
     target, layers = target_with_mtp("DeepseekV3ForCausalLM", 1)
     lend(monkeypatch, target, layers)
     (told,) = going_without(target, use_mtp=True, **STATIC)
-    assert told.startswith("CUDA graphs")
-    assert not any(one.replays for one in captured)
+    assert told.startswith("CUDA graphs") and not any(one.replays for one in captured)
 
 
 @needs_own_drafters
 @pytest.mark.parametrize("asked", ["mtp"], indirect=True)
-def test_where_compiling_fails_passes_are_captured(
-    asked: Asked, captured: list[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_compiling_fails_passes_are_captured(asked: Asked, captured: list[StandIn], monkeypatch) -> None:
     def fails(*given: Any) -> None:
         raise RuntimeError("no space")
 

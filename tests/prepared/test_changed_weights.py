@@ -1,7 +1,5 @@
 """Compiled rounds after a model's weights have changed: plain's tokens, and nothing of the old weights in memory."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 import torch
 from helpers import int8_weights
 from helpers.families import pair, prompts
-from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.patches import interpret_compiled_steps, noted
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
@@ -55,7 +53,7 @@ def test_a_transposed_weight_is_seen_by_compiled_rounds() -> None:
     _decodes_as_plain(target, draft, compile=True)
 
 
-def test_a_transposed_weight_of_the_draft_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transposed_weight_of_the_draft_is_seen_too(monkeypatch) -> None:
     interpret_compiled_steps(monkeypatch)
     target, draft = pair("llama")
     before = _decodes_as_plain(target, draft, compile=True)
@@ -66,28 +64,24 @@ def test_a_transposed_weight_of_the_draft_is_seen_too(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.compiles
-def test_a_transposed_weight_is_seen_by_recorded_passes_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transposed_weight_is_seen_by_recorded_passes_in_the_kernels(monkeypatch) -> None:
     """Those of the general round."""
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     target, draft = pair("llama")
     settings = {"compile": True, "on_draft_error": "continue"}
     for _ in range(2):
         _decodes_as_plain(target, draft, **settings)
-    assert recorded_passes.recordings_of(target)
+    assert recorded_passes.trials_of(target)
     _transpose(target)
     for _ in range(3):
         _decodes_as_plain(target, draft, **settings)
 
 
 @pytest.mark.parametrize("compiled", [pytest.param("by inductor", marks=pytest.mark.compiles), "interpreted"])
-def test_weights_of_the_same_form_are_read_without_preparing_anew(
-    compiled: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_the_same_form_are_read_without_preparing_anew(compiled: str, monkeypatch) -> None:
     if compiled == "interpreted":
         interpret_compiled_steps(monkeypatch)
-    prepared: list[int] = []
-    prepare = Engine.prepare
-    monkeypatch.setattr(Engine, "prepare", lambda self, count: (prepared.append(count), prepare(self, count))[1])
+    prepared = noted(monkeypatch, Engine, "prepare")
     target, draft = pair("llama")
     first = _decodes_as_plain(target, draft, compile=True)
     for module in draft.modules():
@@ -99,7 +93,7 @@ def test_weights_of_the_same_form_are_read_without_preparing_anew(
     assert len(prepared) == 1
 
 
-def test_weights_that_are_no_longer_shared_are_read_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_no_longer_shared_are_read_apart(monkeypatch) -> None:
     """Of a draft whose head was its target's."""
     interpret_compiled_steps(monkeypatch)
     target, draft = pair("llama")
@@ -121,13 +115,13 @@ def _replace(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("change", [_replace, int8_weights.quantize])
 @pytest.mark.parametrize("how", [{"compile": True}, {"compile": True, "drafter": "suffix"}, {}], ids=str)
 def test_nothing_of_replaced_weights_stays(
-    change: Callable[[PreTrainedModel], None], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[PreTrainedModel], None], how: dict[str, Any], monkeypatch
 ) -> None:
     monkeypatch.setattr(recorded_passes, "EAGER_PASSES", 1)
     models = target, draft = pair("llama")
     for _ in range(2):
         _decodes_as_plain(target, draft, **how)
-    assert kept_engines(target, compile=True) or recorded_passes.recordings_of(target)
+    assert kept_engines(target, compile=True) or recorded_passes.trials_of(target)
     old = [ref(weight) for model in models for weight in model.parameters()]
     for model in models:
         change(model)
@@ -137,7 +131,7 @@ def test_nothing_of_replaced_weights_stays(
     assert {id(weight) for weight in left} <= kept and len(left) < len(old)
 
 
-def test_only_an_engine_that_runs_holds_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_engine_that_runs_holds_weights(monkeypatch) -> None:
     interpret_compiled_steps(monkeypatch)
     target, draft = pair("llama")
     held = target.lm_head.weight._use_count()

@@ -71,7 +71,7 @@ class Cuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+def cuda(monkeypatch) -> Cuda:
     stand_in = Cuda()
     monkeypatch.setattr(cuda_graphs.torch, "cuda", stand_in)
     cuda_graphs._place.cache_clear()
@@ -89,16 +89,14 @@ def test_a_failed_capture_surfaces_and_restores_the_stream(cuda: Cuda) -> None:
 
     with pytest.raises(RuntimeError, match="capturing"):
         CapturedStep(step, DEVICE, None)()
-    assert len(calls) == 3 and calls[-1] is not cuda.default
-    assert cuda.current is cuda.default
+    assert len(calls) == 3 and calls[-1] is not cuda.default and cuda.current is cuda.default
 
 
 def test_graphs_of_a_device_share_a_stream_and_let_other_threads_allocate(cuda: Cuda) -> None:
     for _ in range(2):
         CapturedStep(lambda: None, DEVICE, None)()
     first, second = cuda.captures
-    assert first["stream"] is second["stream"]
-    assert first["capture_error_mode"] == "thread_local"
+    assert first["stream"] is second["stream"] and first["capture_error_mode"] == "thread_local"
 
 
 def test_graphs_share_memory_only_with_those_of_their_own_engine(cuda: Cuda) -> None:
@@ -110,7 +108,7 @@ def test_graphs_share_memory_only_with_those_of_their_own_engine(cuda: Cuda) -> 
     assert pools[0] is pools[1] and pools[2] is pools[3] and pools[1] is not pools[2]
 
 
-def test_a_graph_takes_its_work_space_from_its_own_pool(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_takes_its_work_space_from_its_own_pool(cuda: Cuda, monkeypatch) -> None:
     """The process's is freed before the capture, and the graph's is forgotten behind it, also if the capture fails."""
     events: list[str] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: events.append("freed"), raising=False)
@@ -134,8 +132,7 @@ def test_graphs_never_overlap(cuda: Cuda) -> None:
     cuda.current = own
     captured()
     assert cuda.replayed_on == [cuda.default]
-    assert own in cuda.default.waited and cuda.default in own.waited
-    assert cuda.current is own
+    assert own in cuda.default.waited and cuda.default in own.waited and cuda.current is own
 
 
 def test_one_thread_captures_at_a_time(cuda: Cuda) -> None:

@@ -1,7 +1,5 @@
 """Calls share an engine exactly if their steps compute the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -19,18 +17,13 @@ def _key(*processors, stop: StopRule | None = None):
     return plan_key(Plan(4, 7, 7, True, True, stop or StopRule(0), processors, None, rule, (2,)))
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (EtaLogitsWarper(3.0e-4), EtaLogitsWarper(3.4e-4)),  # a tensor, whose repr rounds both alike
-        (TemperatureLogitsWarper(0.7), TemperatureLogitsWarper(0.7000000001)),
-        (TopPLogitsWarper(0.9), TopPLogitsWarper(0.9, min_tokens_to_keep=2)),
-    ],
-    ids=lambda processor: type(processor).__name__,
-)
+@pytest.mark.parametrize(("one", "other"), [
+    (EtaLogitsWarper(3.0e-4), EtaLogitsWarper(3.4e-4)),  # a tensor, whose repr rounds both alike
+    (TemperatureLogitsWarper(0.7), TemperatureLogitsWarper(0.7000000001)),
+    (TopPLogitsWarper(0.9), TopPLogitsWarper(0.9, min_tokens_to_keep=2)),
+], ids=lambda processor: type(processor).__name__)  # fmt: skip
 def test_processors_of_other_numbers_get_other_steps(one, other) -> None:
-    assert _key(one) != _key(other)
-    assert _key(one) == _key(type(one)(**_arguments(one)))
+    assert _key(one) != _key(other) and _key(one) == _key(type(one)(**_arguments(one)))
     assert {_key(one): 1}
 
 

@@ -1,7 +1,5 @@
 """Engines between calls: bounded in bytes, freed with their models, clean for the next call."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator
@@ -9,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.families import pair, prompts
-from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.patches import interpret_compiled_steps, noted
 
 import hf_specdec
 from hf_specdec.prepared import cuda_graphs, engine_store
@@ -20,7 +18,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "stat
 
 
 @pytest.fixture(autouse=True)
-def fast_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fast_rounds(monkeypatch) -> Iterator[None]:
     """Prepared rounds without compiling, and no engines of other tests."""
     monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
     hf_specdec.release()
@@ -61,8 +59,7 @@ def test_release_gives_back_and_later_calls_prepare_anew(by: str) -> None:
             hf_specdec.disable(target)
     else:
         hf_specdec.release({"target": target, "draft": draft, "all": None}[by])
-    assert not kept_engines(target, compile=False)
-    assert torch.equal(_call(target, draft), plain)
+    assert not kept_engines(target, compile=False) and torch.equal(_call(target, draft), plain)
 
 
 def test_release_of_another_model_changes_nothing() -> None:
@@ -86,7 +83,7 @@ def test_the_next_call_of_any_model_gives_back_the_engines_of_one_that_was_moved
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_caches_stay_within_a_bound_before_others_are_made(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_stay_within_a_bound_before_others_are_made(captured: bool, monkeypatch) -> None:
     """Those used longest ago make room: captured steps go with them, compiled ones stay and get new ones."""
     if not captured:
         interpret_compiled_steps(monkeypatch)
@@ -101,15 +98,14 @@ def test_caches_stay_within_a_bound_before_others_are_made(captured: bool, monke
     small, large = sorted(engine.buffers.nbytes for engine in kept_engines(target, compile=not captured))
     hf_specdec.release()
     monkeypatch.setattr(engine_store, "KEPT_BYTES", large + small // 2)
-    held, prepared = [], []
-    make_room, prepare = STORE.make_room, Engine.prepare
+    held, make_room = [], STORE.make_room
 
     def seen(nbytes: int, like: torch.Tensor) -> None:
         make_room(nbytes, like)
         held.append(nbytes + sum({id(one.buffers): one.buffers.nbytes for one in STORE.of_all()}.values()))
 
     monkeypatch.setattr(STORE, "make_room", seen)
-    monkeypatch.setattr(Engine, "prepare", lambda self, length: (prepared.append(length), prepare(self, length))[1])
+    prepared = noted(monkeypatch, Engine, "prepare")
     for rows in (1, 2) * 3:
         assert torch.equal(call(rows), expected[rows])
     assert len(held) >= 6 and max(held) <= engine_store.KEPT_BYTES

@@ -1,25 +1,17 @@
 """Freed memory goes back to the system: all of it, after each large prompt."""
 
-from __future__ import annotations
-
 import ctypes
-import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.families import pair, prompts
+from helpers.memory import resident
 
 from hf_specdec.prepared import prepared_rounds
 from hf_specdec.prepared.freed_memory import return_freed_memory
-from hf_specdec.prepared.prepared_rounds import PreparedRounds
 
 BLOCK, BLOCKS, KEPT_EVERY = 2**16, 1024, 64
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(
@@ -27,16 +19,15 @@ def _resident() -> int:
 )
 def test_memory_between_what_is_kept_is_returned() -> None:
     blocks = [torch.ones(BLOCK, dtype=torch.uint8) for _ in range(BLOCKS)]
-    full, freed = _resident(), BLOCK * (BLOCKS - BLOCKS // KEPT_EVERY)
+    full, freed = resident(), BLOCK * (BLOCKS - BLOCKS // KEPT_EVERY)
     kept = blocks[KEPT_EVERY - 1 :: KEPT_EVERY]
     blocks.clear()
-    assert _resident() > full - freed / 2  # the library keeps it
+    assert resident() > full - freed / 2  # the library keeps it
     return_freed_memory()
-    assert _resident() < full - 0.9 * freed
-    assert all(block.all() for block in kept)
+    assert resident() < full - 0.9 * freed and all(block.all() for block in kept)
 
 
-def test_other_systems_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_keep_it(monkeypatch) -> None:
     monkeypatch.setattr("sys.platform", "win32")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("asked for a library of Linux"))
     return_freed_memory()
@@ -44,9 +35,7 @@ def test_other_systems_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("drafter", ["model", "none"])
-def test_memory_is_returned_after_each_large_prompt(
-    drafter: str, large: bool, fast_rounds: list[PreparedRounds], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_returned_after_each_large_prompt(drafter: str, large: bool, fast_rounds, monkeypatch) -> None:
     """The default limit is far above the tiny models' prompts."""
     if large:
         monkeypatch.setattr(prepared_rounds, "LARGE_PROMPT", 0)

@@ -1,13 +1,12 @@
 """Products, embeddings and copies of weights in blocks: the numbers that the package gguf reads in them."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 from helpers.gguf_blocks import HALVES, random_blocks, widened
+from helpers.patches import noted
+from helpers.products import draw
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import embedding, linear
@@ -32,15 +31,6 @@ def _weight(rows: int, columns: int, kind: str, dtype: torch.dtype) -> tuple[Ggu
     return GgufWeight(torch.from_numpy(blocks).view(rows, columns // per_block, -1), kind, dtype), numbers
 
 
-def _draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_has_kernels", lambda dtype: False)
-
-
 @pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("kind", HALVES)
 def test_products(kind: str) -> None:
@@ -59,7 +49,7 @@ def test_products_with_other_numbers(kind: str, dtype: torch.dtype) -> None:
 
 def _check_product(rows: int, columns: int, kind: str, dtype: torch.dtype, tokens: tuple[int, ...]) -> None:
     weight, numbers = _weight(rows, columns, kind, dtype)
-    states, bias = _draw(*tokens, columns).to(dtype), _draw(rows).to(dtype)
+    states, bias = draw(*tokens, columns, dtype=dtype), draw(rows, dtype=dtype)
     for given in (None, bias):
         found = linear(states, weight, given)
         asked = linear(states.double(), numbers.double(), None if given is None else given.double())
@@ -78,33 +68,30 @@ def test_rows_are_what_the_package_gguf_reads(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("bias", [None, _draw(35)], ids=["no bias", "bias"])
-def test_many_tokens_meet_one_panel_after_another(
-    kernels: bool, bias: Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("bias", [None, draw(35, dtype=torch.float32)], ids=["no bias", "bias"])
+def test_many_tokens_meet_one_panel_after_another(kernels: bool, bias: Tensor | None, monkeypatch) -> None:
     weight, numbers = _weight(35, 768, "Q4_1", torch.float32)
     monkeypatch.setattr(weights, "PANEL", 8 * 768)
     if not kernels:
         monkeypatch.setattr(weights, "_has_kernels", lambda dtype: False)
-    widen, sizes = weights._widened, []
-    monkeypatch.setattr(weights, "_widened", lambda weight, at: sizes.append(len(at)) or widen(weight, at))
-    states = _draw(5, 13, 768)
+    sizes = noted(monkeypatch, weights, "_widened", lambda weight, at: len(at))
+    states = draw(5, 13, 768, dtype=torch.float32)
     torch.testing.assert_close(linear(states, weight, bias), linear(states, numbers, bias), rtol=0, atol=1e-4)
     assert sizes == [8, 8, 8, 8, 3]
 
 
-@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("kind", HALVES)
-def test_without_kernels(kind: str) -> None:
+def test_without_kernels(kind: str, monkeypatch) -> None:
+    monkeypatch.setattr(weights, "_has_kernels", lambda dtype: False)
     weight, numbers = _weight(35, 768, kind, torch.float64)
-    states = _draw(3, 768).double()
+    states = draw(3, 768)
     torch.testing.assert_close(linear(states, weight), linear(states, numbers.double()), rtol=0, atol=1e-12)
     assert torch.equal(embedding(torch.tensor([1, 4]), weight), numbers[[1, 4]].double())
 
 
 def test_a_gradient_reaches_what_is_multiplied() -> None:
     weight, numbers = _weight(6, 256, "Q6_K", torch.float32)
-    states = _draw(2, 256).requires_grad_()
+    states = draw(2, 256, dtype=torch.float32).requires_grad_()
     linear(states, weight).sum().backward()
     torch.testing.assert_close(states.grad, numbers.sum(0).expand(2, -1))
 
@@ -113,7 +100,7 @@ def test_a_gradient_reaches_what_is_multiplied() -> None:
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays_so(number: float, tokens: int) -> None:
     weight, _ = _weight(6, 288, "Q4_1", torch.float32)
-    states = _draw(tokens, 288)
+    states = draw(tokens, 288, dtype=torch.float32)
     states[-1, 280] = number
     assert not linear(states, weight)[-1].isfinite().any()
     assert linear(states, weight)[:-1].isfinite().all()
@@ -126,14 +113,10 @@ def test_an_index_of_no_row_is_an_error() -> None:
             embedding(torch.tensor([index]), weight)
 
 
-@pytest.fixture
-def parameter() -> Iterator[tuple[Parameter, Tensor]]:
-    weight, numbers = _weight(6, 256, "Q4_K", torch.float32)
-    yield Parameter(weight, requires_grad=False), numbers
-
-
-def test_it_is_a_parameter(parameter: tuple[Parameter, Tensor]) -> None:
-    weight, numbers = parameter
+def test_it_is_a_parameter() -> None:
+    """And says what to do where an operation is not one of its own."""
+    stored, numbers = _weight(6, 256, "Q4_K", torch.float32)
+    weight = Parameter(stored, requires_grad=False)
     assert isinstance(weight, Parameter) and isinstance(weight, GgufWeight)
     assert weight.shape == numbers.shape and weight.dtype == torch.float32 and weight.device.type == "cpu"
     assert list(stored_tensors(weight)) == [weight.blocks]
@@ -141,16 +124,13 @@ def test_it_is_a_parameter(parameter: tuple[Parameter, Tensor]) -> None:
     layer.weight = weight
     layer.to(torch.float64)
     assert layer.weight.blocks.data_ptr() == weight.blocks.data_ptr()
-    torch.testing.assert_close(layer(_draw(1, 256).double()), linear(_draw(1, 256).double(), numbers.double()))
+    torch.testing.assert_close(layer(draw(1, 256)), linear(draw(1, 256), numbers.double()))
     twin = copy.deepcopy(layer)
     assert isinstance(twin.weight, Parameter) and torch.equal(twin.weight.blocks, weight.blocks)
     assert twin.weight.blocks.data_ptr() != weight.blocks.data_ptr()
-
-
-def test_other_operations_say_what_to_do(parameter: tuple[Parameter, Tensor]) -> None:
     for operation in (lambda w: w + 1, lambda w: w[0], lambda w: w.t() @ w, lambda w: w.to("meta")):
         with pytest.raises(NotImplementedError, match=r"model\.dequantize"):
-            operation(parameter[0])
+            operation(weight)
 
 
 def test_layers_of_one_input_and_type_are_one_call() -> None:
@@ -158,7 +138,7 @@ def test_layers_of_one_input_and_type_are_one_call() -> None:
     kinds = ("Q4_0", "Q4_K", "Q4_0", "Q4_0", "Q4_K")
     layers = [_weight(4 + at, 256, kind, torch.float32)[0] for at, kind in enumerate(kinds)]
     with torch.no_grad():
-        graph = trace(lambda states: [linear(states, layer) for layer in layers], _draw(1, 3, 256))
+        graph = trace(lambda states: [linear(states, layer) for layer in layers], draw(1, 3, 256, dtype=torch.float32))
     join_linears(graph)
     calls = [str(node.target) for node in graph.nodes if "linear" in str(node.target)]
     assert sorted(calls) == ["hf_specdec.gguf_linear_2_float.default", "hf_specdec.gguf_linear_3_float.default"]

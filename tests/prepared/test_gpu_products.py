@@ -1,7 +1,5 @@
 """The kernel for GPUs without one: what it is compiled to, and what Triton's interpreter computes with it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -30,13 +28,7 @@ ALIGNED = [["tt.divisibility", 16]]
     ids=str,
 )
 def test_it_compiles_to_wide_copies_ahead_of_the_products(
-    capability: int,
-    number: str,
-    tiles: Tiles,
-    biased: bool,
-    whole: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    capability: int, number: str, tiles: Tiles, biased: bool, whole: bool, tmp_path, monkeypatch
 ) -> None:
     """All weights pass through shared memory, 16 bytes at a time, without waiting for each; only biases are loaded."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -61,7 +53,7 @@ def test_it_compiles_to_wide_copies_ahead_of_the_products(
 
 
 @pytest.mark.parametrize("memory", [LEAST_SHARED_MEMORY, SOME.shared_memory])
-def test_tiles_fit_into_a_block_s_memory(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_fit_into_a_block_s_memory(memory: int, monkeypatch) -> None:
     monkeypatch.setattr(gpu_products, "_resources", lambda device: (100, memory))
     chosen = {gpu_products._tiles_for(rows, torch.device("cuda")) for rows in range(64, 10_000, 64)}
     assert all(tiles.shared_memory <= memory for tiles in chosen)

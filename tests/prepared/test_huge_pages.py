@@ -1,9 +1,6 @@
 """Tensors are moved into huge pages where they lie: same addresses, same values, nothing beyond their memory."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -73,7 +70,7 @@ def test_a_quantized_weight_s_numbers_are_moved() -> None:
     assert weight.values.data_ptr() <= span.start < span.stop <= weight.values.data_ptr() + weight.values.nbytes
 
 
-def test_every_piece_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_piece_is_asked_for_once(monkeypatch) -> None:
     """Also behind one that the kernel refuses."""
     spans = [range(0, 3 * PIECE), range(4 * PIECE, 5 * PIECE + PAGE)]
     monkeypatch.setattr(huge_pages, "spans_of", lambda blocks, page: list(spans))
@@ -99,17 +96,12 @@ def test_moving_changes_neither_addresses_nor_values() -> None:
     assert torch.equal(large, torch.arange(2**21, dtype=torch.float32))
 
 
-@pytest.mark.parametrize(
-    ("enabled", "expected"),
-    [
-        ("always [madvise] never", PAGE),
-        ("[always] madvise never", PAGE),
-        ("always madvise [never]", None),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("enabled", "expected"), [
+    ("always [madvise] never", PAGE), ("[always] madvise never", PAGE), ("always madvise [never]", None),
+    (None, None),
+])  # fmt: skip
 def test_an_administrator_can_forbid_huge_pages(
-    enabled: str | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    enabled: str | None, expected: int | None, tmp_path, monkeypatch
 ) -> None:
     if enabled is not None:
         (tmp_path / "enabled").write_text(enabled)

@@ -1,7 +1,5 @@
 """The kernels' C++ by itself: every file compiles alone, without a warning, and reads and writes what is its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -42,7 +40,7 @@ def test_every_file_compiles_alone(compiler: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_memory_and_behaviour_are_defined(form: str, tmp_path: Path) -> None:
+def test_memory_and_behaviour_are_defined(form: str, tmp_path) -> None:
     program = tmp_path / "check"
     # The address sanitizer finds what the checks that are left out would, which take as long to compile as all others.
     found_anyway = "-fno-sanitize=null,object-size,pointer-overflow"

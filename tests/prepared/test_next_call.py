@@ -1,7 +1,5 @@
 """What prepared rounds keep between calls: nothing of a call that broke off, or of what has changed since."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +25,7 @@ def prepared(fast_rounds: list[PreparedRounds]) -> Iterator[list[PreparedRounds]
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("passes", [1, 3, 4, 6, 8])
 def test_a_call_that_broke_off_in_any_pass_leaves_nothing(
-    error: type[BaseException], passes: int, prepared: list[PreparedRounds], monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], passes: int, prepared: list[PreparedRounds], monkeypatch
 ) -> None:
     """Three drafts and a verification take four passes."""
     target, draft = pair("llama")
@@ -72,9 +70,7 @@ def test_prompts_of_two_tokens(lookahead: int | str, prepared: list[PreparedRoun
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_probabilities_of_drafts_are_kept_only_where_the_rule_reads_them(
-    sampled: bool, prepared: list[PreparedRounds]
-) -> None:
+def test_probabilities_of_drafts_are_kept_only_where_the_rule_reads_them(sampled: bool, prepared) -> None:
     target, draft = pair("llama")
     target.generate(**prompts(2), **{**STATIC, "do_sample": sampled}, assistant_model=draft)
     drafts = prepared[-1].engine.steps[3].run_draft()

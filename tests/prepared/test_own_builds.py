@@ -1,7 +1,5 @@
 """Inductor compiles for us in our folder and nowhere else, with what it needs there, and not without an end."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from ctypes import CDLL
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils import logging
 
 pytest.importorskip("torch._inductor.codecache")
 
@@ -51,7 +50,7 @@ def _twice(library: Path) -> int:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def runs(monkeypatch) -> list[list[str]]:
     """The commands of the compiler."""
     seen: list[list[str]] = []
     run = own_builds._run
@@ -117,7 +116,7 @@ def test_other_calls_keep_their_folder(disk: Path) -> None:
     assert [getattr(codecache, name) for name in names] == before and cpp_builder.CppBuilder is before[-1]
 
 
-def test_on_other_devices_inductors_own_folder_is_ours_and_lasts(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_other_devices_inductors_own_folder_is_ours_and_lasts(disk: Path, monkeypatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     with in_own_folder(torch.device("cuda")):
         folder = Path(cache_dir())
@@ -125,7 +124,7 @@ def test_on_other_devices_inductors_own_folder_is_ours_and_lasts(disk: Path, mon
     assert folder.is_dir() and "TRITON_CACHE_DIR" not in os.environ
 
 
-def test_without_what_it_replaces_inductor_compiles_in_the_folder(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_what_it_replaces_inductor_compiles_in_the_folder(disk: Path, monkeypatch) -> None:
     monkeypatch.delattr(codecache, "_HEADER_DIR")
     with in_own_folder(CPU):
         assert not config.cpp_cache_precompile_headers
@@ -133,7 +132,7 @@ def test_without_what_it_replaces_inductor_compiles_in_the_folder(disk: Path, mo
 
 
 @pytest.fixture
-def compiler(tmp_path: Path) -> Iterator[Path]:
+def compiler(tmp_path) -> Iterator[Path]:
     """A program in place of the compiler."""
     cpp_builder.cpp_compiler_search.cache_clear()
     with config.patch({"cpp.cxx": (None, str(tmp_path / "compiler"))}):
@@ -161,9 +160,7 @@ def test_that_there_is_no_compiler_is_told_once_with_the_way_out(disk: Path, com
 
 
 @pytest.mark.parametrize("when", ["asked", "compiling"])
-def test_one_that_hangs_is_waited_for_once(
-    when: str, disk: Path, compiler: Path, runs: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_hangs_is_waited_for_once(when: str, disk, compiler, runs, monkeypatch) -> None:
     _write(compiler, f"{ANSWERS if when == 'compiling' else ':'}; exec tail -f /dev/null")
     monkeypatch.setattr(own_builds, "ANSWER", 0.1 if when == "asked" else 30)
     monkeypatch.setattr(own_builds, "LONGEST", 0.1)
@@ -190,9 +187,7 @@ def _full(program: Path, place: str) -> None:
     _write(program, f'{ANSWERS}; {fails}; exec "${{CXX:-g++}}" "$@"')
 
 
-def test_its_temporary_files_are_where_there_is_room(
-    disk: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_temporary_files_are_where_there_is_room(disk: Path, compiler: Path, monkeypatch) -> None:
     monkeypatch.setenv("TMPDIR", "/full")
     _full(compiler, "/full")
     assert _twice(own_code.library_of(TWICE)) == 8
@@ -214,3 +209,9 @@ def test_of_inductors_errors_the_first_line_is_told() -> None:
         tell_going_without("x", InductorError("pages"))
     with pytest.warns(UserWarning, match="since preparing failed: ValueError: $"):
         tell_going_without("x", ValueError())
+
+
+@pytest.mark.compiles
+def test_compiling_shows_progress(capsys) -> None:
+    logging.enable_progress_bar()
+    assert own_code._compile("").is_file() and "Compiling kernels: 100%" in capsys.readouterr().err

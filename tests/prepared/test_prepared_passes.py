@@ -1,23 +1,27 @@
-"""Compiled passes of general rounds: plain tokens, nothing compiled twice, and a word where nothing is compiled."""
-
-from __future__ import annotations
+"""Passes of general rounds, compiled or in the kernels: plain tokens, nothing compiled twice or without a word."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers.auto_lengths import choose_in_turn
 from helpers.families import prompts
-from helpers.interpreted_steps import interpret_compiled_steps
-from helpers.models import llama, noisy, t5
+from helpers.identity import speculated
+from helpers.models import VOCABULARY, llama, noisy, t5
+from helpers.patches import choose_in_turn, interpret_compiled_steps, noted
+from optimum.quanto import freeze, qint8, quantize
+from optimum.quanto.tensor.weights.qbytes import WeightQBytesLinearFunction
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_specdec
-from hf_specdec.prepared import own_builds
+from hf_specdec.models.onednn_linears import OneDnnLinears
+from hf_specdec.models.recorded_passes import recorded_passes
+from hf_specdec.prepared import few_token_products, own_builds, pass_kernels
 from hf_specdec.prepared.compiled_step import CompiledStep
 from hf_specdec.prepared.engine_store import STORE
+from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
 from hf_specdec.prepared.prepared_passes import WIDEST, PreparedPasses
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -36,41 +40,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def compiled(monkeypatch) -> list[int]:
     """The widths of passes that were compiled."""
     interpret_compiled_steps(monkeypatch)
-    widths: list[int] = []
-    make = CompiledStep.compile
-
-    def noted(self: CompiledStep, *given: Any) -> None:
-        widths.append(given[0].shape[1])
-        make(self, *given)
-
-    monkeypatch.setattr(CompiledStep, "compile", noted)
-    return widths
+    return noted(monkeypatch, CompiledStep, "compile", lambda self, tokens, *_: tokens.shape[1])
 
 
-def _call(target: PreTrainedModel, draft: PreTrainedModel, rows: int, length: int = 11, **settings: Any) -> Tensor:
+def _call(
+    target: PreTrainedModel, draft: PreTrainedModel, rows: int, length: int = 11, compile: bool = True, **settings: Any
+) -> Tensor:
     given = {} if settings.get("drafter") in ("suffix", "none") else {"assistant_model": draft}
-    with hf_specdec.enable(target):
-        out = target.generate(
-            **prompts(rows, length), **GREEDY, **given, generation_strategy="speculative", compile=True, **settings
-        )
+    out = speculated(target, None, **prompts(rows, length), **GREEDY, **given, compile=compile, **settings)
     return out if isinstance(out, Tensor) else out.sequences
 
 
 def _plain(target: PreTrainedModel, rows: int, length: int, settings: dict[str, Any]) -> Tensor:
-    plain: Tensor = target.generate(
-        **prompts(rows, length), **GREEDY, **{name: settings[name] for name in PROCESSORS if name in settings}
-    )
-    return plain
+    own = {name: settings[name] for name in PROCESSORS if name in settings}
+    return target.generate(**prompts(rows, length), **GREEDY, **own)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_tokens_are_plain_ones_and_warm_calls_compile_nothing(
-    settings, rows: int, compiled: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_plain_ones_and_warm_calls_compile_nothing(settings, rows: int, compiled, monkeypatch) -> None:
     choose_in_turn(monkeypatch, 4, 0, 2)  # the lengths of automatic drafts, which times would decide
     target = llama()
     draft = noisy(target)
@@ -82,7 +73,7 @@ def test_tokens_are_plain_ones_and_warm_calls_compile_nothing(
     assert calls[0] and not any(calls[-2:])
 
 
-def test_the_tokens_are_those_of_compiled_passes(compiled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokens_are_those_of_compiled_passes(compiled: list[int], monkeypatch) -> None:
     """The control of the test above: a pass that returns other logits gives other tokens."""
     target = llama()
     draft, run = noisy(target), PreparedPasses.run
@@ -99,14 +90,11 @@ def test_a_pass_runs_in_one_of_up_to_twice_its_width_and_no_prompt_is_compiled(c
     target = llama()
     draft = noisy(target)
     _call(target, draft, 1, 40, num_assistant_tokens=6, **PROCESSORS)
-    assert max(compiled) <= WIDEST and not {4, 5, 6} & set(compiled)
-    assert 7 in compiled
+    assert max(compiled) <= WIDEST and not {4, 5, 6} & set(compiled) and 7 in compiled
     assert STORE.prepared_passes(target) == len(compiled) and STORE.prepared_passes(draft) == 0
 
 
-def test_where_a_pass_can_not_be_compiled_the_call_goes_on(
-    compiled: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_pass_can_not_be_compiled_the_call_goes_on(compiled: list[int], monkeypatch) -> None:
     def fails(self: CompiledStep, *given: Any) -> None:
         raise RuntimeError("no space")
 
@@ -162,9 +150,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_calls_that_compile_nothing_say_why_once(
-    reason: str, compiled: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_compile_nothing_say_why_once(reason: str, compiled: list[int], monkeypatch) -> None:
     target = t5() if reason == "an encoder" else llama()
     draft = noisy(target)
     inputs, said = REFUSED[reason]
@@ -177,3 +163,105 @@ def test_calls_that_compile_nothing_say_why_once(
             warnings.simplefilter("error", UserWarning)
             target.generate(**{**settings, **inputs(target)})
     assert not compiled
+
+
+@pytest.fixture
+def products(monkeypatch) -> list[int]:
+    """The numbers of tokens of the kernels' linear layers."""
+    return noted(monkeypatch, few_token_products, "_linear", lambda input, *_: input.shape[:-1].numel())
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["suffix", "hybrid", "no draft", "text", "scores"])
+def test_kernels_give_plain_tokens_where_rounds_are_not_compiled(name: str, rows: int, products: list[int]) -> None:
+    """Also from recordings, which later calls replay; without `compile=True` nothing runs in the kernels."""
+    target, settings = llama(), SETTINGS[name]
+    draft = noisy(target)
+    plain = _plain(target, rows, 11, settings)
+    assert torch.equal(_call(target, draft, rows, compile=False, **settings), plain) and not products
+    for _ in range(3):
+        assert torch.equal(_call(target, draft, rows, **settings), plain)
+    assert products
+    before = len(products)
+    assert torch.equal(_call(target, draft, rows, compile=False, **settings), plain) and len(products) == before
+
+
+@pytest.mark.compiles
+def test_encoder_decoder_models_use_kernels(products: list[int]) -> None:
+    target = t5()
+    draft = noisy(target)
+    inputs = torch.arange(8).unsqueeze(0) + 20
+    plain = target.generate(inputs, **GREEDY)
+    assert torch.equal(speculated(target, draft, inputs, **GREEDY, compile=True), plain) and set(products) > {1}
+
+
+@pytest.mark.compiles
+def test_recordings_belong_to_their_kernels() -> None:
+    target = llama()
+    draft = noisy(target)
+    target.config.max_position_embeddings = 20  # longer calls are not compiled
+    with_kernels, without = recorded_passes(target, pass_kernels.pass_kernels), recorded_passes(target)
+    for _ in range(3):
+        _call(target, draft, 1, **SETTINGS["no draft"])
+    assert with_kernels is not None and without is not None
+    assert (with_kernels.made, without.made) == (1, 0)
+    for _ in range(3):
+        _call(target, draft, 1, compile=False, **SETTINGS["no draft"])
+    assert (with_kernels.made, without.made) == (1, 1)
+
+
+@pytest.mark.compiles
+def test_int8_weights_never_meet_their_own_library(monkeypatch) -> None:
+    """Neither in the prompt's pass nor in later ones, with `compile=True`."""
+    target = llama().float()
+    quantize(target, weights=qint8)
+    freeze(target)
+    draft, widened = noisy(llama().float()), list[Tensor]()
+    apply = WeightQBytesLinearFunction.apply
+    monkeypatch.setattr(WeightQBytesLinearFunction, "apply", lambda *args: widened.append(args[0]) or apply(*args))
+    plain = _plain(target, 1, 11, {})
+    assert widened
+    widened.clear()
+    assert torch.equal(_call(target, draft, 1, drafter="suffix"), plain) and not widened
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("reason", ["no compiler", "autocast", "another processor"])
+def test_where_there_are_no_kernels_passes_run_as_before(reason: str, products: list[int], monkeypatch) -> None:
+    target = llama().float() if reason == "autocast" else llama()
+    draft = noisy(target)
+    target.config.max_position_embeddings = 20  # longer calls are not compiled
+    pass_kernels.kernels_loaded.cache_clear()
+    if reason == "no compiler":
+        monkeypatch.setattr(few_token_products, "load", _fails)
+    elif reason == "another processor":
+        monkeypatch.setattr(few_token_products, "supported", lambda: False)
+    with torch.autocast("cpu", enabled=reason == "autocast"):
+        plain = _plain(target, 1, 11, {})
+        assert torch.equal(_call(target, draft, 1, drafter="suffix"), plain)
+    pass_kernels.kernels_loaded.cache_clear()
+    assert not products
+
+
+def _fails(library: str, dtype: torch.dtype) -> None:
+    raise RuntimeError("no compiler")
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("tokens", "taken"), [(MOST_TOKENS, "kernels"), (MOST_TOKENS + 1, "others")])
+def test_what_kernels_do_not_take_goes_to_others(tokens: int, taken: str, products: list[int]) -> None:
+    """Only linear layers do, once each."""
+    seen: list[Callable[..., Any]] = []
+
+    class Others(OneDnnLinears):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    weight, states = torch.randn(VOCABULARY, 32), torch.randn(tokens, 32)
+    few_token_products.load("wide", torch.float32)
+    with torch.inference_mode(), FewTokenProducts(Others()):
+        found = torch.relu(torch.nn.functional.linear(states, weight))
+    torch.testing.assert_close(found, torch.relu(states @ weight.T))
+    assert (len(products), len(seen)) == ((1, 0) if taken == "kernels" else (0, 1))

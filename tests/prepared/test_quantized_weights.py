@@ -1,35 +1,27 @@
 """Products with int8 and int4 weights read where they are: the numbers of the weights that they stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from helpers.auto_lengths import choose_in_turn
 from helpers.families import pair, prompts
 from helpers.int8_weights import Int8Weight
-from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.patches import choose_in_turn, interpret_compiled_steps, noted, returned
+from helpers.products import TOLERANCE, draw, joined
 from optimum.quanto import AbsmaxOptimizer, freeze, qfloat8, qint2, qint4, qint8, quantize, quantize_weight
 from optimum.quanto.tensor.weights.qbytes import WeightQBytesLinearFunction
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.nn.functional import linear
 
 from hf_specdec import SpeculativeDecoding
 from hf_specdec.bench.models.precision import unpack_without_compiler
 from hf_specdec.models.fingerprint import weights_of
-from hf_specdec.prepared import compiled_step, few_token_products, joined_layers, quantized_weights
+from hf_specdec.prepared import compiled_step, few_token_products
 from hf_specdec.prepared.few_token_products import MOST_TOKENS, FewTokenProducts
 from hf_specdec.prepared.quantized_weights import QuantizedParts, parts_of
-from hf_specdec.prepared.step_trace import trace, value_of
 
 pytestmark = pytest.mark.compiles
-
-# The error of a sum of a few hundred products, and that of rounding the result once.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
@@ -38,18 +30,18 @@ def kernels() -> None:
     unpack_without_compiler()
 
 
-def _draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
-
-
 def _layer(columns: int, rows: int, weights: object, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
     model = torch.nn.Sequential(torch.nn.Linear(columns, rows, dtype=dtype))
     with torch.no_grad():
-        model[0].weight.copy_(_draw(rows, columns))
-        model[0].bias.copy_(_draw(rows))
-    quantize(model, weights=weights)
-    freeze(model)
+        model[0].weight.copy_(draw(rows, columns))
+        model[0].bias.copy_(draw(rows))
+    _quantize(model, weights)
     return model[0]
+
+
+def _quantize(model: torch.nn.Module, weights: object = qint8, **how: str) -> None:
+    quantize(model, weights=weights, **how)
+    freeze(model)
 
 
 def _stands_for(parts: QuantizedParts) -> torch.Tensor:
@@ -80,11 +72,11 @@ def _check_products(shape: tuple[int, ...], rows: int, bits: int, shifts: str, d
     low, high, kind = (-128, 128, torch.int8) if bits == 8 else (0, 256, torch.uint8)
     values = torch.randint(low, high, stored, generator=torch.Generator().manual_seed(rows), dtype=kind)
     for groups in (groups for groups in (1, 3, 10) if columns % groups == 0):
-        scale = (_draw(rows, groups).abs() / 100).to(dtype)
-        drawn = _draw(rows, groups)
+        scale = (draw(rows, groups).abs() / 100).to(dtype)
+        drawn = draw(rows, groups)
         shift = {"numbers": drawn.to(dtype), "whole": (9 * drawn).to(torch.int8)}.get(shifts)
         parts = QuantizedParts(values, scale, shift)
-        states, bias = _draw(*shape, dtype=dtype), _draw(rows, dtype=dtype)
+        states, bias = draw(*shape, dtype=dtype), draw(rows, dtype=dtype)
         for given in (None, bias):
             found = few_token_products.kernel("quantized_linear", dtype)(states, values, scale, parts.shift, given)
             asked = linear(states.double(), _stands_for(parts), None if given is None else given.double())
@@ -99,7 +91,7 @@ def test_a_large_number_leaves_the_others_precise(tokens: int) -> None:
     """Beside 10⁴, other numbers are known to 0.0006, with 16 bits alone to 0.15. Models have such numbers."""
     values = torch.randint(-128, 128, (8, 200), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     values[:, 3] = 0
-    states, scale = _draw(tokens, 200, dtype=torch.float32), torch.full((8, 1), 0.01)
+    states, scale = draw(tokens, 200, dtype=torch.float32), torch.full((8, 1), 0.01)
     states[:, 3] = 1e4
     found = few_token_products.kernel("quantized_linear", torch.float32)(states, values, scale, None, None)
     asked = linear(states.double(), 0.01 * values.double())
@@ -110,7 +102,7 @@ def test_a_large_number_leaves_the_others_precise(tokens: int) -> None:
 @pytest.mark.parametrize("power", [1, 3, 7])
 def test_numbers_are_known_to_a_two_thousandth(power: int) -> None:
     """Of the mean size of the 64 around it, or as precisely as a float beside the token's largest one."""
-    states = _draw(40, 200, dtype=torch.float32) ** power
+    states = draw(40, 200, dtype=torch.float32) ** power
     values, scale = torch.eye(200).to(torch.int8), torch.ones(200, 1)
     found = few_token_products.kernel("quantized_linear", torch.float32)(states, values, scale, None, None)
     for line, read in zip(states.split(64, 1), found.split(64, 1), strict=True):
@@ -122,7 +114,7 @@ def test_numbers_are_known_to_a_two_thousandth(power: int) -> None:
 def test_int8_products_do_not_depend_on_other_tokens() -> None:
     """So that a verification reads what a plain step would."""
     values = torch.randint(-128, 128, (35, 200), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-    states, scale = _draw(40, 200, dtype=torch.float32) ** 5, torch.full((35, 1), 0.01)
+    states, scale = draw(40, 200, dtype=torch.float32) ** 5, torch.full((35, 1), 0.01)
     product = few_token_products.kernel("quantized_linear", torch.float32)
     for tokens in (1, 5, 40):
         together = torch.cat([product(some, values, scale, None, None) for some in states.split(tokens)])
@@ -134,7 +126,7 @@ def test_int8_products_do_not_depend_on_other_tokens() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 def test_a_number_that_is_not_finite_stays_in_its_token(bad: float) -> None:
     values = torch.randint(1, 128, (8, 200), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-    states, scale = _draw(5, 200, dtype=torch.float32), torch.full((8, 1), 0.01)
+    states, scale = draw(5, 200, dtype=torch.float32), torch.full((8, 1), 0.01)
     product = few_token_products.kernel("quantized_linear", torch.float32)
     asked = product(states, values, scale, None, None)
     for column in (0, 150, 199):
@@ -147,41 +139,33 @@ def test_a_number_that_is_not_finite_stays_in_its_token(bad: float) -> None:
 
 @pytest.mark.parametrize("weights", [qint8, qint4], ids=str)
 @pytest.mark.parametrize("columns", [64, 96, 256])
-def test_layers_of_quanto(weights: object, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _sent_and_as_quanto_has_it(_layer(columns, 10, weights, torch.float64), _draw(2, 3, columns), monkeypatch)
+def test_layers_of_quanto(weights: object, columns: int, monkeypatch) -> None:
+    _sent_and_as_quanto_has_it(_layer(columns, 10, weights, torch.float64), draw(2, 3, columns), monkeypatch)
 
 
 @pytest.mark.parametrize("kinds", [(qint8,) * 5, (qint4,) * 3, (qint4, qint8, qint4)], ids=str)
 def test_layers_of_one_input_and_kind_are_one_call(kinds: tuple[object, ...]) -> None:
     """Another layer, of another input, stands between them."""
     layers = [_layer(64, 4 + 2 * at, kind, torch.float64) for at, kind in enumerate(kinds)]
-    states, other, apart = _draw(1, 5, 64), _draw(1, 5, 64), _layer(64, 6, qint8, torch.float64)
+    states, other, apart = draw(1, 5, 64), draw(1, 5, 64), _layer(64, 6, qint8, torch.float64)
 
     def step(states: Tensor, other: Tensor) -> list[Tensor]:
         return [layers[0](states), apart(other), *(layer(states) for layer in layers[1:])]
 
-    with torch.no_grad(), FewTokenProducts():
-        graph = trace(step, states, other)
-        each = step(states, other)
-    joined_layers.join_linears(graph)
-    calls = [node.target for node in graph.nodes if "linear" in str(node.target)]
+    calls, found, each = joined(step, states, other)
     assert len(calls) == 1 + sum(-(-kinds.count(kind) // 3) for kind in {*kinds})
-    constants = {node.target: value_of(node) for node in graph.nodes if node.op == "get_attr"}
-    for found, alone in zip(GraphModule(constants, graph)(states, other), each, strict=True):
-        assert torch.equal(found, alone)
+    assert all(map(torch.equal, found, each))
 
 
-def test_prompts_of_any_length_are_multiplied_with_int8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_any_length_are_multiplied_with_int8_weights(monkeypatch) -> None:
     """Their library would make a wide copy of each weight."""
     layer = _layer(96, 10, qint8, torch.float64)
     for rows, tokens in ((1, MOST_TOKENS + 1), (3, MOST_TOKENS), (2, 2 * MOST_TOKENS + 5)):
-        _sent_and_as_quanto_has_it(layer, _draw(rows, tokens, 96), monkeypatch)
+        _sent_and_as_quanto_has_it(layer, draw(rows, tokens, 96), monkeypatch)
 
 
 def _sent_and_as_quanto_has_it(layer: torch.nn.Linear, states: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = []
-    send = few_token_products._quantized
-    monkeypatch.setattr(few_token_products, "_quantized", lambda *args, **kw: sent.append(args) or send(*args, **kw))
+    sent = noted(monkeypatch, few_token_products, "_quantized")
     with torch.no_grad(), FewTokenProducts():
         found = layer(states)
     assert len(sent) == 1
@@ -195,22 +179,21 @@ def test_parts_share_the_weights_memory() -> None:
         (parts_of(whole), whole._data, whole._scale),
         (parts_of(half), half._data._data, half._scale),
     ):
-        assert parts is not None
         assert parts.values.data_ptr() == values.data_ptr() and parts.scale.data_ptr() == scale.data_ptr()
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: _layer(64, 8, qint4)(_draw(MOST_TOKENS + 1, 64, dtype=torch.float32)),
-        lambda: _layer(64, 8, qfloat8)(_draw(2, 64, dtype=torch.float32)),
-        lambda: _layer(64, 8, qint2)(_draw(2, 64, dtype=torch.float32)),
-        lambda: _layer(64, 9, qint4)(_draw(2, 64, dtype=torch.float32)),
-        lambda: linear(_draw(2, 64), Int8Weight.of(_draw(8, 64))),
+        lambda: _layer(64, 8, qint4)(draw(MOST_TOKENS + 1, 64, dtype=torch.float32)),
+        lambda: _layer(64, 8, qfloat8)(draw(2, 64, dtype=torch.float32)),
+        lambda: _layer(64, 8, qint2)(draw(2, 64, dtype=torch.float32)),
+        lambda: _layer(64, 9, qint4)(draw(2, 64, dtype=torch.float32)),
+        lambda: linear(draw(2, 64), Int8Weight.of(draw(8, 64))),
     ],
     ids=["many tokens and 4 bits", "8 bits of floating point", "2 bits", "a row of two halves", "a class of its own"],
 )
-def test_other_weights_are_left_to_their_library(call: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_are_left_to_their_library(call: Callable, monkeypatch) -> None:
     monkeypatch.setattr(few_token_products, "_quantized", lambda *args, **kwargs: pytest.fail("sent to the kernel"))
     with torch.no_grad():
         with FewTokenProducts():
@@ -225,27 +208,29 @@ def test_a_scale_for_each_column_is_left_to_its_library() -> None:
         assert (parts_of(quantize_weight(weight, qint8, axis, scale)) is None) is (axis == -1)
 
 
-def test_a_class_without_the_parts_is_left_to_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_without_the_parts_is_left_to_its_library(monkeypatch) -> None:
     weight = _layer(64, 8, qint8).weight
     assert parts_of(weight) is not None
     del weight._scale
     assert parts_of(weight) is None
 
 
-@pytest.mark.parametrize("weights", [qint8, qint4], ids=str)
-@pytest.mark.parametrize("quantized", ["target", "draft", "both"])
-def test_compiled_rounds(quantized: str, weights: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their greedy tokens are the quantized model's own, and no others after its weights are replaced."""
+@pytest.fixture
+def interpreted(monkeypatch) -> None:
     interpret_compiled_steps(monkeypatch)
     monkeypatch.setattr(compiled_step, "supported", few_token_products.supported)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("weights", [qint8, qint4], ids=str)
+@pytest.mark.parametrize("quantized", ["target", "draft", "both"])
+def test_compiled_rounds(quantized: str, weights: object, monkeypatch) -> None:
+    """Their greedy tokens are the quantized model's own, and no others after its weights are replaced."""
     target, draft = pair("llama", dtype=torch.float32)
     for name, model in (("target", target), ("draft", draft)):
         if quantized in (name, "both"):
-            quantize(model, weights=weights, exclude="lm_head")
-            freeze(model)
-    inputs, read = prompts(1), []
-    of = quantized_weights.parts_of
-    monkeypatch.setattr(few_token_products, "parts_of", lambda weight: read.append(of(weight)) or read[-1])
+            _quantize(model, weights, exclude="lm_head")
+    inputs, read = prompts(1), returned(monkeypatch, few_token_products, "parts_of")
     decoding = SpeculativeDecoding(draft, num_assistant_tokens=3, compile=True)
     answers = []
     for _ in range(2):
@@ -254,62 +239,40 @@ def test_compiled_rounds(quantized: str, weights: object, monkeypatch: pytest.Mo
         if quantized != "draft":
             weight = target.model.layers[0].mlp.down_proj.weight
             weight._scale = -3 * weight._scale
-    assert read and None not in read
-    assert torch.equal(*answers) is (quantized == "draft")
+    assert read and None not in read and torch.equal(*answers) is (quantized == "draft")
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("compile", [True, False])
-def test_the_prompt_s_last_token_meets_the_head_as_it_is_stored(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_s_last_token_meets_the_head_as_it_is_stored(compile: bool, monkeypatch) -> None:
     """A wide copy of the head would be the largest tensor of the call; without compiling, the library makes it."""
-    interpret_compiled_steps(monkeypatch)
-    monkeypatch.setattr(compiled_step, "supported", few_token_products.supported)
     target, draft = pair("llama", dtype=torch.float32)
-    quantize(target, weights=qint8)
-    freeze(target)
-    head, tokens = target.lm_head.weight._data.data_ptr(), []
-
-    def quantized(parts: QuantizedParts, input: Tensor, *rest: Tensor, **named: Tensor) -> Tensor:
-        if parts.values.data_ptr() == head:
-            tokens.append(input.shape[1])
-        return send(parts, input, *rest, **named)
-
-    send = few_token_products._quantized
-    monkeypatch.setattr(few_token_products, "_quantized", quantized)
+    _quantize(target)
+    head = target.lm_head.weight._data.data_ptr()
+    products = noted(monkeypatch, few_token_products, "_quantized")
     decoding = SpeculativeDecoding(draft, num_assistant_tokens=3, compile=compile)
     target.generate(**prompts(1, MOST_TOKENS + 10), **GREEDY, custom_generate=decoding)
     # A verification, of the drafts and the token before them, is of four.
-    assert (1 in tokens) is compile
+    assert (1 in [input.shape[1] for parts, input, *_ in products if parts.values.data_ptr() == head]) is compile
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("compile", [True, False])
-def test_a_draft_catches_up_with_plain_rounds_without_widening(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_catches_up_with_plain_rounds_without_widening(compile: bool, monkeypatch) -> None:
     """Without compiling, its library multiplies, and widens the weights."""
-    interpret_compiled_steps(monkeypatch)
-    monkeypatch.setattr(compiled_step, "supported", few_token_products.supported)
     choose_in_turn(monkeypatch, 2, 0, 0)
     target, draft = pair("llama", dtype=torch.float32)
-    quantize(draft, weights=qint8)
-    freeze(draft)
-    multiplied = []
-    multiply = WeightQBytesLinearFunction.forward
-
-    def counted(*args: Any) -> Tensor:
-        multiplied.append(args[1].shape)
-        return multiply(*args)
-
-    monkeypatch.setattr(WeightQBytesLinearFunction, "forward", counted)
+    _quantize(draft)
+    multiplied = noted(monkeypatch, WeightQBytesLinearFunction, "forward")
     decoding = SpeculativeDecoding(draft, num_assistant_tokens="auto", compile=compile)
     target.generate(**prompts(1), **GREEDY, custom_generate=decoding)
-    assert decoding.stats is not None
     caught_up = [found.catch_up_seconds > 0 for found in decoding.stats.rounds if found.draft_steps]
-    assert (len(caught_up) > 2 and all(caught_up[2:])) is compile
-    assert (not multiplied) is compile
+    assert (len(caught_up) > 2 and all(caught_up[2:])) is compile and (not multiplied) is compile
 
 
 def test_parts_of_a_weight_are_part_of_a_models_state() -> None:
     model, _ = pair("llama", dtype=torch.float32)
-    quantize(model, weights=qint8)
-    freeze(model)
+    _quantize(model)
     before = weights_of(model)
     assert weights_of(model) == before
     weight = model.model.layers[0].mlp.down_proj.weight

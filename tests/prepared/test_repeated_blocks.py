@@ -1,7 +1,5 @@
 """A trace cut into segments is the same function, and a model's layers are one segment."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import pytest

@@ -1,30 +1,20 @@
 """Which calls get prepared rounds, and which share an engine with earlier ones."""
 
-from __future__ import annotations
-
 import copy
-import os
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from helpers.auto_lengths import choose_in_turn
 from helpers.families import FAMILIES, ROWS_FAMILIES, pair, prompts
-from helpers.interpreted_steps import interpret_compiled_steps
+from helpers.identity import speculated
+from helpers.memory import resident
+from helpers.patches import choose_in_turn, interpret_compiled_steps, noted, returned
 
 import hf_specdec
 from hf_specdec.models.cache_names import cache_of
 from hf_specdec.models.static_cache import zeros
-from hf_specdec.prepared import (
-    compiled_step,
-    cuda_graphs,
-    engine_store,
-    few_token_products,
-    lap_timer,
-    prepared_rounds,
-)
+from hf_specdec.prepared import compiled_step, cuda_graphs, engine_store, few_token_products, lap_timer, prepared_rounds
 from hf_specdec.prepared.engine import SPARE, Engine, prepared_capacity
 from hf_specdec.prepared.engine_store import kept_engines
 
@@ -59,22 +49,18 @@ def test_preparing_is_no_part_of_a_round(fast_rounds, monkeypatch) -> None:
         return_dict_in_generate=True,
     )  # fmt: skip
     # Two steps of three lengths, and one of plain rounds.
-    assert now[0] > 7000.0
-    assert {0, 1, 2, 4} == {r.draft_steps for r in out.speculation.rounds}
+    assert now[0] > 7000.0 and {0, 1, 2, 4} == {r.draft_steps for r in out.speculation.rounds}
     assert max(r.seconds for r in out.speculation.rounds) < 10.0
 
 
 def test_lengths_of_auto_share_an_engine_and_are_prepared_once(fast_rounds, monkeypatch) -> None:
-    made: list[int] = []
-    prepare = Engine.prepare
-    monkeypatch.setattr(Engine, "prepare", lambda self, n: (made.append(n), prepare(self, n))[1])
+    made = noted(monkeypatch, Engine, "prepare", lambda self, length: length)
     target, draft = pair("llama")
     settings = {**GREEDY, "eos_token_id": None, "assistant_model": draft, "cache_implementation": "static"}
     for first in (1, 4, 0):
         choose_in_turn(monkeypatch, 2, 0, 4, first=first)
         target.generate(**prompts(2), **settings, num_assistant_tokens="auto")
-    assert sorted(made) == [0, 1, 2, 4]
-    assert len(kept_engines(target, compile=False)) == 1
+    assert sorted(made) == [0, 1, 2, 4] and len(kept_engines(target, compile=False)) == 1
     target.generate(**prompts(2), **settings, num_assistant_tokens="auto", entropy_threshold=0.5)
     assert len(kept_engines(target, compile=False)) == 2
 
@@ -125,16 +111,12 @@ def test_of_many_engines_those_used_longest_ago_are_dropped(fast_rounds, monkeyp
     assert kept == {(1, 1), (2, 2), (3, 1)}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"repetition_penalty": 1.5},
-        {"output_scores": True, "return_dict_in_generate": True},
-        {"use_cache": False},
-        {"input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
+@pytest.mark.parametrize("settings", [
+    {"repetition_penalty": 1.5},
+    {"output_scores": True, "return_dict_in_generate": True},
+    {"use_cache": False},
+    {"input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])},
+], ids=lambda settings: next(iter(settings)))  # fmt: skip
 def test_what_needs_the_general_round_gets_it(fast_rounds, settings: dict) -> None:
     target, draft = pair("llama")
     call = {**prompts(1), **GREEDY, **settings}
@@ -142,15 +124,13 @@ def test_what_needs_the_general_round_gets_it(fast_rounds, settings: dict) -> No
     plain = target.generate(**call, generation_strategy=None)
     if "output_scores" in settings:
         speculative, plain = speculative.sequences, plain.sequences
-    assert torch.equal(speculative, plain)
-    assert not fast_rounds
+    assert torch.equal(speculative, plain) and not fast_rounds
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ROWS_FAMILIES])
 def test_compile_is_no_error_where_it_cannot_be(family: str) -> None:
     target, draft = pair(family)
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        out = target.generate(**prompts(1), **GREEDY, compile=True)
+    out = speculated(target, draft, **prompts(1), **GREEDY, compile=True)
     assert torch.equal(out, target.generate(**prompts(1), **GREEDY))
 
 
@@ -298,9 +278,7 @@ def test_a_draft_whose_compiling_was_interrupted_is_compiled_by_the_next_call(er
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: torch.dtype, monkeypatch) -> None:
     """The one test that compiles: drafting of the first token and of later ones, and verification, for all lengths."""
-    compiled = []
-    code = compiled_step._compile
-    monkeypatch.setattr(compiled_step, "_compile", lambda *args: (compiled.append(1), code(*args))[1])
+    compiled = noted(monkeypatch, compiled_step, "_compile", lambda *_: 1)
     target, draft = pair("llama", dtype=dtype)
     target.config.max_position_embeddings = draft.config.max_position_embeddings = 700
     with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
@@ -312,8 +290,7 @@ def test_compiled_tokens_are_plain_ones_and_later_calls_compile_nothing(dtype: t
     assert sum(compiled) <= 3 and not any(compiled[-3:])
     hf_specdec.release()
     compiled_step._codes.clear()
-    with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-        assert torch.equal(target.generate(**inputs, **GREEDY, num_assistant_tokens=2, compile=True), out)
+    assert torch.equal(speculated(target, draft, **inputs, **GREEDY, num_assistant_tokens=2, compile=True), out)
     assert not any(compiled[-3:]), "another process finds the code on disk"
 
 
@@ -335,14 +312,10 @@ def test_calls_share_a_capacity_and_where_attention_reads_all_of_it_little_is_wa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of a process's memory")
 def test_a_cache_takes_the_memory_of_the_slots_that_are_written() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     before = resident()
     cache = zeros((1, 4, 100_000, 64), torch.zeros(1))
     cache[:, :, :1000] = 1
-    assert resident() - before < cache.nbytes / 20
-    assert cache[:, :, 1000:1100].count_nonzero() == 0
+    assert resident() - before < cache.nbytes / 20 and cache[:, :, 1000:1100].count_nonzero() == 0
     cache[:] = 1
     assert resident() - before > cache.nbytes * 0.9, "the negative control: all slots are written"
 
@@ -351,15 +324,12 @@ def test_a_cache_takes_the_memory_of_the_slots_that_are_written() -> None:
 def test_models_with_hooks_and_rows_without_a_token_get_no_prepared_rounds(model: str, monkeypatch) -> None:
     """A replay would call no hook, and the last prompt token of a masked row would see itself."""
     monkeypatch.setattr(cuda_graphs, "captures", lambda device: True)
-    plans: list[object] = []
-    plan_for = prepared_rounds.plan_for
-    monkeypatch.setattr(prepared_rounds, "plan_for", lambda *args: plans.append(plan_for(*args)) or plans[-1])
+    plans = returned(monkeypatch, prepared_rounds, "plan_for")
     target, draft = pair("llama")
     inputs, settings = prompts(2), {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
     def speculate() -> torch.Tensor:
-        with hf_specdec.enable(target, assistant_model=draft, generation_strategy="speculative"):
-            return target.generate(**inputs, **settings, cache_implementation="static")
+        return speculated(target, draft, **inputs, **settings, cache_implementation="static")
 
     assert torch.equal(speculate(), target.generate(**inputs, **settings))
     hooked = {"target": target, "draft": draft}[model]

@@ -1,7 +1,5 @@
 """A service that has met all of its lengths, batch sizes and settings prepares nothing anew."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models import llama, noisy, prompts
+from helpers.patches import noted
 from transformers import PreTrainedModel
 
 import hf_specdec
@@ -35,13 +34,10 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.fixture
-def prepared(fast_rounds: list[PreparedRounds], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def prepared(fast_rounds: list[PreparedRounds], monkeypatch) -> Iterator[list[int]]:
     """One entry for each preparation of steps."""
-    done: list[int] = []
-    prepare = Engine.prepare
-    monkeypatch.setattr(Engine, "prepare", lambda self, length: (done.append(length), prepare(self, length))[1])
     hf_specdec.release()
-    yield done
+    yield noted(monkeypatch, Engine, "prepare")
     hf_specdec.release()
 
 
@@ -64,9 +60,7 @@ def test_every_length_and_setting_is_prepared_once(models: Any, prepared: list[i
     assert len(prepared) == len(CALLS)
 
 
-def test_calls_at_the_same_time_prepare_each_for_itself_and_later_ones_find_it(
-    models: Any, prepared: list[int]
-) -> None:
+def test_calls_at_the_same_time_prepare_each_for_itself_and_later_ones_find_it(models, prepared) -> None:
     """Since each needs buffers of its own."""
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(_call, models, *call) for call in CALLS[:4] * 6]:

@@ -1,7 +1,5 @@
 """A sampling round holds at most three tensors of `[B, γ+1, V]`, whatever the rule and the processors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -52,7 +50,7 @@ def test_three_copies_without_processors(rule: str, points: bool) -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_processors_work_in_pieces(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_work_in_pieces(rule: str, monkeypatch) -> None:
     warpers = [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)]
     at_once = peak(rule, warpers)
     monkeypatch.setattr(host_processors, "CHUNK", VOCABULARY)

@@ -1,7 +1,5 @@
 """Draws and acceptance rules as theorems: chosen uniforms, exact output distributions by integration, no models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 
