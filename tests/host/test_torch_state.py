@@ -27,7 +27,7 @@ from hf_specdec.models.onednn_linears import OneDnnLinears
 # Where modes of torch and of this package begin and end, and where torch takes one off for a moment.
 FILES = ("torch/overrides.py", "torch/utils/_python_dispatch.py", "torch/autograd/grad_mode.py", "/contextlib.py")
 FUNCTIONS = ("__enter__", "__exit__", "_push_mode", "_pop_mode", "_pop_mode_temporarily")
-SETTINGS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SETTINGS = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SPECULATION = {"generation_strategy": "speculative", "num_assistant_tokens": 2}
 
 
