@@ -203,11 +203,11 @@ def test_recordings_belong_to_their_kernels() -> None:
     target.config.max_position_embeddings = 20  # longer calls are not compiled
     with_kernels, without = recorded_passes(target, pass_kernels.pass_kernels), recorded_passes(target)
     for _ in range(3):
-        _call(target, draft, 1, **SETTINGS["no draft"])
+        _call(target, draft, 1, drafter="none", repetition_penalty=1.3)
     assert with_kernels is not None and without is not None
     assert (with_kernels.made, without.made) == (1, 0)
     for _ in range(3):
-        _call(target, draft, 1, compile=False, **SETTINGS["no draft"])
+        _call(target, draft, 1, compile=False, drafter="none", repetition_penalty=1.3)
     assert (with_kernels.made, without.made) == (1, 1)
 
 
