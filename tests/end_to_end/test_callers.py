@@ -118,7 +118,7 @@ def test_a_trainer_predicts_between_its_steps(tmp_path) -> None:
     ]
     arguments = Seq2SeqTrainingArguments(
         output_dir=str(tmp_path), predict_with_generate=True, per_device_eval_batch_size=2, max_steps=1,
-        learning_rate=0.01, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        learning_rate=0.003, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     trainer = Seq2SeqTrainer(target, arguments, train_dataset=data, eval_dataset=data)
     answers = []

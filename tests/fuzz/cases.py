@@ -126,9 +126,9 @@ def models(family: str, draft: str, short_context: bool, compiled: bool) -> tupl
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, engine: str) -> Case:
     """Any call that plain `generate` takes, in float64 and greedy; every other one such that rounds can be prepared."""
-    prepared, engine = draw(st.booleans()), draw(st.sampled_from(ENGINES))
+    prepared = draw(st.booleans())
     compiled = prepared and engine == "interpreted" and bool(CASES) and draw(st.integers(0, 9)) == 7
     # Few settings, so that little is compiled, and each of it serves many calls.
     engine = "compiled" if compiled else engine

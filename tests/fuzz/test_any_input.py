@@ -20,6 +20,7 @@ from helpers.patches import interpret_compiled_steps, returned
 from helpers.streamer import Streamer
 from helpers.word_tokenizer import word_tokenizer
 from hypothesis import HealthCheck, event, given, settings
+from hypothesis.strategies import DataObject, data
 from transformers import PreTrainedModel
 
 import hf_specdec
@@ -32,17 +33,18 @@ RAN: Counter[str] = Counter()  # calls that ended well, by engine
 
 
 @pytest.mark.timeout(0)
-@given(cases())
+@pytest.mark.parametrize("wanted", ENGINES)
+@given(data())
 @settings(
-    max_examples=CASES or 200,
+    max_examples=-(-(CASES or 200) // len(ENGINES)),
     derandomize=not CASES,
     database=None if not CASES else settings().database,
     deadline=None,
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
-def test_output_is_that_of_plain_generate_or_an_error_of_ours(case: Case) -> None:
-    check(case)
+def test_output_is_that_of_plain_generate_or_an_error_of_ours(wanted: str, data: DataObject) -> None:
+    check(data.draw(cases(wanted)))
 
 
 def test_a_real_share_of_the_calls_runs_in_each_engine() -> None:
