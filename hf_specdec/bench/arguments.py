@@ -23,6 +23,7 @@ def at_least(least: int, otherwise: str = "") -> Callable[[str], int]:
     """Return a parser of integers of at least `least`."""
 
     def parse(text: str) -> int:
+        """The integer, or an error for argparse."""
         try:
             value = int(text)
         except ValueError:
@@ -40,6 +41,7 @@ def between(least: float | None, most: float | None, *, above: bool = False) -> 
     wanted = f"above {low:g}" if above else f"of at least {low:g}" if most is None else f"from {low:g} to {most:g}"
 
     def parse(text: str) -> float:
+        """The number, or an error for argparse."""
         try:
             value = float(text)
         except ValueError:

@@ -79,6 +79,7 @@ def in_background(finished: Callable[[Path], None] = lambda library: None) -> It
 
         @cache
         def function() -> Callable[..., Any]:
+            """The library's function, once it is compiled."""
             try:
                 loaded = library()
             except BaseException:

@@ -82,8 +82,11 @@ class RecordedStep:
 
     def is_settled(self, inputs: Sequence[Tensor], span: int) -> bool:
         """Whether the next pass of this shape takes as long as later ones; arguments as in `run`."""
-        shape = self._shapes.get((*inputs[0].shape, span.bit_length()), _Shape())
+        shape = self._shape(inputs, span)
         return shape.agreed >= AGREEING_TRIALS or self._stays_eager(shape)
+
+    def _shape(self, inputs: Sequence[Tensor], span: int) -> _Shape:
+        return self._shapes.setdefault((*inputs[0].shape, span.bit_length()), _Shape())
 
     def _stays_eager(self, shape: _Shape) -> bool:
         tried_all = shape.recording >= len(self._recordings)
@@ -99,7 +102,7 @@ class RecordedStep:
             span: slots that attention reads; when it has doubled, a shape is compared again.
             model: the model that the step runs, if it also accepts another one as `step(*inputs, model=…)`.
         """
-        shape = self._shapes.setdefault((*inputs[0].shape, span.bit_length()), _Shape())
+        shape = self._shape(inputs, span)
         if shape.agreed >= AGREEING_TRIALS:
             return replay(self._recordings[shape.recording], inputs)
         if not self._trying.acquire(blocking=False):

@@ -74,10 +74,7 @@ class PreparedRounds:
         is_ready = all(n in engine.steps for n in engine.lengths(lookahead))
         if not is_ready:
             engine.load(engine.tails, before, limits)  # before the clock starts, since preparing is not timed
-            try:
-                self._prepare(lookahead)
-            except Exception as error:  # compilers and captures fail in many ways, none of which should end a call
-                self._give_up(error)
+            if not self._prepared(lookahead):
                 return self.make_round(transcript)
         began, laps = perf_counter() - looked, LapTimer(transcript.device)
         caught_up = by_model and lookahead > 0 and self._catch_up(transcript)
@@ -120,6 +117,15 @@ class PreparedRounds:
             room=room,
             settled=is_ready,
         )
+
+    def _prepared(self, lookahead: int) -> bool:
+        """Prepare, or give up; return whether it is prepared."""
+        try:
+            self._prepare(lookahead)
+        except Exception as error:  # compilers and captures fail in many ways, none of which should end a call
+            self._give_up(error)
+            return False
+        return True
 
     def _prepare(self, lookahead: int) -> None:
         """Prepare; retry after a `NameError`, since a module called while inductor's thread traces can fail."""

@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_specdec.bench.aligning.batches import Collator, answer_logits, in_bfloat16, shared_vocabulary
+from hf_specdec.bench.aligning.clock import Clock
 from hf_specdec.bench.aligning.losses import on_tokens
 from hf_specdec.bench.inputs.prompts import question_prompt
 from hf_specdec.bench.inputs.questions import Question
@@ -98,13 +100,27 @@ def target_answers(
         _write(datasets.Dataset.from_list(rows), folder / f"part-{uuid4().hex}")
     shared.wait()
     parts = [datasets.load_from_disk(part) for part in _parts(folder)]
-    return concatenated(parts).sort("index") if parts else None
+    return datasets.concatenate_datasets(parts).sort("index") if parts else None
 
 
-def concatenated(parts: Sequence[Any]) -> Any:
-    """One `datasets.Dataset` of several."""
+def and_again(
+    learned: Any, answer: Callable[..., Any], folder: Path, settings: Settings, groups: Iterable[Group], clock: Clock
+) -> Any:
+    """Answers, and sampled ones to the same prompts while there is time: one to each may be little to learn from.
+
+    Args:
+        answer: `target_answers`, but for folder, settings and groups.
+    """
     import datasets
 
+    drawn = settings if settings.sampling else replace(settings, do_sample=True, temperature=1.0, top_k=0, top_p=0.95)
+    parts = [learned]
+    for number in count(1):
+        place, again = folder / f"again-{number}", replace(drawn, seed=settings.seed + number)
+        if clock.over and not place.exists():  # an earlier start may have left it
+            break
+        found = answer(place, settings=again, groups=clock.until_over(groups))
+        parts += [] if found is None else [found]
     return datasets.concatenate_datasets(parts)
 
 
@@ -161,6 +177,7 @@ def _noted(pair: LoadedPair, count: int | None) -> Iterator[_Passes]:
     found = _Passes()
 
     def keep(model: Any, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
+        """Record a pass, as a forward hook."""
         if keywords.get("use_cache") is False:
             return  # Whisper's pass that detects the language
         if found.start is None and pair.encoder_decoder:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle, product
-from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -59,7 +58,7 @@ def replayed_calls(
             prompt = logged.prompt
             seed = seed_of(settings, prompt, repeat)
             view = view and view.drawn(text.answer, pair.target.config.get_text_config().vocab_size, seed)
-            rounds = _rounds(one.method, text, target, view, memory, times=rounds_take, unsteady=unsteady)
+            rounds = _rounds(one.method, text, target, view, memory, rounds_take, unsteady)
             seconds = sum(each.seconds for each in rounds) + rounds_take.between * (len(rounds) - 1)
             call = Call(
                 method=one.name, prompts=(prompt.index,), repeat=repeat, position=len(calls), seconds=seconds,
@@ -76,16 +75,19 @@ def _rounds(
     target: PreTrainedModel,
     view: Predicted | None,
     memory: SuffixMemory | None,
-    **times: Any,
+    times: RoundTimes,
+    unsteady: Iterator[float],
 ) -> list[Round]:
     drafter, tokens, prepared = method.keywords["drafter"], method.lookahead, method.engine == "compiled"
     config = SpeculationConfig(drafter=drafter, num_assistant_tokens=tokens, suffix_memory=memory)  # type: ignore[arg-type]
     config = config.resolve(target.config.model_type).within(text.max_new_tokens)
     if view is None or not config.drafts_by_model:
-        return replayed(config, text, target, prepared=prepared, **times)
+        return replayed(config, text, target, times, prepared=prepared, unsteady=unsteady)
     by_model = partial(
         PredictedDrafter, start=len(text.prompt), found=view, eos_tokens=frozenset(text.eos_tokens),
         compiled=prepared,
     )  # fmt: skip
     overlap = view.overlap if config.drafter == "model" else None
-    return replayed(config, text, target, by_model=by_model, overlap=overlap, prepared=prepared, **times)
+    return replayed(
+        config, text, target, times, by_model=by_model, overlap=overlap, prepared=prepared, unsteady=unsteady
+    )

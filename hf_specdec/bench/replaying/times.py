@@ -159,7 +159,7 @@ def _times(seen: _Seen, verifying: Mapping[int, float]) -> RoundTimes:
         Costs(drafting, verifying), fmean(looked_up) if looked_up else None, seen.between / len(seen.rounds)
     )
     usual = (found.drafting(one.draft_steps, 0.0) + found.passes.verification(one.width) for one in seen.rounds)
-    return replace(found, unsteady=[one.seconds / time for one, time in zip(seen.rounds, usual, strict=True)])
+    return replace(found, unsteady=[one.seconds / taken for one, taken in zip(seen.rounds, usual, strict=True)])
 
 
 def _means(seconds: Iterable[tuple[int, float]]) -> dict[int, float]:

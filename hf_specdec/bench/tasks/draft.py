@@ -11,12 +11,11 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 
 import hf_specdec
 from hf_specdec.bench import results
-from hf_specdec.bench.aligning.answers import Group, answers_folder, concatenated, target_answers
+from hf_specdec.bench.aligning.answers import and_again, answers_folder, target_answers
 from hf_specdec.bench.aligning.batches import shared_vocabulary
 from hf_specdec.bench.aligning.clock import Clock
 from hf_specdec.bench.aligning.own_prompts import own_groups, own_questions
@@ -304,7 +303,7 @@ def answered(
     held_out = answer(folder / "held-out", groups=batches(asked, size)) if given else None
     learned = answer(folder / "learned", groups=clock.until_over(groups))
     if given and learned is not None and not pair.encoder_decoder:
-        learned = concatenated([learned, *answers_again(answer, folder, settings, groups, clock)])
+        learned = and_again(learned, answer, folder, settings, groups, clock)
     if held_out is None and learned is not None:
         indexes = list(enumerate(learned["index"]))
         places = [[place for place, index in indexes if (index % _HELD_OUT == 0) == apart] for apart in (False, True)]
@@ -312,24 +311,6 @@ def answered(
     if learned is None or held_out is None:
         raise BenchError(f"--minutes: {settings.minutes:g} are too few for a single batch of answers; give more")
     return folder, learned, held_out.select(range(min(MOST_HELD_OUT, len(held_out))))
-
-
-def answers_again(
-    answer: Callable[..., Any], folder: Path, settings: Settings, groups: Iterable[Group], clock: Clock
-) -> Iterator[Any]:
-    """Sampled answers to the same prompts while there is time: one answer to each may be little to learn from.
-
-    Args:
-        answer: `target_answers`, but for folder, settings and groups.
-    """
-    drawn = settings if settings.sampling else replace(settings, do_sample=True, temperature=1.0, top_k=0, top_p=0.95)
-    for number in count(1):
-        place, again = folder / f"again-{number}", replace(drawn, seed=settings.seed + number)
-        if clock.over and not place.exists():  # an earlier start may have left it
-            return
-        found = answer(place, settings=again, groups=clock.until_over(groups))
-        if found is not None:
-            yield found
 
 
 def for_many_rows(pair: LoadedPair) -> LoadedPair:
