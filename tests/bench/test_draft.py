@@ -194,6 +194,25 @@ def test_distributions_are_kept_while_answers_are_written(folder: Path, tmp_path
     assert not pair.target._forward_hooks, "none is left"
 
 
+def test_a_prompt_is_read_once_for_several_answers(folder: Path, tmp_path) -> None:
+    """Which are those that it gets alone, with the same distributions."""
+    settings = replace(settings_for(folder, tmp_path), dataset="x")
+    pair = load_pair(settings)
+    questions = [Question(n, "x", ("tell me " * n,)) for n in (1, 3)]
+    read: list[tuple[int, ...]] = []
+    hook = pair.target.model.embed_tokens.register_forward_hook(lambda _, ids, out: read.append(tuple(ids[0].shape)))
+    found = {}
+    for name, rows in (("alone", questions), ("several", [question for question in questions for _ in range(3)])):
+        read.clear()
+        found[name] = list(target_answers(tmp_path / name, settings, pair, [[rows]], Processes(), plain(pair)))
+        assert [rows for rows, tokens in read if tokens > 1] == [2], "rows with a prompt to read"
+    hook.remove()
+    for place, row in enumerate(found["several"]):
+        one = found["alone"][place // 3]
+        assert {row[name] == one[name] for name in ("index", "prompt", "answer", "target_tokens")} == {True}
+        torch.testing.assert_close(torch.tensor(row["target_log_probs"]), torch.tensor(one["target_log_probs"]))
+
+
 @pytest.mark.usefixtures("a_second_each_look")
 def test_few_prompts_are_answered_again_while_there_is_time(folder: Path, tmp_path) -> None:
     """By other answers, which a new start finds again. Without time for more there is one to each: the control."""

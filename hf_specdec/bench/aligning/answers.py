@@ -18,25 +18,31 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import StaticCache
 
 from hf_specdec.bench.aligning.batches import Collator, answer_logits, in_bfloat16, shared_vocabulary
 from hf_specdec.bench.aligning.clock import Clock
 from hf_specdec.bench.aligning.losses import on_tokens
-from hf_specdec.bench.inputs.prompts import question_prompt
+from hf_specdec.bench.inputs.prompts import Prompt, question_prompt
 from hf_specdec.bench.inputs.questions import Question
+from hf_specdec.bench.inputs.recordings import model_inputs, pad_token
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import as_json
+from hf_specdec.bench.running.measuring import batches
 from hf_specdec.bench.running.methods import Contender, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
+from hf_specdec.models.cache_names import CACHE_NAME
 
+Dialogue = Sequence[Question]
 # Dialogues that are answered together: `[turn][row]`.
 Group = Sequence[Sequence[Question]]
 
 _PART = 64  # answers per file: an interruption loses no more
 _AT_ONCE = 8  # answers whose logits are in memory together
 _PAYS = 10_000  # steps from which compiling saves more time than it takes
+_SAMPLES = 16  # answers to one prompt that are sampled together
 # The settings that answers depend on.
 _ARGUMENTS = (
     "model_name", "chat_template_kwargs", "dtype", "precision", "dataset", "dataset_path", "split", "prompt_column",
@@ -104,15 +110,24 @@ def target_answers(
 
 
 def and_again(
-    learned: Any, answer: Callable[..., Any], folder: Path, settings: Settings, groups: Iterable[Group], clock: Clock
-) -> Any:
+    learned: Any, answer: Callable[..., Any], folder: Path, settings: Settings, dialogues: Sequence[Dialogue],
+    clock: Clock,
+) -> Any:  # fmt: skip
     """Answers, and sampled ones to the same prompts while there is time: one to each may be little to learn from.
+
+    A prompt is read once for several samples. Prompts of similar length share a batch, so that little is padding.
 
     Args:
         answer: `target_answers`, but for folder, settings and groups.
     """
     import datasets
 
+    samples = min(_SAMPLES, settings.batch_size)
+    by_length = sorted(dialogues, key=lambda dialogue: len("".join(dialogue[-1].turns)))
+    groups = [
+        [[question for question in turn for _ in range(samples)] for turn in group]
+        for group in batches(by_length, settings.batch_size // samples)
+    ]
     drawn = settings if settings.sampling else replace(settings, do_sample=True, temperature=1.0, top_k=0, top_p=0.95)
     parts = [learned]
     for number in count(1):
@@ -135,8 +150,9 @@ def _answered(settings: Settings, contender: Contender, group: Group) -> list[di
         # Each pass of plain generate() is seen, so the distributions need no further pass.
         seen = settings.top_k_targets if contender.method.kind == "plain" else None
         try:
+            reading_once = _reading_once(contender, prompts, settings)
             with _noted(pair, seen) as passes:
-                call = timed_call(contender, prompts, settings)
+                call = timed_call(reading_once, prompts, settings)
         except ValueError as error:
             raise BenchError(" ".join(str(error).split())) from error
         new = []
@@ -160,6 +176,28 @@ def _answered(settings: Settings, contender: Contender, group: Group) -> list[di
                 row |= {"start": start, "encoding": read.cpu().half().numpy().tobytes()}
         rows += new
     return rows
+
+
+def _reading_once(contender: Contender, prompts: Sequence[Prompt], settings: Settings) -> Contender:
+    """Plain generate() with a cache that holds the prompts up to their last tokens, if several are the same.
+
+    Each is read once. The cache is static: one that grows would be copied at every step.
+    """
+    pair = contender.pair
+    first = {prompt.token_ids: prompt for prompt in prompts}
+    plain = contender.method.kind == "plain" and not pair.encoder_decoder
+    if not plain or len(first) == len(prompts) or min(map(len, first)) < 2:
+        return contender
+    inputs = model_inputs(pair, list(first.values()), pair.target)
+    width = inputs["input_ids"].shape[1]
+    cache = StaticCache(config=pair.target.config, max_cache_len=width + settings.max_new_tokens)
+    models = {**contender.models, CACHE_NAME: cache}
+    beginnings = {name: tensor[:, :-1] for name, tensor in inputs.items()}
+    pair.target.generate(**beginnings, **models, max_new_tokens=1, do_sample=False, pad_token_id=pad_token(pair))
+    places = {tokens: place for place, tokens in enumerate(first)}
+    rows = torch.tensor([places[prompt.token_ids] for prompt in prompts], device=pair.target.device)
+    cache.reorder_cache(rows)
+    return replace(contender, models=models)
 
 
 @dataclass

@@ -303,7 +303,7 @@ def answered(
     held_out = answer(folder / "held-out", groups=batches(asked, size)) if given else None
     learned = answer(folder / "learned", groups=clock.until_over(groups))
     if given and learned is not None and not pair.encoder_decoder:
-        learned = and_again(learned, answer, folder, settings, groups, clock)
+        learned = and_again(learned, answer, folder, settings, given, clock)
     if held_out is None and learned is not None:
         indexes = list(enumerate(learned["index"]))
         places = [[place for place, index in indexes if (index % _HELD_OUT == 0) == apart] for apart in (False, True)]
