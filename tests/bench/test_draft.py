@@ -18,7 +18,7 @@ from helpers.tiny_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_specdec
-from hf_specdec.bench.aligning import own_prompts
+from hf_specdec.bench.aligning import own_prompts, training
 from hf_specdec.bench.aligning.answers import target_answers
 from hf_specdec.bench.aligning.batches import Collator, answer_logits
 from hf_specdec.bench.aligning.clock import Clock
@@ -228,6 +228,25 @@ def test_few_prompts_are_answered_again_while_there_is_time(folder: Path, tmp_pa
         again = answered(settings, pair, given[:4], given[4:], Processes())[1]
         assert again["answer"] == learned["answer"]
     assert found[0.05] == 4 * [(1, 1)] and all(count > 2 and different > 1 for count, different in found[1.0])
+
+
+@pytest.mark.usefixtures("a_second_each_look")
+def test_training_reads_a_prompt_once_for_several_answers(folder: Path, tmp_path, monkeypatch) -> None:
+    """Two packs of eight a step; without packs, the control, as many texts as asked for. Both begin alike."""
+    given = [[Question(n, "x", ("tell me " * n,))] for n in range(1, 7)]
+    settings = replace(settings_for(folder, tmp_path), minutes=1.0, dataset="x", steps=2, learning_rate=1e-3)
+    pair = load_pair(settings)
+    _, learned, held_out = answered(settings, pair, given[:4], given[4:], Processes())
+    found = {}
+    for name in ("packed", "single"):
+        draft = cut_draft(pair.target, (0, 3), range(320))
+        own = replace(pair, draft=draft, draft_name="x", draft_tokenizer=pair.tokenizer)
+        if name == "single":
+            monkeypatch.setattr(training, "_packs", lambda *_: None)
+        found[name] = training.train(settings, own, draft, learned, held_out, tmp_path / name, Processes())
+    assert found["packed"].rows == 16 and found["single"].rows == 4
+    assert found["packed"].tokens_read > found["single"].tokens_read
+    assert found["packed"].held_out_curve[0] == found["single"].held_out_curve[0]
 
 
 def test_a_clock_goes_on(tmp_path) -> None:

@@ -43,6 +43,8 @@ _PART = 64  # answers per file: an interruption loses no more
 _AT_ONCE = 8  # answers whose logits are in memory together
 _PAYS = 10_000  # steps from which compiling saves more time than it takes
 _SAMPLES = 16  # answers to one prompt that are sampled together
+# How texts are sampled unless the user samples: top-p would sort the whole vocabulary at every step.
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
 # The settings that answers depend on.
 _ARGUMENTS = (
     "model_name", "chat_template_kwargs", "dtype", "precision", "dataset", "dataset_path", "split", "prompt_column",
@@ -128,7 +130,7 @@ def and_again(
         [[question for question in turn for _ in range(samples)] for turn in group]
         for group in batches(by_length, settings.batch_size // samples)
     ]
-    drawn = settings if settings.sampling else replace(settings, do_sample=True, temperature=1.0, top_k=0, top_p=0.95)
+    drawn = settings if settings.sampling else replace(settings, **SAMPLED)
     parts = [learned]
     for number in count(1):
         place, again = folder / f"again-{number}", replace(drawn, seed=settings.seed + number)
@@ -150,9 +152,9 @@ def _answered(settings: Settings, contender: Contender, group: Group) -> list[di
         # Each pass of plain generate() is seen, so the distributions need no further pass.
         seen = settings.top_k_targets if contender.method.kind == "plain" else None
         try:
-            reading_once = _reading_once(contender, prompts, settings)
+            reader = _reading_once(contender, prompts, settings)
             with _noted(pair, seen) as passes:
-                call = timed_call(reading_once, prompts, settings)
+                call = timed_call(reader, prompts, settings)
         except ValueError as error:
             raise BenchError(" ".join(str(error).split())) from error
         new = []
@@ -179,24 +181,25 @@ def _answered(settings: Settings, contender: Contender, group: Group) -> list[di
 
 
 def _reading_once(contender: Contender, prompts: Sequence[Prompt], settings: Settings) -> Contender:
-    """Plain generate() with a cache that holds the prompts up to their last tokens, if several are the same.
+    """Plain generate() with a cache that holds the prompts up to their last tokens; equal prompts are read once.
 
-    Each is read once. The cache is static: one that grows would be copied at every step.
+    The cache is static: one that grows would be copied at every step.
     """
     pair = contender.pair
     first = {prompt.token_ids: prompt for prompt in prompts}
-    plain = contender.method.kind == "plain" and not pair.encoder_decoder
-    if not plain or len(first) == len(prompts) or min(map(len, first)) < 2:
+    if contender.method.kind != "plain" or pair.encoder_decoder or min(map(len, first)) < 2:
         return contender
     inputs = model_inputs(pair, list(first.values()), pair.target)
     width = inputs["input_ids"].shape[1]
     cache = StaticCache(config=pair.target.config, max_cache_len=width + settings.max_new_tokens)
-    models = {**contender.models, CACHE_NAME: cache}
+    # On a GPU, generate() would compile for each size of the cache.
+    models = {**contender.models, CACHE_NAME: cache, "disable_compile": True}
     beginnings = {name: tensor[:, :-1] for name, tensor in inputs.items()}
     pair.target.generate(**beginnings, **models, max_new_tokens=1, do_sample=False, pad_token_id=pad_token(pair))
-    places = {tokens: place for place, tokens in enumerate(first)}
-    rows = torch.tensor([places[prompt.token_ids] for prompt in prompts], device=pair.target.device)
-    cache.reorder_cache(rows)
+    if len(first) < len(prompts):
+        places = {tokens: place for place, tokens in enumerate(first)}
+        rows = [places[prompt.token_ids] for prompt in prompts]
+        cache.reorder_cache(torch.tensor(rows, device=pair.target.device))
     return replace(contender, models=models)
 
 

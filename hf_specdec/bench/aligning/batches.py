@@ -16,7 +16,7 @@ from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.models.processor import multiplies_bfloat16
 
 IGNORED = -100  # the label of tokens outside answers
-_INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
+_INPUTS = ("input_ids", "attention_mask", "decoder_input_ids", "position_ids")
 
 # {"prompt": tokens, "answer": tokens with EOS}, and the optional columns of `answers.target_answers`
 Row = Mapping[str, Any]
@@ -43,12 +43,12 @@ class Collator:
         if self.encoder_decoder:
             batch = self._encoded(rows) if "encoding" in rows[0] else self._padded(prompts)
             begun = [(list(row.get("start", [self.start])), answer) for row, answer in zip(rows, answers, strict=True)]
-            batch["decoder_input_ids"] = _rectangle([[*start, *answer[:-1]] for start, answer in begun], self.pad)
-            batch["labels"] = _rectangle([[IGNORED] * (len(start) - 1) + answer for start, answer in begun], IGNORED)
+            batch["decoder_input_ids"] = rectangle([[*start, *answer[:-1]] for start, answer in begun], self.pad)
+            batch["labels"] = rectangle([[IGNORED] * (len(start) - 1) + answer for start, answer in begun], IGNORED)
         else:
             both = list(zip(prompts, answers, strict=True))
             batch = self._padded([[*prompt, *answer[:-1]] for prompt, answer in both])
-            batch["labels"] = _rectangle([[IGNORED] * (len(prompt) - 1) + answer for prompt, answer in both], IGNORED)
+            batch["labels"] = rectangle([[IGNORED] * (len(prompt) - 1) + answer for prompt, answer in both], IGNORED)
         if "encoding" in rows[0]:
             batch["index"] = torch.tensor([row["index"] for row in rows])
         for name in ("target_tokens", "target_log_probs"):
@@ -68,12 +68,12 @@ class Collator:
     def _encoded(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         read = [torch.frombuffer(bytearray(row["encoding"]), dtype=torch.float16) for row in rows]
         encoded = [one.reshape(-1, self.width).float() for one in read]
-        mask = _rectangle([[1] * len(one) for one in encoded], 0)
+        mask = rectangle([[1] * len(one) for one in encoded], 0)
         return {"encoding": pad_sequence(encoded, batch_first=True), "attention_mask": mask}
 
     def _padded(self, rows: Sequence[Sequence[int]], side: str = "right") -> dict[str, Tensor]:
-        mask = _rectangle([[1] * len(row) for row in rows], 0, side)
-        return {"input_ids": _rectangle(rows, self.pad, side), "attention_mask": mask}
+        mask = rectangle([[1] * len(row) for row in rows], 0, side)
+        return {"input_ids": rectangle(rows, self.pad, side), "attention_mask": mask}
 
 
 def answer_logits(model: PreTrainedModel, batch: Mapping[str, Tensor], inner: PreTrainedModel | None = None) -> Tensor:
@@ -101,9 +101,21 @@ def answer_logits(model: PreTrainedModel, batch: Mapping[str, Tensor], inner: Pr
 def model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """The part of a batch that a pass reads, on the model's device."""
     inputs: dict[str, Any] = {name: batch[name].to(model.device) for name in _INPUTS if name in batch}
+    if "segments" in batch:
+        inputs["attention_mask"] = visible(batch["segments"].to(model.device))
     if "encoding" in batch:
         inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=batch["encoding"].to(model.device, model.dtype))
     return inputs
+
+
+def visible(segments: Tensor) -> Tensor:
+    """Which tokens each token of a pack sees, `[B, 1, L, L]`: earlier ones of the prompt and of its own answer.
+
+    Args:
+        segments: `[B, L]`, 0 for the prompt, n for the n-th answer; see `packing.Packs`.
+    """
+    own = segments.unsqueeze(-2) == segments.unsqueeze(-1)
+    return (own | (segments == 0).unsqueeze(-2)).tril().unsqueeze(1)
 
 
 def in_bfloat16(model: PreTrainedModel) -> AbstractContextManager[Any]:
@@ -118,5 +130,6 @@ def shared_vocabulary(pair: LoadedPair) -> int:
     return min(int(model.config.get_text_config(decoder=True).vocab_size) for model in pair.models)
 
 
-def _rectangle(rows: Sequence[Sequence[int]], fill: int, side: str = "right") -> Tensor:
+def rectangle(rows: Sequence[Sequence[int]], fill: int, side: str = "right") -> Tensor:
+    """Rows `[B, L]`, padded to the longest."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill, padding_side=side)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from hf_specdec.bench.aligning.answers import SAMPLED
 from hf_specdec.bench.inputs.prompts import Prompt, frame
 from hf_specdec.bench.inputs.questions import OWN, Question
 from hf_specdec.bench.models.loading import LoadedPair
@@ -27,8 +28,7 @@ _FEWEST = 16  # batches without any prompt, after which the target is refused
 def own_groups(file: Path, settings: Settings, pair: LoadedPair) -> Iterator[list[list[Question]]]:
     """Batches of `settings.batch_size` different prompts, `[turn][row]`, without end.
 
-    Prompts in `file` come first, so that a resumed run has the same prompts. Prompts are sampled at temperature 1 with
-    top-p 0.95.
+    Prompts in `file` come first, so that a resumed run has the same prompts. Prompts are drawn as `SAMPLED` says.
 
     Raises:
         BenchError: the target writes no prompts.
@@ -62,9 +62,7 @@ def _written(file: Path, settings: Settings, pair: LoadedPair) -> Iterator[Seque
             "prompts; give some by --dataset"
         )
     templated = bool(getattr(pair.tokenizer, "chat_template", None))
-    drawing = replace(
-        settings, do_sample=True, temperature=1.0, top_k=0, top_p=0.95, max_new_tokens=_LONGEST if templated else _TEXT
-    )
+    drawing = replace(settings, **SAMPLED, max_new_tokens=_LONGEST if templated else _TEXT)
     found = any(kept)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(whole))

@@ -20,7 +20,7 @@ from hf_specdec.bench.records import Training
 from hf_specdec.bench.running.bare_passes import BarePasses
 
 _COUNTS = (2, 4, 6)  # layers
-_SAMPLE = 16  # answers for which the layers' changes are compared
+_SAMPLE = 16  # held-out answers by which shapes are compared: all would take most of a short trial
 _LOOKAHEADS = (1, 2, 3, 4, 6)
 _SAMPLES = 5  # of each pass
 
@@ -41,7 +41,8 @@ class Trials:
         self, target: LoadedPair, tokens: list[int], held_out: Any, fit: Callable[..., Training], folder: Path,
         seconds: float,
     ) -> None:  # fmt: skip
-        self.target, self.tokens, self.held_out, self.fit = target, tokens, held_out, fit
+        self.target, self.tokens, self.fit = target, tokens, fit
+        self.held_out = held_out.select(range(min(_SAMPLE, len(held_out))))
         self.folder, self.seconds = folder, seconds
         self.notes: list[str] = []
         # The compiled steps of other models would take minutes for each shape.
@@ -55,8 +56,7 @@ class Trials:
 
     def _shapes(self) -> list[tuple[int, ...]]:
         """The first layer alone, the two to six that change most, and the first three with the last."""
-        batch = Collator(self.target)(list(self.held_out.select(range(min(_SAMPLE, len(self.held_out))))))
-        changes = layer_changes(self.target.target, batch)
+        changes = layer_changes(self.target.target, Collator(self.target)(list(self.held_out)))
         counts = [count for count in _COUNTS if count <= len(changes)]
         found = [layers_that_change_most(changes, count) for count in counts]
         return list(dict.fromkeys([(0,), *found, (*range(min(3, len(changes))), len(changes))]))
@@ -65,7 +65,8 @@ class Trials:
         folder = self.folder / "-".join(map(str, layers))
         folder.mkdir(parents=True, exist_ok=True)
         pair = self._with(layers)
-        facts = self.fit(pair=pair, draft=pair.draft, folder=folder, clock=Clock(folder / "seconds", seconds))
+        clock = Clock(folder / "seconds", seconds)
+        facts = self.fit(pair=pair, draft=pair.draft, held_out=self.held_out, folder=folder, clock=clock)
         agreed = max(share for _, share in facts.agreement)
         step, verifying = self._passes(self._with(layers))
         speed = max(predicted_speedup(agreed, step, verifying[n], n) for n in _LOOKAHEADS)

@@ -25,6 +25,7 @@ from hf_specdec.bench.aligning.batches import IGNORED, Collator, answer_logits, 
 from hf_specdec.bench.aligning.clock import Clock
 from hf_specdec.bench.aligning.encoding_keys import EncodingKeys
 from hf_specdec.bench.aligning.losses import DIVERGENCES, cross_entropy, on_tokens
+from hf_specdec.bench.aligning.packing import PACKED, Packs
 from hf_specdec.bench.aligning.trimmed import TrimmedVocabulary
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import Training, as_json, from_json
@@ -213,12 +214,13 @@ def train(
         # Without stored distributions, the loss needs all logits.
         trimmed = TrimmedVocabulary.of(model) if settings.top_k_targets else None
         keys = EncodingKeys(model) if trimmed is not None and "encoding" in learned.column_names else None
+        packs = _packs(pair, model, learned) if trimmed is not None else None
         model = model if settings.lora_rank is None else _with_lora(model, settings.lora_rank)
         settings = _chosen(settings, model, len(learned), shared.count)
         trainer = AlignmentTrainer(
-            model, _arguments(settings, folder, pair, dtype, by_clock=clock is not None), data_collator=Collator(pair),
-            train_dataset=_with_lengths(learned), eval_dataset=_with_lengths(held_out), settings=settings, pair=pair,
-            trimmed=trimmed, keys=keys, clock=clock,
+            model, _arguments(settings, folder, pair, dtype, by_clock=clock is not None, packed=packs is not None),
+            data_collator=packs or Collator(pair), train_dataset=packs.dataset if packs else _with_lengths(learned),
+            eval_dataset=_with_lengths(held_out), settings=settings, pair=pair, trimmed=trimmed, keys=keys, clock=clock,
         )  # fmt: skip
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
@@ -231,7 +233,7 @@ def train(
             _facts(trainer, settings, time.perf_counter() - start, resumed),
             prompts=len(learned),
             tokens=sum(map(len, learned["answer"])),
-            rows=settings.batch_size * shared.count,
+            rows=trainer.args.per_device_train_batch_size * (PACKED if packs else 1) * shared.count,
         )
         if shared.main:
             model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
@@ -245,6 +247,14 @@ def train(
         shared.wait()
     found: Training = from_json(Training, json.loads(facts_file.read_text()))
     return found
+
+
+def _packs(pair: LoadedPair, model: PreTrainedModel, learned: Any) -> Packs | None:
+    """Packs of answers to the same prompts; None if there are none, or the model can't read them."""
+    if pair.encoder_decoder:
+        return None
+    packs = Packs(pair, learned)
+    return packs if packs.several and packs.suit(model) else None
 
 
 def _with_lengths(rows: Any) -> Any:
@@ -265,7 +275,7 @@ def _chosen(settings: Settings, model: Any, texts: int, processes: int) -> Setti
 
 
 def _arguments(
-    settings: Settings, folder: Path, pair: LoadedPair, dtype: torch.dtype, *, by_clock: bool
+    settings: Settings, folder: Path, pair: LoadedPair, dtype: torch.dtype, *, by_clock: bool, packed: bool
 ) -> TrainingArguments:
     assert pair.draft is not None and settings.steps is not None and settings.learning_rate is not None
     on_cpu = pair.draft.device.type == "cpu"
@@ -277,7 +287,8 @@ def _arguments(
         max_steps=steps,
         learning_rate=settings.learning_rate,
         warmup_steps=max(1, round(_WARM_UP * steps)),
-        per_device_train_batch_size=settings.batch_size,
+        # Packs of one prompt alone would make steps of it.
+        per_device_train_batch_size=max(2, settings.batch_size // PACKED) if packed else settings.batch_size,
         per_device_eval_batch_size=settings.batch_size,
         bf16=half or dtype == torch.bfloat16,
         fp16=dtype == torch.float16 and not on_cpu,
