@@ -7,10 +7,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,30 +20,24 @@ from tqdm import tqdm
 from transformers import StaticCache
 
 from hf_specdec.bench.aligning.batches import Collator, answer_logits, in_bfloat16, shared_vocabulary
-from hf_specdec.bench.aligning.clock import Clock
 from hf_specdec.bench.aligning.losses import on_tokens
 from hf_specdec.bench.inputs.prompts import Prompt, question_prompt
 from hf_specdec.bench.inputs.questions import Question
 from hf_specdec.bench.inputs.recordings import model_inputs, pad_token
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.records import as_json
-from hf_specdec.bench.running.measuring import batches
 from hf_specdec.bench.running.methods import Contender, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.models.cache_names import CACHE_NAME
 
-Dialogue = Sequence[Question]
 # Dialogues that are answered together: `[turn][row]`.
 Group = Sequence[Sequence[Question]]
 
 _PART = 64  # answers per file: an interruption loses no more
 _AT_ONCE = 8  # answers whose logits are in memory together
 _PAYS = 10_000  # steps from which compiling saves more time than it takes
-_SAMPLES = 16  # answers to one prompt that are sampled together
-# How texts are sampled unless the user samples: top-p would sort the whole vocabulary at every step.
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
 # The settings that answers depend on.
 _ARGUMENTS = (
     "model_name", "chat_template_kwargs", "dtype", "precision", "dataset", "dataset_path", "split", "prompt_column",
@@ -109,36 +102,6 @@ def target_answers(
     shared.wait()
     parts = [datasets.load_from_disk(part) for part in _parts(folder)]
     return datasets.concatenate_datasets(parts).sort("index") if parts else None
-
-
-def and_again(
-    learned: Any, answer: Callable[..., Any], folder: Path, settings: Settings, dialogues: Sequence[Dialogue],
-    clock: Clock,
-) -> Any:  # fmt: skip
-    """Answers, and sampled ones to the same prompts while there is time: one to each may be little to learn from.
-
-    A prompt is read once for several samples. Prompts of similar length share a batch, so that little is padding.
-
-    Args:
-        answer: `target_answers`, but for folder, settings and groups.
-    """
-    import datasets
-
-    samples = min(_SAMPLES, settings.batch_size)
-    by_length = sorted(dialogues, key=lambda dialogue: len("".join(dialogue[-1].turns)))
-    groups = [
-        [[question for question in turn for _ in range(samples)] for turn in group]
-        for group in batches(by_length, settings.batch_size // samples)
-    ]
-    drawn = settings if settings.sampling else replace(settings, **SAMPLED)
-    parts = [learned]
-    for number in count(1):
-        place, again = folder / f"again-{number}", replace(drawn, seed=settings.seed + number)
-        if clock.over and not place.exists():  # an earlier start may have left it
-            break
-        found = answer(place, settings=again, groups=clock.until_over(groups))
-        parts += [] if found is None else [found]
-    return datasets.concatenate_datasets(parts)
 
 
 def _answered(settings: Settings, contender: Contender, group: Group) -> list[dict[str, Any]]:

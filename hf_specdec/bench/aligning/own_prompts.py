@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from hf_specdec.bench.aligning.answers import SAMPLED
 from hf_specdec.bench.inputs.prompts import Prompt, frame
 from hf_specdec.bench.inputs.questions import OWN, Question
 from hf_specdec.bench.models.loading import LoadedPair
@@ -20,9 +20,16 @@ from hf_specdec.bench.running.methods import plain
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
 
+# How texts are sampled unless the user samples; top-p would sort the whole vocabulary at every step.
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
 _LONGEST = 64  # tokens of a prompt
 _TEXT = 24  # tokens of a prompt from a model without a template: the start of a text
 _FEWEST = 16  # batches without any prompt, after which the target is refused
+
+
+def writes(pair: LoadedPair) -> bool:
+    """Whether a target has a text from which it could write prompts: a chat template or a `<bos>`."""
+    return bool(frame(pair, task=False)[0])
 
 
 def own_groups(file: Path, settings: Settings, pair: LoadedPair) -> Iterator[list[list[Question]]]:

@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 from collections import Counter
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -19,20 +18,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import hf_specdec
 from hf_specdec.bench import results
-from hf_specdec.bench.aligning.answers import and_again, answers_folder, target_answers
 from hf_specdec.bench.aligning.batches import shared_vocabulary
 from hf_specdec.bench.aligning.clock import Clock
-from hf_specdec.bench.aligning.own_prompts import own_groups, own_questions
+from hf_specdec.bench.aligning.gathering import ANSWERING, MOST_HELD_OUT, Answers, Dialogues, answered
+from hf_specdec.bench.aligning.own_prompts import own_questions
 from hf_specdec.bench.aligning.shape import check_target, cut_draft
 from hf_specdec.bench.aligning.shapes import Trials
 from hf_specdec.bench.figures import speed
 from hf_specdec.bench.figures.frames import whole
 from hf_specdec.bench.inputs import questions
-from hf_specdec.bench.inputs.questions import OWN, Question
+from hf_specdec.bench.inputs.questions import OWN
 from hf_specdec.bench.journal import Journal
 from hf_specdec.bench.models import synthetic
 from hf_specdec.bench.models.loading import LoadedPair, gguf_path, load_pair, with_draft
@@ -43,23 +40,18 @@ from hf_specdec.bench.reports.columns import method_table
 from hf_specdec.bench.reports.document import Block, Picture, section
 from hf_specdec.bench.reports.heading import heading, remarks, terminal
 from hf_specdec.bench.reports.trained_drafts import AFTER, AUTO, BEFORE, SUFFIX
-from hf_specdec.bench.running.measuring import batches, measured_questions
+from hf_specdec.bench.running.measuring import measured_questions
 from hf_specdec.bench.running.methods import Contender, chosen_keywords, ours, plain, plain_on_engine
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks.subtasks import by_subtask
-from hf_specdec.models.processor import multiplies_bfloat16
 
-Dialogues = list[list[Question]]
-
-MOST_HELD_OUT = 64  # dialogues
 GGUF = "draft.gguf"  # in the draft's folder, for targets from GGUF files
 _HELD_OUT_SHARE = 0.1  # of the dialogues, if a data set has no split for it
 # Of drafts that are made:
-_ANSWERING, _TRYING = 0.6, 0.1  # of the time; the rest trains. Drafts of real models lack answers, not training.
+_TRYING = 0.1  # of the time, for shapes
 _ROWS = 8  # texts of a training step
 _COVERED = 0.98  # of the answers' tokens are among those that the draft may propose
-_HELD_OUT = 10  # one of this many answers to the target's own prompts is held out
 
 
 def run(settings: Settings, shared: Processes) -> None:
@@ -75,13 +67,13 @@ def run(settings: Settings, shared: Processes) -> None:
     pair = load_pair(settings)
     saved = destination(settings, pair)
     check_models(settings, pair)
-    folder, learned, held_out = answered(settings, pair, given, asked, shared)
-    if not asked:
-        own = settings.dataset == OWN
-        asked = own_questions(folder / "prompts.jsonl", held_out["index"]) if own else questions.dialogues(settings)
-    place = workplace(settings, folder)
+    answers = answered(settings, pair, given, asked, shared)
+    if not asked and settings.dataset == OWN:
+        asked = own_questions(answers.folder / "prompts.jsonl", answers.held_out["index"])
+    asked = asked or questions.dialogues(settings)
+    place = workplace(settings, answers.folder)
     trained = _given_draft if settings.task == "align" else _made_draft
-    before, facts, notes = trained(settings, pair, learned, held_out, place, shared)
+    before, facts, notes = trained(settings, pair, answers, place, shared)
     assert before.draft is not None
     after = replace(with_draft(pair, str(place / "draft"), settings, before.draft.device), draft_name=str(saved))
     result = measured_questions(judged, contenders(judged, before, after), asked, shared)
@@ -89,9 +81,9 @@ def run(settings: Settings, shared: Processes) -> None:
         return
     gain = speed.acceptance_gain(whole(result), AFTER, BEFORE)
     keep = settings.task == "draft" or (gain is not None and gain.value > 0)
-    result.training = replace(facts, answers=str(folder), saved=str(saved) if keep else None)
+    result.training = replace(facts, answers=str(answers.folder), saved=str(saved) if keep else None)
     if settings.task == "draft":
-        minutes = Clock(folder / "seconds", 1).before / 60
+        minutes = Clock(answers.folder / "seconds", 1).before / 60
         notes = [f"The target answered for {minutes:.0f} minutes, all starts together.", *notes]
     result.notes += notes
     if keep:
@@ -103,7 +95,7 @@ def run(settings: Settings, shared: Processes) -> None:
 
 
 def _given_draft(
-    settings: Settings, pair: LoadedPair, learned: Any, held_out: Any, place: Path, shared: Processes
+    settings: Settings, pair: LoadedPair, answers: Answers, place: Path, shared: Processes
 ) -> tuple[LoadedPair, Training, list[str]]:
     """Train a copy of the pair's draft; return the pair, the facts of the training, and notes for the report."""
     # Here because it takes seconds, and needs accelerate.
@@ -112,29 +104,39 @@ def _given_draft(
     assert pair.draft is not None and pair.draft_name is not None
     copy = with_draft(pair, pair.draft_name, settings, pair.draft.device, trim=False).draft
     assert copy is not None
-    return pair, train(settings, pair, copy, learned, held_out, place, shared), []
+    return pair, train(settings, pair, copy, answers.learned, answers.held_out, place, shared), []
 
 
 def _made_draft(
-    settings: Settings, target: LoadedPair, learned: Any, held_out: Any, place: Path, shared: Processes
+    settings: Settings, target: LoadedPair, answers: Answers, place: Path, shared: Processes
 ) -> tuple[LoadedPair, Training, list[str]]:
     """Choose the layers of a draft and train it; return it untrained, the facts of the training, and notes."""
     from hf_specdec.bench.aligning.training import train
 
+    learned, held_out = answers.learned, answers.held_out
     tokens = proposed_tokens(settings, target, learned)
     fit = partial(train, replace(settings, batch_sizes=(_ROWS,)), learned=learned, held_out=held_out, shared=shared)
     trials = Trials(target, tokens, held_out, fit, place / "trials", 60 * settings.minutes * _TRYING)
     layers = settings.layers or trials.best()
-    pair = cut(target, layers, tokens)
-    clock = Clock(place / "seconds", 60 * settings.minutes * (1 - _ANSWERING - (0 if settings.layers else _TRYING)))
-    facts = fit(pair=pair, draft=pair.draft, folder=place, clock=clock)
+    pair, notes = cut(target, layers, tokens), list(trials.notes)
+    seconds = 60 * settings.minutes * (1 - ANSWERING - (0 if settings.layers else _TRYING))
+    assert pair.draft is not None
+    if answers.general is not None:
+        seconds, folder = seconds / 2, place / "general"
+        clock = Clock(folder / "seconds", seconds)
+        facts = fit(pair=pair, draft=pair.draft, learned=answers.general, folder=folder, clock=clock)
+        pair = with_draft(pair, str(folder / "draft"), settings, pair.draft.device, trim=False)
+        notes.append(
+            f"Before, it was trained for {facts.seconds:.0f} s on {facts.prompts:,} answers to prompts of the target "
+            f"({facts.tokens:,} tokens): {facts.agreement[-1][1]:.1%} agreement on held-out answers."
+        )
+    facts = fit(pair=pair, draft=pair.draft, folder=place, clock=Clock(place / "seconds", seconds))
     before = cut(target, layers, tokens)
     hf_specdec.trim_draft_head(before.draft)
-    notes = [
+    most = (
         f"{covered(tokens, held_out):.1%} of the tokens of held-out answers are among those that the draft proposes: "
-        "the most that can be accepted.",
-        *trials.notes,
-    ]
+    )
+    notes.insert(0, f"{most}the most that can be accepted.")
     return before, replace(facts, layers=tuple(layers), vocabulary=len(tokens)), notes
 
 
@@ -271,57 +273,6 @@ def prompts(settings: Settings) -> tuple[Dialogues, Dialogues]:
     if not learned:
         raise BenchError(f"--dataset: {settings.dataset!r} has too few different prompts to hold one out; give more")
     return learned, held_out
-
-
-def answered(
-    settings: Settings, pair: LoadedPair, given: Dialogues, asked: Dialogues, shared: Processes
-) -> tuple[Path, Any, Any]:
-    """The folder of the target's answers, those to learn from, and the held-out ones.
-
-    A draft that is made learns from as many as time allows, several to each prompt if there are few; without `given`
-    prompts, the target writes them itself.
-
-    Raises:
-        BenchError: there was no time for any.
-    """
-    if not given:
-        # The target's own prompts do not depend on the data that judges.
-        settings = replace(
-            settings, dataset=OWN, dataset_path=None, split=None, prompt_column=None, prompt_template="{prompt}",
-            limit=None,
-        )  # fmt: skip
-    folder, size = answers_folder(settings, pair), settings.batch_size
-    if settings.task == "align":
-        answer = partial(target_answers, settings=settings, pair=pair, shared=shared)
-        learned = answer(folder / "learned", groups=batches(given, size))
-        return folder, learned, answer(folder / "held-out", groups=batches(asked, size))
-    folder.mkdir(parents=True, exist_ok=True)
-    clock = Clock(folder / "seconds", 60 * settings.minutes * _ANSWERING)
-    pair = for_many_rows(pair)
-    answer = partial(target_answers, settings=settings, pair=pair, shared=shared, contender=plain(pair))
-    groups = batches(given, size) if given else own_groups(folder / "prompts.jsonl", settings, pair)
-    held_out = answer(folder / "held-out", groups=batches(asked, size)) if given else None
-    learned = answer(folder / "learned", groups=clock.until_over(groups))
-    if given and learned is not None and not pair.encoder_decoder:
-        learned = and_again(learned, answer, folder, settings, given, clock)
-    if held_out is None and learned is not None:
-        indexes = list(enumerate(learned["index"]))
-        places = [[place for place, index in indexes if (index % _HELD_OUT == 0) == apart] for apart in (False, True)]
-        learned, held_out = (learned.select(some) if some else None for some in places)
-    if learned is None or held_out is None:
-        raise BenchError(f"--minutes: {settings.minutes:g} are too few for a single batch of answers; give more")
-    return folder, learned, held_out.select(range(min(MOST_HELD_OUT, len(held_out))))
-
-
-def for_many_rows(pair: LoadedPair) -> LoadedPair:
-    """The target in bfloat16 if the processor multiplies it: in large batches, matrix products take most of the time.
-
-    Texts may differ from those in float32 where two tokens are almost equally likely, but are still the target's own.
-    """
-    target = pair.target
-    if target.device.type != "cpu" or target.dtype != torch.float32 or not multiplies_bfloat16():
-        return pair
-    return replace(pair, target=deepcopy(target).to(torch.bfloat16))
 
 
 def proposed_tokens(settings: Settings, pair: LoadedPair, learned: Any) -> list[int]:
