@@ -24,7 +24,8 @@ def test_experience_is_a_situation_s_own() -> None:
         target.generate(**prompts(1), **call)
     known = history._histories.all_of(target)
     assert len(known) == len(apart) + 1, "the draft in another dtype"
-    assert all(each.plain < 1.0 for each in known.values())
+    # Times may be missing: passes that are just being recorded teach none.
+    assert all(each.accepted._all[0][1] > 0 for each in known.values())
 
 
 @pytest.mark.parametrize("end", ["length", "EOS"])
