@@ -118,7 +118,12 @@ def _made_draft(
     fit = partial(train, replace(settings, batch_sizes=(_ROWS,)), learned=learned, held_out=held_out, shared=shared)
     trials = Trials(target, tokens, held_out, fit, place / "trials", 60 * settings.minutes * _TRYING)
     layers = settings.layers or trials.best()
-    pair, notes = cut(target, layers, tokens), list(trials.notes)
+    pair = cut(target, layers, tokens)
+    notes = [
+        f"{covered(tokens, held_out):.1%} of the tokens of held-out answers are among those that the draft proposes: "
+        "the most that can be accepted.",
+        *trials.notes,
+    ]
     seconds = 60 * settings.minutes * (1 - ANSWERING - (0 if settings.layers else _TRYING))
     assert pair.draft is not None
     if answers.general is not None:
@@ -133,10 +138,6 @@ def _made_draft(
     facts = fit(pair=pair, draft=pair.draft, folder=place, clock=Clock(place / "seconds", seconds))
     before = cut(target, layers, tokens)
     hf_specdec.trim_draft_head(before.draft)
-    most = (
-        f"{covered(tokens, held_out):.1%} of the tokens of held-out answers are among those that the draft proposes: "
-    )
-    notes.insert(0, f"{most}the most that can be accepted.")
     return before, replace(facts, layers=tuple(layers), vocabulary=len(tokens)), notes
 
 
