@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import StaticCache
 
 from hf_specdec.bench.aligning.batches import Collator, answer_logits, in_bfloat16, shared_vocabulary
+from hf_specdec.bench.aligning.drawing import drawing
 from hf_specdec.bench.aligning.losses import on_tokens
 from hf_specdec.bench.inputs.prompts import Prompt, question_prompt
 from hf_specdec.bench.inputs.questions import Question
@@ -115,9 +116,9 @@ def _answered(settings: Settings, contender: Contender, group: Group) -> list[di
         # Each pass of plain generate() is seen, so the distributions need no further pass.
         seen = settings.top_k_targets if contender.method.kind == "plain" else None
         try:
-            reader = _reading_once(contender, prompts, settings)
+            reader, drawn = drawing(_reading_once(contender, prompts, settings), settings)
             with _noted(pair, seen) as passes:
-                call = timed_call(reader, prompts, settings)
+                call = timed_call(reader, prompts, drawn)
         except ValueError as error:
             raise BenchError(" ".join(str(error).split())) from error
         new = []

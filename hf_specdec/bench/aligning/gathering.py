@@ -14,7 +14,8 @@ import torch
 
 from hf_specdec.bench.aligning.answers import answers_folder, target_answers
 from hf_specdec.bench.aligning.clock import Clock
-from hf_specdec.bench.aligning.own_prompts import SAMPLED, own_groups, writes
+from hf_specdec.bench.aligning.drawing import SAMPLED
+from hf_specdec.bench.aligning.own_prompts import own_groups, writes
 from hf_specdec.bench.inputs.questions import OWN, Question
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.measuring import batches

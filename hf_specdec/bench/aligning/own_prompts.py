@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
+from hf_specdec.bench.aligning.drawing import SAMPLED, drawing
 from hf_specdec.bench.inputs.prompts import Prompt, frame
 from hf_specdec.bench.inputs.questions import OWN, Question
 from hf_specdec.bench.models.loading import LoadedPair
@@ -20,8 +20,6 @@ from hf_specdec.bench.running.methods import plain
 from hf_specdec.bench.running.timed_call import timed_call
 from hf_specdec.bench.settings import BenchError, Settings
 
-# How texts are sampled unless the user samples; top-p would sort the whole vocabulary at every step.
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
 _LONGEST = 64  # tokens of a prompt
 _TEXT = 24  # tokens of a prompt from a model without a template: the start of a text
 _FEWEST = 16  # batches without any prompt, after which the target is refused
@@ -69,13 +67,14 @@ def _written(file: Path, settings: Settings, pair: LoadedPair) -> Iterator[Seque
             "prompts; give some by --dataset"
         )
     templated = bool(getattr(pair.tokenizer, "chat_template", None))
-    drawing = replace(settings, **SAMPLED, max_new_tokens=_LONGEST if templated else _TEXT)
+    sampled = replace(settings, **SAMPLED, max_new_tokens=_LONGEST if templated else _TEXT)
+    contender, drawn = drawing(plain(pair), sampled)
     found = any(kept)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(whole))
     for number in count(len(kept)):
         rows = range(number * settings.batch_size, (number + 1) * settings.batch_size)
-        call = timed_call(plain(pair), [Prompt(row, OWN, tuple(start)) for row in rows], drawing)
+        call = timed_call(contender, [Prompt(row, OWN, tuple(start)) for row in rows], drawn)
         # A prompt that did not end within the limit is incomplete.
         ended = [row for row in call.tokens or () if not templated or row[-1] in pair.eos_tokens]
         texts = [pair.tokenizer.decode(row, skip_special_tokens=True).strip() for row in ended]
