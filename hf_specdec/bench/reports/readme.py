@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from hf_specdec.bench.figures import speed
-from hf_specdec.bench.figures.frames import examples, whole
+from hf_specdec.bench.figures.frames import Part, examples, whole
 from hf_specdec.bench.models.names import short_name
-from hf_specdec.bench.records import Result
+from hf_specdec.bench.records import Method, Result
 from hf_specdec.bench.reports.document import title_note
 from hf_specdec.bench.reports.heading import processor, threads
 from hf_specdec.bench.reports.markdown import number, ratio, size, table
+from hf_specdec.bench.reports.trained_drafts import AFTER
 
 _PART = re.compile(r"(<!-- (summary|pays|picture)((?:\s+[^\s>]+)*)\s+-->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
 Linked = Mapping[str, Result]  # by path without suffix
@@ -70,7 +71,7 @@ def _pays(linked: Linked, words: list[str]) -> str:
     for _, result in _chosen(linked, words):
         for batch in whole(result).batch_sizes:
             part = whole(result).where(batch=batch)
-            best = speed.fastest(part, [one for one in speed.drafting(part) if one.kind == "speculative"])
+            best = speed.fastest(part, _lossless(part))
             base = None if best is None else speed.baseline(part, best, "engine")
             if best is not None and base is not None:
                 rate = speed.decode_rate(part.of(base.name))
@@ -78,6 +79,12 @@ def _pays(linked: Linked, words: list[str]) -> str:
                 row |= {"n": str(examples(part.of(best.name))), "Plain tok/s": number(rate, 0)}
                 rows.append(row | {"Drafting gain": ratio(speed.over(part, best, "engine"))})
     return table(rows)
+
+
+def _lossless(part: Part) -> list[Method]:
+    """The methods that draft without loss; of a draft that was made, the draft alone, not copies."""
+    made = part.result.settings.task == "draft"
+    return [one for one in speed.drafting(part) if one.kind == "speculative" and (one.name == AFTER or not made)]
 
 
 def _chosen(linked: Linked, words: list[str]) -> Iterator[tuple[str, Result]]:
@@ -103,10 +110,12 @@ def setting(result: Result) -> str:
 
 
 def pair_sizes(result: Result) -> str:
-    """`162.8M + 13.1M, int8, synthetic`, or a model's name and `no draft`."""
-    sizes = " + ".join(size(model.parameters) for model in result.models.values())
+    """`162.8M + 13.1M, int8, synthetic`, or the target's name and `no draft`, or how long the draft was made."""
+    sizes, target = " + ".join(size(model.parameters) for model in result.models.values()), result.models["target"]
     if "draft" not in result.models:
-        sizes = f"{short_name(result.models['target'].name)}, no draft"
+        sizes = f"{short_name(target.name)}, no draft"
+    elif result.settings.task == "draft":
+        sizes = f"{short_name(target.name)}, {result.settings.minutes:g}-minute draft"
     return ", ".join(filter(None, [sizes, _weights(result), "synthetic" if result.synthetic else ""]))
 
 
