@@ -63,3 +63,11 @@ def test_only_top_k_is_drawn_in_another_way(settings: dict[str, Any], faster: bo
     prompt = Prompt(0, "x", (3, 4, 5))
     answers = {timed_call(contender, [prompt], replace(drawn, seed=seed)).tokens for seed in range(3)}
     assert len(answers) == (3 if settings else 1)
+
+
+def test_a_target_s_own_settings_are_kept() -> None:
+    loaded = LoadedPair("target", llama(), tokenizer())
+    unset = Settings(**{**SAMPLED, "temperature": None})
+    assert drawing(plain(loaded), unset)[1] is unset
+    loaded.target.generation_config.min_p = 0.1
+    assert drawing(plain(loaded), Settings(**SAMPLED))[1].do_sample

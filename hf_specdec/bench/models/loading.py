@@ -381,9 +381,14 @@ def _describe(name: str, model: PreTrainedModel, synthetic: str | None = None) -
     )
     dtype = dtype if weights is None else f"{weights} weights, {dtype}"
     parameters, kind = model.num_parameters(), type(model).__name__
-    sampling, processors = (_generation_settings(model, names) for names in (_SAMPLING, _PROCESSORS))
+    sampling, processors = sampling_settings(model), _generation_settings(model, _PROCESSORS)
     device = "not loaded" if model.device.type == "meta" else str(model.device)
     return Model(name, kind, parameters, dtype, device, attention_of(model), synthetic, sampling, processors)
+
+
+def sampling_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """The settings of a model's generation_config that change how tokens are drawn."""
+    return _generation_settings(model, _SAMPLING)
 
 
 def _generation_settings(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, Any]:

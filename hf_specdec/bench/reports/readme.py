@@ -110,12 +110,12 @@ def setting(result: Result) -> str:
 
 
 def pair_sizes(result: Result) -> str:
-    """`162.8M + 13.1M, int8, synthetic`, or the target's name and `no draft`, or how long the draft was made."""
+    """`162.8M + 13.1M, int8, synthetic`, or the target's name and `no draft`, or `own draft` if it was made from it."""
     sizes, target = " + ".join(size(model.parameters) for model in result.models.values()), result.models["target"]
     if "draft" not in result.models:
         sizes = f"{short_name(target.name)}, no draft"
     elif result.settings.task == "draft":
-        sizes = f"{short_name(target.name)}, {result.settings.minutes:g}-minute draft"
+        sizes = f"{short_name(target.name)}, own draft"
     return ", ".join(filter(None, [sizes, _weights(result), "synthetic" if result.synthetic else ""]))
 
 
