@@ -104,9 +104,9 @@ class SpeculationConfig:
             and processors with their settings (a new temperature compiles again); with `num_assistant_tokens="auto"`,
             also once per lookahead, when it is first chosen. Implies static caches.
             Some calls are decoded without compiled rounds, with the same output: models that don't support static
-            caches (encoder-decoder, ALiBi), drafters that models bring along, processors that read the text
-            (repetition penalty) or are the caller's own, and recorded scores. On a CPU, they use the kernels of
-            compiled rounds.
+            caches (encoder-decoder models other than Whisper, ALiBi), drafters that models bring along, processors that
+            read the text (repetition penalty) or are the caller's own, and recorded scores. On a CPU, they use the
+            kernels of compiled rounds.
         on_draft_error: `"raise"` raises the draft's errors. `"continue"` warns once and decodes the rest of the call
             without drafts; only the models' passes are then compiled or captured, not whole rounds.
         disable_tqdm: show no progress bar while `compile=True` compiles. `transformers.utils.logging.

@@ -34,6 +34,13 @@ from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.torch_state import KeptTorchState
 from hf_specdec.host.transcript import Transcript, maximum_length
 from hf_specdec.in_order_decoding import InOrderDecoder
+from hf_specdec.models.cache_choice import (
+    cache_taken_over,
+    outgrows_windows,
+    static_cache,
+    supports_recorded_row,
+    supports_rows_cache,
+)
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import copy_out_of_inference_mode, is_static_by_request, is_unused_default
 from hf_specdec.models.decoder_states import STATES, decoder_states
@@ -43,14 +50,7 @@ from hf_specdec.models.onednn_linears import onednn_linears
 from hf_specdec.models.rope_stages import check_dropped_cache
 from hf_specdec.models.runner_choice import runner_for
 from hf_specdec.models.static_cache import CacheSize
-from hf_specdec.models.static_runner import (
-    StaticRunner,
-    cache_taken_over,
-    outgrows_windows,
-    static_cache,
-    supports_recorded_row,
-    supports_rows_cache,
-)
+from hf_specdec.models.static_runner import StaticRunner
 from hf_specdec.models.traits import (
     context_length,
     drafting_model,
@@ -58,6 +58,7 @@ from hf_specdec.models.traits import (
     has_default_inputs,
     pass_mode,
     tensor_parallel_group,
+    text_prefix,
 )
 from hf_specdec.prepared import compiled_step, cuda_graphs
 from hf_specdec.prepared.compile_progress import tqdm_disabled
@@ -357,8 +358,7 @@ def _static_size(
 
 def _last_token_visible(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether every row's last prompt token is visible."""
-    prefix = "decoder_" if model.config.is_encoder_decoder else ""
-    mask = model_kwargs.get(f"{prefix}attention_mask")
+    mask = model_kwargs.get(f"{text_prefix(model)}attention_mask")
     return mask is None or bool(mask[:, -1].all())
 
 

@@ -28,6 +28,7 @@ from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.history import LengthHistory, length_history
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.block_runner import BlockRunner, check_block_draft
+from hf_specdec.models.cache_choice import outgrows_windows, static_cache, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.eagle_draft import Eagle3Draft
 from hf_specdec.models.eagle_runner import Eagle3Runner
@@ -37,7 +38,6 @@ from hf_specdec.models.onednn_linears import Kernels, onednn_linears
 from hf_specdec.models.runner_choice import Runner, runner_for
 from hf_specdec.models.states_runner import StatesRunner
 from hf_specdec.models.static_cache import CacheSize
-from hf_specdec.models.static_runner import outgrows_windows, static_cache, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.text_only_runner import TextOnlyRunner, text_kwargs, text_places
 from hf_specdec.models.traits import context_length, media_of, reads_keys, vocabulary_size
 from hf_specdec.models.trimmed_head import head_tokens

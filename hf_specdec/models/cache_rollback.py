@@ -135,9 +135,10 @@ def is_static_by_request(cache: object) -> bool:
 
 def is_unused_default(cache: object) -> bool:
     """Whether `generate` made this cache by default, so that any other can replace it."""
-    if not isinstance(cache, DynamicCache) or is_callers_cache(cache) or is_purely_recurrent(cache):
+    own = self_attention(cache)
+    if not isinstance(own, DynamicCache) or is_callers_cache(cache) or is_purely_recurrent(own):
         return False
-    return type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0
+    return type(own) is DynamicCache and not own.offloading and own.get_seq_length() == 0
 
 
 def holds_whole_text(cache: object) -> TypeGuard[DynamicCache]:

@@ -28,6 +28,7 @@ from hf_specdec.models.traits import (
     on_device,
     padding_without_position,
     pass_mode,
+    text_prefix,
 )
 
 # Arguments that later passes of a text model may need besides masks, positions and tokens.
@@ -108,7 +109,7 @@ class DynamicRunner:
 
     def _make_tables(self, input_ids: Tensor, parameters: Mapping[str, Any], total: int) -> None:
         """Make the masks, positions and token types of `total` slots that the model accepts."""
-        prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
+        prefix = text_prefix(self.model)
         self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
         self._ids_key = f"{prefix}input_ids"
         self._takes_mask = self._mask_key in parameters

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.compat.transformers_private import attention_name, compiles_whole
+from hf_specdec.models.traits import text_prefix
 
 ATTENTION = ("eager", "sdpa")
 Masks = Tensor | dict[str, Tensor] | None  # one mask, or one per kind of layer, as the model expects
@@ -18,14 +19,13 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 def takes_4d_masks(model: PreTrainedModel) -> bool:
     """Whether a model accepts 4-D masks and they alone determine which keys a query sees.
 
-    Encoder-decoder models don't, nor models with ALiBi (BLOOM), which compute positions from a 2-D mask. For the
-    others, transformers' flag for static caches decides.
+    Models with ALiBi (BLOOM) don't, which compute positions from a 2-D mask. For the others, transformers' flag for
+    static caches decides.
     """
-    config = model.config.get_text_config(decoder=True)
+    config, prefix = model.config.get_text_config(decoder=True), text_prefix(model)
     return (
-        not model.config.is_encoder_decoder
-        and compiles_whole(model)
-        and {"attention_mask", "position_ids"} <= inspect.signature(model.forward).parameters.keys()
+        compiles_whole(model)
+        and {f"{prefix}attention_mask", f"{prefix}position_ids"} <= inspect.signature(model.forward).parameters.keys()
         and not getattr(config, "alibi", False)
         and attention_name(config) in ATTENTION
         and LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())

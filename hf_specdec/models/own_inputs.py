@@ -8,11 +8,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from hf_specdec.models.cache_names import cache_argument, cache_of
 from hf_specdec.models.dynamic_runner import extend_mask, prompt_positions
-from hf_specdec.models.traits import has_default_inputs
+from hf_specdec.models.traits import has_default_inputs, text_prefix
+
+
+def takes_inputs_as_given(model: PreTrainedModel) -> bool:
+    """Whether a pass's tokens, positions and masks may be passed to the model without preparing them first.
+
+    They may if it uses transformers' default implementation, or, with an encoder, one that only adds missing positions.
+    """
+    if has_default_inputs(model) or not model.config.is_encoder_decoder:
+        return has_default_inputs(model)
+    ones = torch.ones(2, 2, dtype=torch.long)
+    given = {"decoder_attention_mask": ones, "decoder_position_ids": ones - 1, "encoder_outputs": (), "use_cache": True}
+    own = model.prepare_inputs_for_generation(ones, is_first_iteration=False, **given)
+    default = GenerationMixin.prepare_inputs_for_generation(model, ones, is_first_iteration=False, **given)
+    same = (
+        torch.equal(own[key], value) if isinstance(value, Tensor) else own[key] is value
+        for key, value in default.items()
+    )
+    return own.keys() == default.keys() and all(same)
 
 
 def own_inputs(
@@ -35,7 +53,7 @@ def own_inputs(
     """
     if has_default_inputs(model):
         return None
-    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    prefix = text_prefix(model)
     given = {key: value for key, value in model_kwargs.items() if key != "logits_to_keep"}
     position_key = f"{prefix}position_ids"
     if given.get(position_key) is None and position_key in inspect.signature(model.forward).parameters:

@@ -19,7 +19,7 @@ from hf_specdec.models.row_by_row_runner import RowByRowRunner
 from hf_specdec.models.sight import prompt_is_read_alone
 from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.static_runner import StaticRunner
-from hf_specdec.models.traits import keeps_pictures_apart, takes_row_positions, unmasked_window
+from hf_specdec.models.traits import keeps_pictures_apart, takes_row_positions, text_prefix, unmasked_window
 
 Runner = DynamicRunner | RowByRowRunner | StaticRunner
 
@@ -50,10 +50,10 @@ def runner_for(
             f"{argument}={type(model).__name__} limits attention to {window} tokens by dropping others from its cache, "
             "which a pass over several tokens would see: keep the text shorter, or decode without speculation."
         )
-    prepared = own_inputs(model, model_kwargs, input_ids, argument)
     alone = prompt_is_read_alone(model, model_kwargs, input_ids, argument)
     if isinstance(cache, RowsCache):
         return StaticRunner(model, model_kwargs, (len(input_ids), input_ids.shape[1]), kernels, chunk, alone)
+    prepared = own_inputs(model, model_kwargs, input_ids, argument)
     kind: type[DynamicRunner | RowByRowRunner] = DynamicRunner
     if recurrent_layers(cache):
         kind = RecurrentRunner
@@ -71,6 +71,6 @@ def _rows_share_passes(model: PreTrainedModel, prepared: Mapping[str, Any] | Non
     """
     if not takes_row_positions(model) or keeps_pictures_apart(model):
         return False
-    key = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
+    key = f"{text_prefix(model)}position_ids"
     takes_positions = key in inspect.signature(model.forward).parameters
     return prepared is None or not takes_positions or prepared.get(key) is not None

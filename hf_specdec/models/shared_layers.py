@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.compat.torch_private import children_of, pytree, replace_child
+from hf_specdec.models.cache_rollback import self_attention
 from hf_specdec.models.fingerprint import kind_of
 from hf_specdec.models.jit_traces import Trace, replay, traced
 from hf_specdec.models.static_cache import RowsCache, Slots
@@ -59,6 +60,8 @@ def _layers_of(model: PreTrainedModel) -> tuple[str, Sequence[torch.nn.Module]]:
     """The name of the decoder's list of layers, and the layers; empty if no list has the model's depth."""
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
+        if model.config.is_encoder_decoder and "decoder" not in name.split("."):
+            continue
         if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
             return name, list(module)
     return "", []
@@ -112,14 +115,19 @@ class _StandIn(torch.nn.Module):
         """Return the layer's result."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        cache = next((leaf for leaf in leaves if isinstance(leaf, RowsCache)), None)
+        caches = map(self_attention, leaves)
+        cache = next((leaf for leaf in caches if isinstance(leaf, RowsCache)), None)
         if cache is None:
             raise UnshareableError("it is not given the cache")
-        slots, own = cache.slots, cache.layers[self.place]
+        slots = cache.slots
         span = slots.span if isinstance(slots.span, Tensor) else torch.tensor(slots.span)
-        stored = [own.keys, own.values] if own.is_initialized else []
+        stored = cache.tensors_of_layer(self.place)
         inputs = [span, slots.written, slots.rows, *stored, *tensors_of(self.layer), *given]
-        form = structure, tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves), _twice(inputs)
+        form = (
+            structure,
+            tuple(None if isinstance(leaf, Tensor) else (self_attention(leaf),) for leaf in leaves),
+            _twice(inputs),
+        )
         if self.kind not in self.functions:
             self.functions[self.kind] = self._function(leaves, structure, slots, inputs, form)
         function = self.functions[self.kind]

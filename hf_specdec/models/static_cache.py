@@ -2,7 +2,7 @@
 
 Token i of a row, padding included, is in slot i. A pass writes each row's tokens to given slots. The caller keeps the
 rows' lengths: slots past a row's length are masked until they are overwritten. A pass over fewer rows than the cache
-has uses its first rows.
+has uses its first rows. For an encoder-decoder, it also holds the keys of the encoder's output, which passes share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 GROWTH = 256  # slots that a growing cache adds at a time
@@ -111,6 +111,10 @@ class RowsLayer(CacheLayerMixin):
             keys, values = self._dropped
             self.keys, self.values = zeros(keys, self.keys), zeros(values, self.values)
 
+    def tensors(self) -> list[Tensor]:
+        """Keys and values; none before the first pass."""
+        return [self.keys, self.values] if self.is_initialized else []
+
     def _needed(self, span: int) -> int:
         return min(self.capacity, -(-span // GROWTH) * GROWTH) if self.grows else self.capacity
 
@@ -140,21 +144,58 @@ class RowsLayer(CacheLayerMixin):
         return self.capacity
 
 
+class EncodedLayer(RowsLayer):
+    """One layer's keys and values of the encoder's output, `[B, H, S, D]`, allocated once and overwritten by calls."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Replace what is stored by `[B, H, S, D]`; return that."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self.keys.copy_(key_states), self.values.copy_(value_states)
+
+
 class RowsCache(Cache):
-    """A static cache for a decoder-only model, fed by `static_runner.StaticRunner`.
+    """A static cache for a decoder, fed by `static_runner.StaticRunner`.
 
     Args:
         config: the model's, for the number of layers.
         capacity: the most tokens of a row, including drafts.
         grows: allocate memory as texts grow instead of all at once; compiled steps need a cache that does not grow.
+        encoded: `[B, S, H]`, the shape of the encoder's output; None for a decoder-only model.
+
+    Attributes:
+        capacity, grows, encoded: as given.
+        slots: those of the next pass.
+        cross: the layers of cross-attention; None for a decoder-only model.
     """
 
-    def __init__(self, config: PreTrainedConfig, capacity: int, *, grows: bool = False) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, capacity: int, *, grows: bool = False, encoded: torch.Size | None = None
+    ) -> None:
         self.slots = Slots(capacity)
-        self.capacity = capacity
-        self.grows = grows
-        count = config.get_text_config(decoder=True).num_hidden_layers
-        super().__init__(layers=[RowsLayer(capacity, self.slots, grows) for _ in range(count)])
+        self.capacity, self.grows, self.encoded = capacity, grows, encoded
+        count = range(config.get_text_config(decoder=True).num_hidden_layers)
+        super().__init__(layers=[RowsLayer(capacity, self.slots, grows) for _ in count])
+        self.cross: Cache | None = None
+        if encoded is not None:
+            self.cross = Cache(layers=[EncodedLayer(encoded[1], self.slots) for _ in count])
+
+    def for_pass(self, *, encodes: bool) -> Cache:
+        """The cache in the form that the model takes.
+
+        Args:
+            encodes: the pass reads an encoder's output, and leaves its keys for later ones. The first one always does.
+        """
+        if self.cross is None:
+            return self
+        both = EncoderDecoderCache(self, self.cross)
+        has_keys = not encodes and self.cross.layers[0].is_initialized
+        both.is_updated = dict.fromkeys(range(len(self.layers)), has_keys)
+        return both
+
+    @property
+    def _all_layers(self) -> list[Any]:
+        return [*self.layers, *(() if self.cross is None else self.cross.layers)]
 
     def reserve(self, span: int) -> None:
         """Allocate memory for `span` slots if the cache grows."""
@@ -163,35 +204,44 @@ class RowsCache(Cache):
 
     def clear(self, slots: int) -> None:
         """Make the first slots of all rows zero again."""
-        for stored in self.tensors():
-            stored[:, :, :slots].zero_()
+        for layer in self.layers:
+            for stored in layer.tensors():
+                stored[:, :, :slots].zero_()
 
     def drop(self) -> None:
         """Free the memory until `allocate`, which makes everything zero."""
-        for layer in self.layers:
+        for layer in self._all_layers:
             layer.drop()
 
     def allocate(self) -> None:
         """Undo `drop`."""
-        for layer in self.layers:
+        for layer in self._all_layers:
             layer.allocate()
 
     def tensors(self) -> list[Tensor]:
         """All layers' keys and values; none before the first pass."""
-        return [stored for layer in self.layers if layer.is_initialized for stored in (layer.keys, layer.values)]
+        return [stored for layer in self._all_layers for stored in layer.tensors()]
+
+    def tensors_of_layer(self, index: int) -> list[Tensor]:
+        """The part of `tensors` that one layer of the model reads."""
+        return [stored for layer in self._all_layers[index :: len(self.layers)] for stored in layer.tensors()]
 
     def swap(self, places: Sequence[int], others: Sequence[int], span: int) -> None:
         """Exchange the rows in `places` with those in `others`, pair by pair, in the first `span` slots."""
         into, taken = [*places, *others], [*others, *places]
         for layer in self.layers:
-            if layer.is_initialized:
-                for stored in (layer.keys, layer.values):
-                    stored[into, :, :span] = stored[taken, :, :span]
+            for stored in layer.tensors():
+                stored[into, :, :span] = stored[taken, :, :span]
 
-    def as_dynamic(self, config: PreTrainedConfig, length: int, places: Sequence[int]) -> DynamicCache:
+    def as_dynamic(self, config: PreTrainedConfig, length: int, places: Sequence[int]) -> Cache:
         """The first `length` tokens of the rows in `places` as a cache of transformers."""
         dynamic = DynamicCache(config=config.get_text_config(decoder=True))
         for index, layer in enumerate(self.layers):
             if layer.is_initialized:  # never for layers that share another layer's keys
                 dynamic.update(layer.keys[places, :, :length], layer.values[places, :, :length], index)
-        return dynamic
+        if self.cross is None:
+            return dynamic
+        encoding = DynamicCache()
+        for index, layer in enumerate(self.cross.layers):
+            encoding.update(layer.keys[places], layer.values[places], index)
+        return EncoderDecoderCache(dynamic, encoding)

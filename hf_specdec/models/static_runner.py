@@ -12,26 +12,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_specdec.config import FORESEEN_TOKENS
-from hf_specdec.models.cache_names import CACHE_NAME, cache_of
-from hf_specdec.models.cache_rollback import holds_whole_text, new_cache
+from hf_specdec.models.cache_choice import encoding_of
+from hf_specdec.models.cache_names import CACHE_NAME
 from hf_specdec.models.dynamic_runner import extend_count, extend_mask, in_chunks, prompt_positions
 from hf_specdec.models.hidden_states import HiddenStates, states_of
-from hf_specdec.models.masks import (
-    Masks,
-    attention_windows,
-    by_kind,
-    slot_masks,
-    takes_4d_masks,
-    takes_one_causal_mask,
-)
+from hf_specdec.models.masks import Masks, attention_windows, by_kind, slot_masks
 from hf_specdec.models.onednn_linears import Kernels, onednn_linears
-from hf_specdec.models.recorded_passes import RecordedPasses, recordable, recorded_passes
+from hf_specdec.models.recorded_passes import RecordedPasses, recorded_passes
 from hf_specdec.models.rope_stages import stages_of
-from hf_specdec.models.static_cache import CacheSize, RowsCache
+from hf_specdec.models.static_cache import RowsCache
 from hf_specdec.models.stored_tensors import tensors_of
-from hf_specdec.models.traits import Outputs, has_default_inputs, on_device, pass_mode
+from hf_specdec.models.traits import Outputs, on_device, pass_mode, text_prefix
 
 
 class Passes(Protocol):
@@ -46,53 +40,10 @@ class Passes(Protocol):
 
 
 WIDEST_RECORDED = 32  # tokens of a pass; only prompts and drafts that catch up are wider
-LONG_TEXT = 4096  # tokens; for longer texts, models with sliding windows use caches that drop tokens
-KNOWN_KWARGS = frozenset({"use_cache", "attention_mask", "position_ids", CACHE_NAME, "logits_to_keep"})
-
-
-def supports_rows_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a `RowsCache` can be used: the model accepts 4-D masks and per-row positions and is on one device."""
-    positions = model_kwargs.get("position_ids")
-    return (
-        takes_4d_masks(model)
-        and has_default_inputs(model)
-        and len({weight.device for weight in model.parameters()}) == 1
-        and KNOWN_KWARGS.issuperset(key for key, value in model_kwargs.items() if value is not None)
-        and (positions is None or positions.dim() == 2)
-    )
-
-
-def supports_recorded_row(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a single row should use a `RowsCache` too, so that its passes can be recorded."""
-    return supports_rows_cache(model, model_kwargs) and recordable(model)
-
-
-def outgrows_windows(model: PreTrainedModel, tokens: int) -> bool:
-    """Whether a dynamic cache uses much less memory, since it drops tokens that left the sliding windows."""
-    windows = [window for window in attention_windows(model.config).values() if window]
-    return bool(windows) and tokens > max(2 * max(windows), LONG_TEXT)
-
-
-def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: CacheSize, argument: str) -> Cache:
-    """An empty cache for a call with static caches: a `RowsCache`, or a dynamic one for models that can't use it.
-
-    Raises:
-        ValueError: the model has its own kind of cache, which cannot be rolled back.
-    """
-    if supports_rows_cache(model, model_kwargs):
-        return RowsCache(model.config, size.capacity, grows=size.grows)
-    return new_cache(model, argument, cross_attention="encoder_outputs" in model_kwargs)
-
-
-def cache_taken_over(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> DynamicCache | None:
-    """The caller's cache, if a `RowsCache` can take over its tokens for a call and return them; else None."""
-    cache = cache_of(model_kwargs)
-    serves = takes_one_causal_mask(model) and supports_rows_cache(model, model_kwargs)
-    return cache if serves and holds_whole_text(cache) else None
 
 
 class StaticRunner:
-    """Runs one decoder-only model with a `RowsCache`; the methods are those of `DynamicRunner`.
+    """Runs one model's decoder with a `RowsCache`; the methods are those of `DynamicRunner`.
 
     Args:
         model: one for which `supports_rows_cache` holds.
@@ -102,7 +53,8 @@ class StaticRunner:
         prompt_alone: as in `DynamicRunner`; only read by the loop, which then makes no drafts in its first round.
 
     The rows in use occupy the first places of the cache, so a pass reads them without copying. A row that is left out
-    swaps places with a later one and keeps its content, since the cache may be returned.
+    swaps places with a later one and keeps its content, since the cache may be returned. Rows of an encoder-decoder are
+    not left out, since their encodings would have to move, too.
 
     Attributes:
         visible: `[m, capacity]` bool, the slots without padding of the m rows in use, by place.
@@ -132,12 +84,13 @@ class StaticRunner:
         (batch_size, prompt_length), device = shape, model.device
         self.read = [0] * batch_size
         self._fed, self._left_out = list(range(batch_size)), list[int]()  # rows by their places in the cache
-        capacity = self.cache.capacity
+        self._encoding = encoding_of(model_kwargs)
+        capacity, prefix = self.cache.capacity, text_prefix(model)
         if self.cache.grows:
             capacity = min(capacity, prompt_length + FORESEEN_TOKENS)
-        mask = extend_mask(model_kwargs.get("attention_mask"), capacity)
+        mask = extend_mask(model_kwargs.get(f"{prefix}attention_mask"), capacity)
         self._padded = mask is not None
-        positions = model_kwargs.get("position_ids")
+        positions = model_kwargs.get(f"{prefix}position_ids")
         if positions is None:
             positions = prompt_positions(mask, prompt_length, device)
         positions = extend_count(positions, capacity)
@@ -189,12 +142,20 @@ class StaticRunner:
                 return self._recorded_pass(self._recorded, tokens, slots, span)
             masks, positions = self._masks_of(slots, span), self._positions_of_pass()
             asked = self.outputs.last(count)
-            outputs = masked_pass(self.model, self.cache, tokens, slots, positions, masks, span=span, asked=asked)
+            outputs = masked_pass(
+                self.model, self.cache, tokens, slots, positions, masks, span=span, asked=asked, encoding=self._encoding
+            )
+            self._encoding = None
         if self.states is None:
             return outputs.logits, None
         states = states_of(outputs, self.states.layers, tokens.shape[1])
         self._states_width = states.shape[2]
         return outputs.logits, states
+
+    @property
+    def lacks_encoding(self) -> bool:
+        """Whether the cache still lacks the encoder's output, which only unprepared passes read."""
+        return self._encoding is not None
 
     def _lengthen(self, slots: int) -> None:
         """Extend the tables of slots and positions to twice the needed slots."""
@@ -291,7 +252,7 @@ class StaticRunner:
     def retain(self, rows: Sequence[int]) -> Sequence[int]:
         """As `DynamicRunner.retain`; the other rows are left out of passes."""
         count = len(rows)
-        if self.prepared is not None:
+        if self.prepared is not None or self.cache.encoded is not None:
             return range(len(self.read))
         if count == len(self._fed):
             return rows
@@ -331,7 +292,7 @@ class StaticRunner:
         """As `DynamicRunner.end`."""
         self.rewind([length] * len(self.read))
 
-    def as_dynamic(self, length: int) -> DynamicCache:
+    def as_dynamic(self, length: int) -> Cache:
         """The cache as plain `generate` would leave it after `length` tokens of every row."""
         return self.cache.as_dynamic(self.model.config, length, self._places())
 
@@ -379,15 +340,18 @@ def masked_pass(
     *,
     span: int,
     asked: dict[str, Any],
+    encoding: Tensor | None = None,
 ) -> Any:
-    """`static_pass` with given masks: 4-D ones, or for a prompt the 2-D one of `generate`."""
+    """`static_pass` with given masks: 4-D ones, or for a prompt the 2-D one of `generate`.
+
+    Args:
+        encoding: `[B, S, H]`, the encoder's output, in the first pass of a call.
+    """
     cache.slots.next_pass(slots, span)
-    return model(
-        input_ids=tokens,
-        attention_mask=masks,
-        position_ids=positions.gather(1, slots),
-        use_cache=True,
-        return_dict=True,
-        **{CACHE_NAME: cache},
-        **asked,
-    )
+    text = {"input_ids": tokens, "attention_mask": masks, "position_ids": positions.gather(1, slots)}
+    given: dict[str, Any] = {f"{text_prefix(model)}{name}": value for name, value in text.items()}
+    if cache.encoded is not None:
+        unread = torch.zeros(1, 1, 1, dtype=model.dtype, device=tokens.device).expand(cache.encoded)
+        given["encoder_outputs"] = BaseModelOutput(last_hidden_state=unread if encoding is None else encoding)
+    cached = cache.for_pass(encodes=encoding is not None)
+    return model(**given, use_cache=True, return_dict=True, **{CACHE_NAME: cached}, **asked)

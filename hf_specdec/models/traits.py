@@ -119,10 +119,16 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device="cpu").to(device, non_blocking=device.type == "cuda")
 
 
+def text_prefix(model: PreTrainedModel) -> str:
+    """What precedes the names of arguments of `forward` that hold a text's tokens, masks and positions."""
+    return "decoder_" if model.config.is_encoder_decoder else ""
+
+
 def context_length(model: PreTrainedModel) -> int | None:
-    """The number of positions that the model supports (`max_position_embeddings`); None if it has no limit."""
-    length: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return length
+    """The number of positions that the model supports; None if it has no limit."""
+    config = model.config.get_text_config(decoder=True)
+    lengths = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    return next((length for length in lengths if length is not None), None)
 
 
 # Outputs that a configuration can request and decoding never reads. Some are computed assuming a 2-D mask.
@@ -177,8 +183,7 @@ def takes_row_positions(model: PreTrainedModel) -> bool:
         return True
     if hasattr(config, "relative_attention_num_buckets") or config.model_type in ("bloom", "mpt"):
         return True
-    key = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
-    return key in inspect.signature(model.forward).parameters
+    return f"{text_prefix(model)}position_ids" in inspect.signature(model.forward).parameters
 
 
 def unmasked_window(model: PreTrainedModel, cache: Any) -> int | None:

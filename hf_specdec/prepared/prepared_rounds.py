@@ -87,8 +87,8 @@ class PreparedRounds:
             if any(copies):
                 drafts = with_copies(drafts, copies)
             laps.mark()
-            if first and (unread := transcript.sequences[:, known:-1]).shape[1]:
-                self._read(self.target, unread)
+            if first:
+                self._read_prompt(transcript.sequences[:, known:])
             result = engine.steps[lookahead].run_verify(drafts).tolist()
         reading, drafting = laps.seconds()
         checked = perf_counter()
@@ -163,6 +163,15 @@ class PreparedRounds:
         needed = min(limit, max(transcript.room) - 1)
         return min((n for n in self.engine.steps if needed <= n <= limit), default=limit)
 
+    def _read_prompt(self, prompt: Tensor) -> None:
+        """Let the target read prompts `[B, P]` without their last tokens, which the first step reads.
+
+        An encoding comes with a prompt, so if it is still unread, a prompt of one token is read twice.
+        """
+        unread = prompt[:, : max(prompt.shape[1] - 1, int(self.target.lacks_encoding))]
+        if unread.shape[1]:
+            self._read(self.target, unread)
+
     def _catch_up(self, transcript: Transcript) -> bool:
         """Let the draft model read all unread tokens except the last two; return whether there were any.
 
@@ -171,6 +180,7 @@ class PreparedRounds:
         """
         runner, lengths = self.drafting.runner, transcript.lengths
         unread = max(n - 2 - read for n, read in zip(lengths, runner.read, strict=True))
+        unread = max(unread, int(runner.lacks_encoding))  # which comes with a token
         if unread <= 0:
             return False
         ends = [max(n - 2, unread) for n in lengths]
@@ -218,7 +228,8 @@ def prepared_rounds(decoder: Decoder, transcript: Transcript, *, compile: bool) 
     # Captured steps always read the memory over which they were captured.
     addresses = tuple(map(weights_of, models)) if captures else ()
     states = tuple(map(state_of, models)), forms_of(*models), addresses, target.layers_read
-    key = (compile, len(target.read), target.cache.capacity, states)
+    forms = tuple((one.cache.capacity, one.cache.encoded) for one in (target, draft) if one is not None)
+    key = (compile, len(target.read), forms, states)
     group = STORE.take(key, plan)
     if group is None:
         slots = transcript.capacity if transcript.device.type == "cpu" else target.cache.capacity
@@ -347,9 +358,13 @@ def _within(bound: int | None, transcript: Transcript) -> bool:
 
 
 def _cache_bytes(runner: StaticRunner, capacity: int) -> int:
-    """Bytes of a runner's cache with `capacity` slots: keys and values of all layers, rows and heads."""
+    """Bytes of a runner's cache with `capacity` slots: keys and values of all layers, rows and heads.
+
+    Those of an encoder's output count as further slots.
+    """
     config = runner.model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    slots = config.num_hidden_layers * len(runner.read) * capacity
+    encoded = 0 if runner.cache.encoded is None else runner.cache.encoded[1]
+    slots = config.num_hidden_layers * len(runner.read) * (capacity + encoded)
     return int(2 * slots * heads * width * runner.model.dtype.itemsize)

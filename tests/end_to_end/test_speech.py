@@ -33,7 +33,14 @@ def target() -> PreTrainedModel:
     return whisper()
 
 
-DRAFTS = {"smaller Whisper": noisy, "distilled": distilled}
+def sharing(target: PreTrainedModel) -> PreTrainedModel:
+    """A draft with an encoder of its own that reads the target's encoding."""
+    draft = noisy(target)
+    draft.config.draft_shares_encoder = True
+    return draft
+
+
+DRAFTS = {"smaller Whisper": noisy, "distilled": distilled, "sharing the encoder": sharing}
 CALLS: dict[str, tuple[int, dict[str, Any]]] = {
     "one window": (FRAMES, {}),
     "long-form": (3 * FRAMES, {"return_timestamps": True}),

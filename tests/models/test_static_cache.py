@@ -9,10 +9,11 @@ from transformers import DynamicCache, StaticCache
 import hf_specdec
 from hf_specdec import SpeculativeDecoding, generation
 from hf_specdec.drafting import drafter_choice
-from hf_specdec.models import static_runner
+from hf_specdec.models import cache_choice, static_runner
+from hf_specdec.models.cache_choice import supports_rows_cache
 from hf_specdec.models.cache_names import CACHE_NAME, cache_of
 from hf_specdec.models.static_cache import RowsCache, RowsLayer
-from hf_specdec.models.static_runner import StaticRunner, supports_rows_cache
+from hf_specdec.models.static_runner import StaticRunner
 
 NEW_TOKENS = 16
 
@@ -152,7 +153,7 @@ def test_long_texts_of_models_with_windows_drop_what_has_left_them(rows: int, mo
     expected = target.generate(**call)
     accepted = []
     for long_text, static in ((4096, 2), (16, 0)):
-        monkeypatch.setattr(static_runner, "LONG_TEXT", long_text)
+        monkeypatch.setattr(cache_choice, "LONG_TEXT", long_text)
         made.clear()
         output = speculated(target, draft, **call, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected) and len(made) == static

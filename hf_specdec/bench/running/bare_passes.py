@@ -18,14 +18,15 @@ from hf_specdec.bench.inputs.recordings import model_inputs
 from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.running.methods import GENERATE, Contender
 from hf_specdec.bench.running.timed_call import synchronize
+from hf_specdec.models.cache_choice import static_cache, supports_recorded_row, supports_rows_cache
 from hf_specdec.models.cache_names import CACHE_NAME, cache_argument, cache_of
 from hf_specdec.models.cache_rollback import has_recurrent_layers, new_cache
 from hf_specdec.models.onednn_linears import onednn_linears
 from hf_specdec.models.recorded_passes import recorded_passes, without_recordings
 from hf_specdec.models.recurrent_runner import RecurrentRunner
-from hf_specdec.models.static_cache import RowsCache
-from hf_specdec.models.static_runner import StaticRunner, supports_recorded_row, supports_rows_cache
-from hf_specdec.models.traits import pass_mode
+from hf_specdec.models.static_cache import CacheSize
+from hf_specdec.models.static_runner import StaticRunner
+from hf_specdec.models.traits import pass_mode, text_prefix
 from hf_specdec.prepared import engine_store
 from hf_specdec.prepared.engine import Engine, prepared_capacity
 from hf_specdec.prepared.engine_store import kept_engines
@@ -65,7 +66,7 @@ class BarePasses:
 
         The order matters, since a model that has just run finds its weights in the processor's cache. Compiled and
         captured passes are the steps that the calls before have left. They also choose and judge tokens, which cannot
-        be separated from their passes. Those of an encoder-decoder, which are not compiled, use the compiled kernels.
+        be separated from their passes. An encoder-decoder whose steps are not compiled uses the compiled kernels.
         """
         if engine not in _ENGINES:
             return []
@@ -131,20 +132,13 @@ def generate_step(pair: LoadedPair, model: PreTrainedModel, prompts: Sequence[Pr
         after: tokens in the cache after the prompt (for an encoder-decoder: in the decoder's cache).
         widest: the largest number of tokens in one pass.
     """
-    text = _text(model, prompts, after + widest)
-    continuation = text[:, len(prompts[0].token_ids) :]
-    fixed: dict[str, Any] = {}
-    key, filled = "input_ids", _bounded(pair, text, widest)
-    if model.config.is_encoder_decoder:
-        read = model_inputs(pair, prompts, model)
-        fixed = {"encoder_outputs": model.get_encoder()(**read), "attention_mask": read.get("attention_mask")}
-        key, filled = "decoder_input_ids", continuation[:, :after]
+    filled, drafted, fixed = _context(pair, model, prompts, after, widest)
+    key, argument = f"{text_prefix(model)}input_ids", cache_argument(model)
     cache = cache_of(model(**{key: filled}, **fixed, use_cache=True))
     cache.activate_past_recording()
-    argument = cache_argument(model)
 
     def step(width: int) -> None:
-        model(**{key: continuation[:, :width], argument: cache}, **fixed, use_cache=True)
+        model(**{key: drafted[:, :width], argument: cache}, **fixed, use_cache=True)
         cache.crop(-width)
 
     return step
@@ -159,7 +153,7 @@ def our_step(
     *,
     engine: str = "recorded",
 ) -> Step:
-    """Return a step that passes as this package's loop does; with its kernels only if that uses a dynamic cache.
+    """Return a step that passes as this package's loop does.
 
     Its passes are recorded after some calls.
 
@@ -167,32 +161,30 @@ def our_step(
         engine: "static" uses a static cache if the model supports one; "compiled" the kernels of compiled steps if it
             does not.
     """
-    recurrent = has_recurrent_layers(model)
+    prompt, drafted, fixed = _context(pair, model, prompts, after, widest)
+    recurrent, filled = has_recurrent_layers(model), prompt.shape[1]
     serves = supports_rows_cache if engine == "static" or len(prompts) > 1 else supports_recorded_row
-    if not recurrent and not serves(model, {}):
-        bare = generate_step(pair, model, prompts, after, widest)
-        kernels = (pass_kernels if engine == "compiled" else onednn_linears)(model)
-
-        def with_kernels(width: int) -> None:
-            with kernels():
-                bare(width)
-
-        return with_kernels
-    text = _text(model, prompts, after + widest)
-    prompt = _bounded(pair, text, widest)
-    filled = prompt.shape[1]
+    kernels = pass_kernels if engine == "compiled" else onednn_linears
     runner: StaticRunner | RecurrentRunner
     if recurrent:
         cache = new_cache(model, "model", cross_attention=False)
         runner = RecurrentRunner(model, {cache_argument(model): cache, "use_cache": True}, prompt, filled + widest)
+    elif serves(model, fixed):
+        room = static_cache(model, fixed, CacheSize(filled + widest), "model")
+        runner = StaticRunner(model, {**fixed, CACHE_NAME: room}, (prompt.shape[0], filled), kernels)
     else:
-        room = {CACHE_NAME: RowsCache(model.config, filled + widest)}
-        runner = StaticRunner(model, room, (prompt.shape[0], prompt.shape[1]))
+        bare, in_kernels = generate_step(pair, model, prompts, after, widest), kernels(model)
+
+        def with_kernels(width: int) -> None:
+            with in_kernels():
+                bare(width)
+
+        return with_kernels
     runner.forward(prompt, 1)
 
     def step(width: int) -> None:
         runner.rewind([filled] * len(prompts))
-        runner.forward(text[:, filled : filled + width], width)
+        runner.forward(drafted[:, :width], width)
 
     return step
 
@@ -239,16 +231,23 @@ def timed(pair: LoadedPair, step: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
+def _context(
+    pair: LoadedPair, model: PreTrainedModel, prompts: Sequence[Prompt], after: int, widest: int
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The tokens before the timed passes `[B, N]`, those of the passes `[B, widest]`, and an encoder's arguments."""
+    text, fixed = _text(model, prompts, after + widest), dict[str, Any]()
+    if model.config.is_encoder_decoder:
+        read = model_inputs(pair, prompts, model)
+        fixed = {"encoder_outputs": model.get_encoder()(**read), "attention_mask": read.get("attention_mask")}
+        text = text[:, len(prompts[0].token_ids) :]
+    room = context_length(pair)
+    filled = text.shape[1] - widest if room is None else min(text.shape[1], room) - widest
+    return text[:, :filled], text[:, filled : filled + widest], fixed
+
+
 def _text(model: PreTrainedModel, prompts: Sequence[Prompt], more: int) -> Tensor:
     """Prompts of one length, followed by their own repetition: `[B, P + more]`."""
     rows = [prompt.token_ids for prompt in prompts]
     prompt = torch.tensor(rows, device=model.device) % model.config.get_text_config().vocab_size
     length = prompt.shape[1]
     return prompt.repeat(1, 2 + more // length)[:, : length + more]
-
-
-def _bounded(pair: LoadedPair, text: Tensor, widest: int) -> Tensor:
-    """The part of a text to read before the timed passes, which leaves room for them in the context."""
-    room = context_length(pair)
-    filled = text.shape[1] - widest
-    return text[:, : filled if room is None else min(filled, room - widest)]
