@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
 from hf_specdec.compat.transformers_private import allowed_tokens_of
+from hf_specdec.host import suppressed_tokens
 
 # These only read the scores, row by row, so all positions can be processed at once.
 SCORES_ONLY = (
@@ -132,7 +133,7 @@ class HostProcessors:
             if isinstance(processor, host.PrefixConstrainedLogitsProcessor) and is_stateless(processor):
                 scores = self._constrain(processor, ids, scores, rows)
             else:
-                scores = processor(ids, scores)
+                scores = suppressed_tokens.apply(processor, ids, scores)
         return scores
 
     def __call__(self, ids: Tensor, starts: Sequence[int], counts: Sequence[int], scores: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ class HostProcessors:
             return self.process_flat(ids, scores.flatten(0, 1)).view_as(scores)
         for processor in self.processors:
             if type(processor) in SCORES_ONLY:
-                scores = processor(ids, scores.flatten(0, 1)).view_as(scores)
+                scores = suppressed_tokens.apply(processor, ids, scores.flatten(0, 1)).view_as(scores)
             else:
                 self._by_prefix(processor, ids, starts, counts, scores)
         return scores
@@ -169,7 +170,7 @@ class HostProcessors:
 
     def _all(self, ids: Tensor, scores: Tensor) -> Tensor:
         for processor in self.processors:
-            scores = processor(ids, scores)
+            scores = suppressed_tokens.apply(processor, ids, scores)
         return scores
 
     def allowed(self, row: int, text: Tensor, tokens: Sequence[int]) -> int:
@@ -220,7 +221,8 @@ class HostProcessors:
     ) -> None:
         """Run a processor once per prefix length and write the results into `scores`."""
         spans = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        for length in sorted({n for span in spans for n in span}):
+        lengths, only = {n for span in spans for n in span}, suppressed_tokens.only_length(processor)
+        for length in sorted(lengths if only is None else lengths & {only}):
             rows = [row for row, span in enumerate(spans) if length in span]
             positions = [min(max(length - start, 0), scores.shape[1] - 1) for start in starts]
             at_length = scores[torch.arange(len(starts), device=scores.device), positions]
@@ -228,7 +230,7 @@ class HostProcessors:
             if isinstance(processor, host.PrefixConstrainedLogitsProcessor):
                 processed = self._constrain(processor, prefixes, at_length, rows)
             else:
-                processed = processor(prefixes, at_length)
+                processed = suppressed_tokens.apply(processor, prefixes, at_length)
             scores[rows, [positions[row] for row in rows]] = processed[rows]
 
     def _constrain(
