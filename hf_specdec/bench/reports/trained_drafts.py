@@ -80,7 +80,8 @@ def use(part: Part) -> str:
         lines.append(
             f"hf_specdec.trim_draft_head(draft)  # proposes the {facts.vocabulary:,} tokens that the target writes"
         )
-    lines.append(f"model.generate(**inputs, {keywords(best or result.method(AFTER))})")
+    arguments = f"**inputs, {keywords(best or result.method(AFTER))}"
+    lines.append(f"model.generate({arguments})" if len(arguments) <= 104 else f"model.generate(\n    {arguments}\n)")
     return "\n".join(["```python", *lines, "```"])
 
 
