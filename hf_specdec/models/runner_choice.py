@@ -50,10 +50,11 @@ def runner_for(
             f"{argument}={type(model).__name__} limits attention to {window} tokens by dropping others from its cache, "
             "which a pass over several tokens would see: keep the text shorter, or decode without speculation."
         )
+    # A static cache is only made for models that take inputs as given.
+    prepared = None if isinstance(cache, RowsCache) else own_inputs(model, model_kwargs, input_ids, argument)
     alone = prompt_is_read_alone(model, model_kwargs, input_ids, argument)
     if isinstance(cache, RowsCache):
         return StaticRunner(model, model_kwargs, (len(input_ids), input_ids.shape[1]), kernels, chunk, alone)
-    prepared = own_inputs(model, model_kwargs, input_ids, argument)
     kind: type[DynamicRunner | RowByRowRunner] = DynamicRunner
     if recurrent_layers(cache):
         kind = RecurrentRunner
