@@ -12,15 +12,18 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as host
 
-EVERYWHERE, AT_BEGIN = host.SuppressTokensLogitsProcessor, host.SuppressTokensAtBeginLogitsProcessor
+# By processor, the attribute that holds its list.
+LISTS = {
+    host.SuppressTokensLogitsProcessor: "suppress_tokens",
+    host.SuppressTokensAtBeginLogitsProcessor: "begin_suppress_tokens",
+}
 
 
 def apply(processor: LogitsProcessor, ids: Tensor, scores: Tensor) -> Tensor:
     """The result of `processor(ids, scores)`: scores `[B, V]` of the tokens after `ids` `[B, n]`."""
     if (length := only_length(processor)) is not None and ids.shape[-1] != length:
         return scores
-    name = {EVERYWHERE: "suppress_tokens", AT_BEGIN: "begin_suppress_tokens"}.get(type(processor), "")
-    tokens = getattr(processor, name, None)
+    tokens = getattr(processor, LISTS.get(type(processor), ""), None)
     if not isinstance(tokens, Tensor) or scores.device.type != "cpu":
         return processor(ids, scores)
     tokens = tokens.to(scores.device, torch.long)  # an empty list makes another type
@@ -30,4 +33,5 @@ def apply(processor: LogitsProcessor, ids: Tensor, scores: Tensor) -> Tensor:
 
 def only_length(processor: LogitsProcessor) -> int | None:
     """The one length of a text at which a processor changes scores; None if it may do so at any."""
-    return getattr(processor, "begin_index", None) if type(processor) is AT_BEGIN else None
+    at_begin = type(processor) is host.SuppressTokensAtBeginLogitsProcessor
+    return getattr(processor, "begin_index", None) if at_begin else None

@@ -40,8 +40,8 @@ def supports_rows_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
 
 def _encodes_windows(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether a model's encoder has read a window of fixed length, as Whisper's does."""
-    encoding, positions = model_kwargs.get("encoder_outputs"), getattr(model.config, "max_source_positions", None)
-    return encoding is not None and encoding[0].shape[1] == positions
+    encoding = encoding_of(model_kwargs)
+    return encoding is not None and encoding.shape[1] == getattr(model.config, "max_source_positions", None)
 
 
 def supports_recorded_row(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
@@ -62,10 +62,9 @@ def static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], size: Cac
         ValueError: the model has its own kind of cache, which cannot be rolled back.
     """
     if supports_rows_cache(model, model_kwargs):
-        encoded = encoding_of(model_kwargs)
-        return RowsCache(
-            model.config, size.capacity, grows=size.grows, encoded=None if encoded is None else encoded.shape
-        )
+        encoding = encoding_of(model_kwargs)
+        encoded = None if encoding is None else encoding.shape
+        return RowsCache(model.config, size.capacity, grows=size.grows, encoded=encoded)
     return new_cache(model, argument, cross_attention="encoder_outputs" in model_kwargs)
 
 
@@ -78,4 +77,5 @@ def cache_taken_over(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Dy
 
 def encoding_of(model_kwargs: dict[str, Any]) -> Tensor | None:
     """`[B, S, H]`, the encoder's output; None for decoder-only models."""
-    return model_kwargs["encoder_outputs"][0] if "encoder_outputs" in model_kwargs else None
+    outputs = model_kwargs.get("encoder_outputs")
+    return None if outputs is None else outputs[0]

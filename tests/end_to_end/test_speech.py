@@ -9,7 +9,7 @@ import torch
 from helpers.identity import speculated
 from helpers.pairwise import pairwise
 from helpers.recurrent_families import noisy
-from helpers.tiny_whisper import FRAMES, feature_extractor, tokenizer, whisper
+from helpers.tiny_whisper import FRAMES, feature_extractor, sharing, tokenizer, whisper
 from transformers import AutoModelForCausalLM, PreTrainedModel, WhisperConfig, WhisperForConditionalGeneration, pipeline
 
 import hf_specdec
@@ -31,13 +31,6 @@ def distilled(target: PreTrainedModel) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return whisper()
-
-
-def sharing(target: PreTrainedModel) -> PreTrainedModel:
-    """A draft with an encoder of its own that reads the target's encoding."""
-    draft = noisy(target)
-    draft.config.draft_shares_encoder = True
-    return draft
 
 
 DRAFTS = {"smaller Whisper": noisy, "distilled": distilled, "sharing the encoder": sharing}

@@ -10,6 +10,8 @@ from transformers import (
     WhisperTokenizer,
 )
 
+from helpers.models import noisy
+
 END, BEGIN, NO_TIMES = 256, 257, 258
 FIRST_TIME, TIMES = 259, 101
 FRAMES = 40  # of one window
@@ -36,6 +38,13 @@ def whisper(decoder_layers: int = 2) -> PreTrainedModel:
     }.items():
         setattr(model.generation_config, name, value)
     return model
+
+
+def sharing(target: PreTrainedModel) -> PreTrainedModel:
+    """A draft with an encoder of its own that reads the target's encoding."""
+    draft = noisy(target)
+    draft.config.draft_shares_encoder = True
+    return draft
 
 
 def tokenizer() -> WhisperTokenizer:

@@ -8,7 +8,7 @@ from helpers.families import pair
 from helpers.identity import speculated
 from helpers.models import noisy
 from helpers.patches import interpret_compiled_steps, noted
-from helpers.tiny_whisper import FRAMES, whisper
+from helpers.tiny_whisper import FRAMES, sharing, whisper
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -53,13 +53,6 @@ def sound(rows: int, seed: int) -> dict[str, Any]:
     return {"input_features": features, "attention_mask": torch.ones(rows, FRAMES, dtype=torch.long)}
 
 
-def sharing(target: PreTrainedModel) -> PreTrainedModel:
-    """A draft that reads the target's encoding."""
-    draft = noisy(target)
-    draft.config.draft_shares_encoder = True
-    return draft
-
-
 def check(target: PreTrainedModel, draft: PreTrainedModel, rows: int, seed: int, settings: dict[str, Any]) -> Any:
     """A speculative call gives plain tokens; returns what it returned."""
     plain = target.generate(**sound(rows, seed), **GREEDY, **{name: settings[name] for name in OWN if name in settings})
@@ -70,8 +63,13 @@ def check(target: PreTrainedModel, draft: PreTrainedModel, rows: int, seed: int,
     return ours
 
 
-@pytest.mark.parametrize("make", [noisy, sharing])
-@pytest.mark.parametrize("settings", CALLS.values(), ids=CALLS)
+def of_each_kind(test: Any) -> Any:
+    """Run a test with drafts that have an encoding of their own, or the target's, in each of `CALLS`."""
+    of_drafts = pytest.mark.parametrize("make", [noisy, sharing])
+    return of_drafts(pytest.mark.parametrize("settings", CALLS.values(), ids=CALLS)(test))
+
+
+@of_each_kind
 def test_replayed_passes(make, settings: dict[str, Any], replays: list[int]) -> None:
     target = whisper()
     draft = make(target)
@@ -82,8 +80,7 @@ def test_replayed_passes(make, settings: dict[str, Any], replays: list[int]) -> 
             assert replays
 
 
-@pytest.mark.parametrize("make", [noisy, sharing])
-@pytest.mark.parametrize("settings", CALLS.values(), ids=CALLS)
+@of_each_kind
 def test_compiled_passes(make, settings: dict[str, Any], compiled: list[int]) -> None:
     """A recording that is heard again after another compiles nothing."""
     target = whisper()

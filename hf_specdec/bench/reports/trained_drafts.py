@@ -81,7 +81,8 @@ def use(part: Part) -> str:
             f"hf_specdec.trim_draft_head(draft)  # proposes the {facts.vocabulary:,} tokens that the target writes"
         )
     arguments = f"**inputs, {keywords(best or result.method(AFTER))}"
-    lines.append(f"model.generate({arguments})" if len(arguments) <= 104 else f"model.generate(\n    {arguments}\n)")
+    call = f"model.generate({arguments})"
+    lines.append(call if len(call) <= 120 else f"model.generate(\n    {arguments}\n)")  # as a formatter has it
     return "\n".join(["```python", *lines, "```"])
 
 

@@ -132,7 +132,11 @@ def generate_step(pair: LoadedPair, model: PreTrainedModel, prompts: Sequence[Pr
         after: tokens in the cache after the prompt (for an encoder-decoder: in the decoder's cache).
         widest: the largest number of tokens in one pass.
     """
-    filled, drafted, fixed = _context(pair, model, prompts, after, widest)
+    return _on_dynamic_cache(model, *_context(pair, model, prompts, after, widest))
+
+
+def _on_dynamic_cache(model: PreTrainedModel, filled: Tensor, drafted: Tensor, fixed: Mapping[str, Any]) -> Step:
+    """Return a step over the first of `drafted` with a dynamic cache; arguments as `_context` returns them."""
     key, argument = f"{text_prefix(model)}input_ids", cache_argument(model)
     cache = cache_of(model(**{key: filled}, **fixed, use_cache=True))
     cache.activate_past_recording()
@@ -158,8 +162,7 @@ def our_step(
     Its passes are recorded after some calls.
 
     Args:
-        engine: "static" uses a static cache if the model supports one; "compiled" the kernels of compiled steps if it
-            does not.
+        engine: "static" uses a static cache if the model supports one; "compiled" the kernels of compiled steps.
     """
     prompt, drafted, fixed = _context(pair, model, prompts, after, widest)
     recurrent, filled = has_recurrent_layers(model), prompt.shape[1]
@@ -173,7 +176,7 @@ def our_step(
         room = static_cache(model, fixed, CacheSize(filled + widest), "model")
         runner = StaticRunner(model, {**fixed, CACHE_NAME: room}, (prompt.shape[0], filled), kernels)
     else:
-        bare, in_kernels = generate_step(pair, model, prompts, after, widest), kernels(model)
+        bare, in_kernels = _on_dynamic_cache(model, prompt, drafted, fixed), kernels(model)
 
         def with_kernels(width: int) -> None:
             with in_kernels():
