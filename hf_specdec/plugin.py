@@ -36,6 +36,7 @@ from hf_specdec.checks import (
 from hf_specdec.compat.transformers_private import unknown_arguments
 from hf_specdec.config import FIELDS, SpeculationConfig, check_fields
 from hf_specdec.generation import SpeculativeDecoding
+from hf_specdec.host.suppressed_tokens import add_dropped
 from hf_specdec.host.torch_state import KeptTorchState
 from hf_specdec.models.cache_names import OUTDATED_NAMES
 from hf_specdec.models.traits import generating_parts, media_of, wrapped_model
@@ -245,6 +246,8 @@ def _speculative_call(
     model: PreTrainedModel, strategy: str, settings: dict[str, Any], call: dict[str, Any]
 ) -> dict[str, Any]:
     """A call's arguments, with the package's own replaced by the decoding loop of the strategy."""
+    if "assistant_model" in call:
+        add_dropped(model, call)
     for name in ARGUMENTS:
         call.pop(name, None)
     check_flags(synced_gpus=call.get("synced_gpus"), token_healing=_configured(model, call, "token_healing"))

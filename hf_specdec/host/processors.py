@@ -94,11 +94,16 @@ class HostProcessors:
 
     @property
     def serve_prepared_rounds(self) -> bool:
-        """Whether they can be compiled: they consist of operations on the scores and a few numbers."""
-        # `SuppressTokens` holds a list of tokens.
-        return self.scores_only and not any(
-            isinstance(processor, host.SuppressTokensLogitsProcessor) for processor in self.processors
+        """Whether they can be compiled: all are operations on the scores, a few numbers and lists of tokens."""
+        return not self.in_order and all(
+            type(processor) in (*SCORES_ONLY, *suppressed_tokens.LISTS) for processor in self.processors
         )
+
+    @property
+    def suppressed(self) -> int:
+        """The most tokens that are suppressed at a position."""
+        names = suppressed_tokens.LISTS
+        return sum(len(getattr(one, names[type(one)])) for one in self.processors if type(one) in names)
 
     @property
     def portable(self) -> bool:

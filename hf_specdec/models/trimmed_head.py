@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.models.traits import wrapped_model
 
@@ -69,7 +69,7 @@ class TrimmedDraft:
         self.draft, self.head, self.trimmed = draft, head, trimmed
         _replace(draft, head, trimmed)
         self._listed = getattr(draft.config, "draft_tokens", None)
-        draft.config.draft_tokens = trimmed.token_ids.tolist()
+        draft.config.draft_tokens = as_ranges(trimmed.token_ids.tolist())
 
     def restore(self) -> None:
         """Restore the draft's full head, in the dtype and on the device that the draft has now."""
@@ -92,7 +92,7 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor | 
     VocabTrim (arXiv 2506.22694); `frequent_tokens` makes one. The input embedding is unchanged. The selected rows are
     copied, which takes K · H numbers in the head's dtype; they don't follow later changes of the weights, so load and
     train the draft before. A draft whose head is its input embedding can be saved unchanged: the folder holds the full
-    head, and its configuration lists the tokens as `draft_tokens`. Save others after `restore`.
+    head, and its configuration lists the tokens as `draft_tokens`, see `as_ranges`. Save others after `restore`.
 
     Args:
         draft: the draft model, modified in place.
@@ -115,7 +115,7 @@ def trim_draft_head(draft: PreTrainedModel, token_ids: Iterable[int] | Tensor | 
     if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter or head.weight.is_meta:
         found = "no output head" if head is None else f"the output head {type(head).__name__}"
         raise ValueError(f"{name} has {found}, which can't be trimmed; pass a model with a torch.nn.Linear head.")
-    tokens = _token_ids(getattr(model.config, "draft_tokens", None) or () if token_ids is None else token_ids)
+    tokens = _token_ids(listed_tokens(model.config) if token_ids is None else token_ids)
     if not tokens:
         raise ValueError("token_ids is empty: pass the tokens that the draft may propose, see frequent_tokens.")
     if tokens[0] < 0 or tokens[-1] >= head.out_features:
@@ -155,6 +155,32 @@ def frequent_tokens(texts: Iterable[str | Sequence[int]], tokenizer: PreTrainedT
     ranked = [token for token, _ in seen.most_common() if token not in always]
     chosen = {*always, *ranked[: count - len(always)]}
     return sorted(chosen, key=lambda token: (-seen[token], token))
+
+
+def as_ranges(tokens: Iterable[int]) -> str:
+    """Distinct tokens as text, such as "0-255 300 302-303".
+
+    A list of thousands would fill a configuration, which transformers copies several times in each call.
+    """
+    ranges: list[list[int]] = []
+    for token in sorted(tokens):
+        if ranges and ranges[-1][-1] == token - 1:
+            ranges[-1][1:] = [token]
+        else:
+            ranges.append([token])
+    return " ".join("-".join(map(str, ends)) for ends in ranges)
+
+
+def listed_tokens(config: PreTrainedConfig) -> list[int]:
+    """The tokens that a draft's configuration lists as `draft_tokens`, in ranges or one by one; none by default."""
+    listed = getattr(config, "draft_tokens", None)
+    if not isinstance(listed, str):
+        return list(listed or ())
+    found: list[int] = []
+    for part in listed.split():
+        first, _, last = part.partition("-")
+        found.extend(range(int(first), int(last or first) + 1))
+    return found
 
 
 def among_all(logits: Tensor, token_ids: Tensor, vocabulary: int) -> Tensor:

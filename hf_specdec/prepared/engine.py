@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.models.traits import context_length
+from hf_specdec.host.suppressed_tokens import LISTS, Suppression
+from hf_specdec.models.traits import context_length, vocabulary_size
+from hf_specdec.models.trimmed_head import head_tokens
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
 from hf_specdec.prepared.compiled_step import CompiledStep, Step, kernels_as_compiled
@@ -90,9 +92,17 @@ class Engine:
     """
 
     def __init__(self, plan: Plan, buffers: Buffers, compile: bool) -> None:
-        self.plan, self.buffers, self.compile = plan, buffers, compile
+        self.buffers, self.compile = buffers, compile
         self.target, self.draft, self.state = buffers.target, buffers.draft, buffers.state
-        device = self.state.device
+        device, target = self.state.device, buffers.target.held()
+        assert target is not None
+        vocabulary = max(vocabulary_size(target), head_tokens(target) or 0)
+        self.plan = replace(
+            plan,
+            processors=tuple(
+                Suppression(one, vocabulary, device) if type(one) in LISTS else one for one in plan.processors
+            ),
+        )
         # On an accelerator the check would wait for the device.
         self.looks = plan.stop.reads_probabilities and device.type == "cpu"
         # A numpy view, since writing a few numbers through it takes a tenth of the time.
@@ -103,6 +113,12 @@ class Engine:
         self.used = 0
         self.steps: dict[int, Steps] = {}
         self._tokens: tuple[DraftToken, DraftToken] | None = None
+
+    def take_over(self, plan: Plan) -> None:
+        """Make the rounds of a call whose plan has the key of this engine's."""
+        for ours, processor in zip(self.plan.processors, plan.processors, strict=True):
+            if isinstance(ours, Suppression):
+                ours.take_over(processor)
 
     def fail(self) -> None:
         """Note that preparing failed, and free prepared steps. On a GPU, steps are then captured without compiling."""

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
+from hf_specdec.host.suppressed_tokens import what_is_fixed
 from hf_specdec.lengths.stop_rules import FirstOf, StopRule
 from hf_specdec.prepared.round_steps import Plan
 
@@ -17,7 +18,8 @@ def parts_of(rule: StopRule) -> tuple[StopRule, ...]:
 
 def plan_key(plan: Plan) -> Hashable:
     """A key that is equal for two plans exactly if their steps compute the same."""
-    numbers = [(type(p), _exact(vars(p))) for p in (*parts_of(plan.stop), *plan.processors)]
+    numbers = [(type(rule), _exact(vars(rule))) for rule in parts_of(plan.stop)]
+    numbers += [(type(processor), _exact(what_is_fixed(processor))) for processor in plan.processors]
     relaxed = None if plan.relaxation is None else (type(plan.relaxation), _exact(vars(plan.relaxation)))
     sizes = (plan.lookahead, plan.vocabulary, plan.draft_vocabulary, plan.eos_tokens)
     return (sizes, plan.do_sample, plan.keep_probs, plan.rule, relaxed, tuple(numbers))

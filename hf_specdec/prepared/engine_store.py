@@ -47,6 +47,7 @@ class EngineGroup:
         key = plan_key(plan)
         if key not in self.engines:
             self.engines[key] = Engine(plan, self.buffers, self.compile)
+        self.engines[key].take_over(plan)
         self.used = self.engines[key].used = next(_turns)
         return self.engines[key]
 

@@ -10,18 +10,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_specdec.decoding import Decoder, Rounds
 from hf_specdec.drafting.drafter import PreparedDrafting, last_tokens
+from hf_specdec.host.processors import HostProcessors
 from hf_specdec.host.transcript import Transcript
 from hf_specdec.lengths.stop_rules import StopRule
 from hf_specdec.models.fingerprint import forms_of, has_custom_hooks, state_of, weights_of
 from hf_specdec.models.rope_stages import has_fixed_rope
 from hf_specdec.models.static_runner import StaticRunner
-from hf_specdec.models.traits import context_length, tensor_parallel_group
+from hf_specdec.models.traits import context_length, tensor_parallel_group, vocabulary_size
+from hf_specdec.models.trimmed_head import head_tokens
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.buffers import Buffers, ordinary_tensors
 from hf_specdec.prepared.compiled_step import forget_codes, settle
@@ -303,6 +306,7 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         or target.cache.grows
         or transcript.records
         or not decoder.processors.serve_prepared_rounds
+        or _suppresses_all(decoder.processors, [target, *([drafting.runner] if drafting.runner else [])])
         or not (decoder.relaxation is None or decoder.relaxation.serves_prepared_rounds)
         or _refusal_of(target, transcript) is not None
     ):
@@ -327,6 +331,13 @@ def plan_for(decoder: Decoder, transcript: Transcript) -> Plan | None:
         rule=decoder.rule,
         eos_tokens=tuple(sorted(transcript.eos_tokens)),
     )
+
+
+def _suppresses_all(processors: HostProcessors, runners: Sequence[Any]) -> bool:
+    """Whether a model may have no token left, such as one whose head is trimmed: prepared steps always choose one."""
+    most = processors.suppressed
+    sizes = [min(head_tokens(runner.model) or 1, vocabulary_size(runner.model)) for runner in runners if most]
+    return any(most >= size for size in sizes)
 
 
 def _refusal_of(runner: StaticRunner, transcript: Transcript) -> str | None:

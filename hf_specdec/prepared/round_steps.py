@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specdec.drafting.model_drafter import align_vocabulary
 from hf_specdec.host.relaxations import Relaxation
@@ -76,7 +76,8 @@ class Plan:
         do_sample: sample the drafts and the target's tokens.
         keep_probs: pass the drafts' distributions to the verification rule.
         stop: ends a row's draft early.
-        processors: the call's logits processors, which may read the scores only.
+        processors: the call's logits processors; of a text, they may read its length. An engine's steps call those that
+            suppress tokens as `Suppression`s.
         relaxation: changes the target's processed scores before verification.
         rule: the verification rule.
         eos_tokens: a draft ends with one of these.
@@ -88,7 +89,7 @@ class Plan:
     do_sample: bool
     keep_probs: bool
     stop: StopRule
-    processors: tuple[LogitsProcessor, ...]
+    processors: tuple[Any, ...]
     relaxation: Relaxation | None
     rule: Rule
     eos_tokens: tuple[int, ...]
@@ -149,7 +150,7 @@ def draft_token(
     """
     known = tokens.clamp(max=plan.draft_vocabulary - 1) if plan.draft_vocabulary < plan.vocabulary else tokens
     logits = align_vocabulary(side.read(known, slots, 1)[:, -1], plan.vocabulary)
-    scores = _process(plan.processors, tokens, logits)
+    scores = _process(plan.processors, slots[:, -1] + 1, logits)
     reads = plan.stop.reads_probabilities
     probs = sampling.probabilities(scores) if plan.do_sample or reads or plan.keep_probs else scores
     choice = sampling.draw(probs, uniforms[0]).clamp(min=0) if plan.do_sample else scores.argmax(dim=-1)
@@ -190,7 +191,7 @@ def verify_step(
     read = torch.cat([state[:, 1:2], drafts], dim=1)
     slots = state[:, 2:3] - 1 + torch.arange(read.shape[1], device=state.device)
     logits = side.read(read, slots, read.shape[1])
-    scores = _process(plan.processors, read, logits.flatten(0, 1)).view_as(logits)
+    scores = _process(plan.processors, (slots + 1).flatten(), logits.flatten(0, 1)).view_as(logits)
     if plan.relaxation is not None and plan.lookahead:
         scores = plan.relaxation.relax(scores, drafts, lengths, draft_probs)
     if plan.do_sample:
@@ -200,9 +201,10 @@ def verify_step(
     return torch.cat([drafts.double(), columns.double(), verified.overlap.double()], dim=1)
 
 
-def _process(processors: Sequence[LogitsProcessor], tokens: Tensor, scores: Tensor) -> Tensor:
+def _process(processors: Sequence[Any], lengths: Tensor, scores: Tensor) -> Tensor:
+    """The processed scores `[N, V]` of the tokens after texts of some `lengths` `[N]`, which stand in for the texts."""
     for processor in processors:
-        scores = processor(tokens, scores)
+        scores = processor(lengths, scores)
     return scores
 
 

@@ -37,6 +37,7 @@ from hf_specdec.bench.running.methods import plain
 from hf_specdec.bench.running.processes import Processes
 from hf_specdec.bench.settings import BenchError, Settings
 from hf_specdec.bench.tasks import run_task
+from hf_specdec.models.trimmed_head import listed_tokens
 
 TOKENS = list(range(0, models.VOCABULARY, 2))
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}assistant:"
@@ -305,7 +306,7 @@ def test_a_draft_is_made_trained_judged_and_saved(folder: Path, tmp_path, capsys
     assert any("of the tokens of held-out answers are among those" in note for note in result.notes)
     assert [one.name for one in result.methods][2:] == ["suffix", "before", "after", "auto"]
     saved, own = (AutoModelForCausalLM.from_pretrained(path) for path in (facts.saved, folder))
-    assert len(saved.config.draft_tokens) == facts.vocabulary
+    assert len(listed_tokens(saved.config)) == facts.vocabulary
     assert saved.config.num_hidden_layers == len(facts.layers)
     assert torch.equal(saved.lm_head.weight, own.lm_head.weight), "the head is the target's"
     trained, old = saved.model.layers[0], own.model.layers[facts.layers[0]]

@@ -20,6 +20,7 @@ import hf_specdec
 from hf_specdec.drafting import drafter_choice
 from hf_specdec.drafting.model_drafter import ModelDrafter
 from hf_specdec.models import recorded_passes
+from hf_specdec.models.trimmed_head import as_ranges, listed_tokens
 from hf_specdec.prepared import cuda_graphs
 from hf_specdec.prepared.engine import Engine
 
@@ -265,3 +266,13 @@ def test_a_trimmed_draft_is_saved_whole_with_its_list(tmp_path) -> None:
         apart.save_pretrained(tmp_path)
     handle.restore()
     apart.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [([], ""), ([7], "7"), ([0, 1, 2, 9, 4, 5], "0-2 4-5 9"), ([11, 10], "10-11")]
+)
+def test_a_list_of_tokens_is_told_in_ranges(tokens: list[int], text: str) -> None:
+    assert as_ranges(tokens) == text
+    for listed in (text, sorted(tokens)):
+        assert listed_tokens(LlamaConfig(draft_tokens=listed)) == sorted(tokens)
+    assert listed_tokens(LlamaConfig()) == []

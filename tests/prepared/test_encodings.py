@@ -8,7 +8,7 @@ from helpers.families import pair
 from helpers.identity import speculated
 from helpers.models import noisy
 from helpers.patches import interpret_compiled_steps, noted
-from helpers.tiny_whisper import FRAMES, sharing, whisper
+from helpers.tiny_whisper import BEGIN, FRAMES, sharing, whisper
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -17,6 +17,7 @@ from hf_specdec.models.cache_choice import supports_rows_cache
 from hf_specdec.models.cache_names import cache_of
 from hf_specdec.models.static_cache import EncodedLayer
 from hf_specdec.prepared.compiled_step import CompiledStep
+from hf_specdec.prepared.engine import Engine
 from hf_specdec.prepared.engine_store import STORE, kept_engines
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -30,7 +31,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "scores": {"output_scores": True, "return_dict_in_generate": True},
     "static cache": {"cache_implementation": "static"},
 }
-OWN = ("return_timestamps", "output_scores", "return_dict_in_generate")  # those that plain `generate` takes
+OWN = (
+    "return_timestamps",
+    "output_scores",
+    "return_dict_in_generate",
+    "prompt_ids",
+)  # those that plain `generate` takes
 
 
 @pytest.fixture
@@ -113,6 +119,30 @@ def test_a_call_does_not_see_the_recording_of_an_earlier_one(kind: str, compiled
     with pytest.raises(AssertionError):
         for seed in range(2):
             check(target, draft, 1, seed, settings)
+
+
+@pytest.mark.parametrize("make", [noisy, sharing])
+@pytest.mark.parametrize("settings", [{}, {"drafter": "hybrid"}, {"drafter": "none"}], ids=["draft", "hybrid", "none"])
+def test_rounds_are_compiled_as_a_whole_where_tokens_are_suppressed(
+    make, settings: dict[str, Any], compiled: list[int], monkeypatch
+) -> None:
+    """Also where they are at the begin of a text only; a call with a longer prompt compiles nothing."""
+    rounds = noted(monkeypatch, Engine, "load", lambda *_: 1)
+    target = whisper()
+    draft = make(target)
+    shown = target.generate(**sound(1, 0), **GREEDY)[0].tolist()
+    suppressed = {"begin_suppress_tokens": shown[:1], "suppress_tokens": shown[3:5]}
+    for name, tokens in suppressed.items():
+        setattr(target.generation_config, name, tokens)
+    made = []
+    for prompt in ([], [5], [5, 6, 7], []):
+        compiled.clear(), rounds.clear()
+        given = {"prompt_ids": torch.tensor([BEGIN, *prompt])} if prompt else {}
+        out = check(target, draft, 1, 0, {**settings, **given, "compile": True})
+        made.append(len(compiled))
+        assert rounds
+    assert made[0] and not made[-1] and not made[-2], made
+    assert out[0, 0] != shown[0] and not {*out[0].tolist()} & {*shown[3:5]}, "the control: the text is another"
 
 
 def test_an_idle_engine_whose_memory_was_freed_reads_the_next_encoding(compiled: list[int]) -> None:

@@ -20,6 +20,7 @@ from hf_specdec.bench.models.loading import LoadedPair
 from hf_specdec.bench.models.names import is_gguf
 from hf_specdec.bench.settings import BenchError
 from hf_specdec.models.cache_rollback import has_recurrent_layers
+from hf_specdec.models.trimmed_head import as_ranges
 
 
 def check_target(pair: LoadedPair) -> None:
@@ -86,7 +87,7 @@ def cut_draft(target: PreTrainedModel, layers: Sequence[int], tokens: Sequence[i
         if isinstance(value, (list, tuple)) and len(value) == count:
             setattr(config, key, [value[layer] for layer in layers])
     setattr(config, setting, len(layers))
-    config.draft_tokens = sorted(tokens)
+    config.draft_tokens = as_ranges(tokens)
     if config.is_encoder_decoder:
         config.draft_shares_encoder = True
     config.name_or_path = ""

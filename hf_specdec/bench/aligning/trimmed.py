@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.models.trimmed_head import listed_tokens
+
 
 class TrimmedVocabulary:
     """Replaces a draft's head by one of K rows until `restore`; neither it nor the embedding is trained.
@@ -42,8 +44,8 @@ class TrimmedVocabulary:
     @classmethod
     def of(cls, draft: PreTrainedModel) -> TrimmedVocabulary | None:
         """The vocabulary of a draft whose configuration lists its `draft_tokens`; None for other drafts."""
-        tokens = getattr(draft.config, "draft_tokens", None)
-        return cls(draft, list(tokens)) if tokens else None
+        tokens = listed_tokens(draft.config)
+        return cls(draft, tokens) if tokens else None
 
     def columns(self, tokens: Tensor) -> Tensor:
         """The columns of K logits for token ids, in the same shape; K for tokens that the draft does not propose."""

@@ -44,6 +44,7 @@ from hf_specdec.gguf.weights import GgufWeight
 from hf_specdec.models.better_transformer import attention_of, better_transformer_refusal, to_better_transformer
 from hf_specdec.models.eagle_draft import Eagle3Draft
 from hf_specdec.models.traits import describes_block_draft
+from hf_specdec.models.trimmed_head import listed_tokens
 
 # Settings of a generation_config that change what is decoded, with their neutral values.
 _SAMPLING = {
@@ -200,7 +201,7 @@ def with_draft(
     check_loaded(draft, settings.draft_precision, argument="--draft_precision")
     if describes_block_draft(config):
         draft.generation_config = GenerationConfig()  # a DFlash draft has none of its own
-    if trim and getattr(draft.config, "draft_tokens", None):
+    if trim and listed_tokens(draft.config):
         hf_specdec.trim_draft_head(draft)
     loading = {**pair.loading_seconds, name: time.perf_counter() - start}
     reads_states = isinstance(draft, Eagle3Draft) or describes_block_draft(config)
