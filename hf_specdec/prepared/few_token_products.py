@@ -192,9 +192,16 @@ def _quantized(parts: QuantizedParts, input: Tensor, weight: Tensor, bias: Tenso
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *, scale: float | None = None, **other: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    **other: Any,
 ) -> Tensor:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    attn_mask = query.new_zeros(1, 1, 1, key.shape[2]) if attn_mask is None else attn_mask
     mixed: Tensor = kernel("attention", query.dtype)(query, key, value, attn_mask, scale)
     return mixed.transpose(1, 2)
 
@@ -249,17 +256,24 @@ def _takes_attention(
     **other: Any,
 ) -> bool:
     return (
-        attn_mask is not None
-        and attn_mask.dtype == query.dtype
-        and attn_mask.dim() == query.dim() == 4
-        and attn_mask.shape[-1] == key.shape[2]
+        (attn_mask is None or _fits_mask(attn_mask, query, key))
+        and query.dim() == 4
         and not is_causal
         and dropout_p == 0.0
         and query.shape[2] <= MOST_TOKENS
         and key.shape == value.shape
         and _is_ours(query)
         and all(t.stride()[-2:] == (t.shape[-1], 1) for t in (key, value))
-        and query.stride(-1) == attn_mask.stride(-1) == 1
+        and query.stride(-1) == 1
+    )
+
+
+def _fits_mask(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    return (
+        mask.dtype == query.dtype
+        and mask.dim() == query.dim()
+        and mask.shape[-1] == key.shape[2]
+        and mask.stride(-1) == 1
     )
 
 

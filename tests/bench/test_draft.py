@@ -290,8 +290,9 @@ def test_a_draft_is_made_trained_judged_and_saved(folder: Path, tmp_path, capsys
     asked = folder.parent / "asked.jsonl"
     asked.write_text("".join(f'{{"q": "tell me {"more " * n}"}}\n' for n in range(3)))
     settings = replace(
-        settings_for(folder, tmp_path, layers=()), dataset=str(asked), prompt_column="q", own_prompts=True
-    )
+        settings_for(folder, tmp_path, layers=()), dataset=str(asked), prompt_column="q", own_prompts=True,
+        draft_dtype="bfloat16",
+    )  # fmt: skip
     run_task(settings)
     (path,) = tmp_path.glob("draft-*.json.gz")
     result, printed = load(path), capsys.readouterr().out
@@ -306,9 +307,10 @@ def test_a_draft_is_made_trained_judged_and_saved(folder: Path, tmp_path, capsys
     assert any("of the tokens of held-out answers are among those" in note for note in result.notes)
     assert [one.name for one in result.methods][2:] == ["suffix", "before", "after", "auto"]
     saved, own = (AutoModelForCausalLM.from_pretrained(path) for path in (facts.saved, folder))
+    assert (saved.dtype, own.dtype) == (torch.bfloat16, torch.float64)
     assert len(listed_tokens(saved.config)) == facts.vocabulary
     assert saved.config.num_hidden_layers == len(facts.layers)
-    assert torch.equal(saved.lm_head.weight, own.lm_head.weight), "the head is the target's"
+    assert torch.equal(saved.lm_head.weight, own.lm_head.weight.bfloat16()), "the head is the target's"
     trained, old = saved.model.layers[0], own.model.layers[facts.layers[0]]
     assert not torch.equal(trained.mlp.up_proj.weight, old.mlp.up_proj.weight)
     kept = {one.name.partition("-")[0] for one in tmp_path.iterdir()}

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 import hf_specdec
 from hf_specdec.bench.aligning.batches import Collator
 from hf_specdec.bench.aligning.clock import Clock
@@ -35,13 +37,14 @@ class Trials:
         fit: trains a draft; see `training.train`.
         folder: where trials are stored; the caller deletes it.
         seconds: the time of all trials together.
+        dtype: that of the draft when it decodes.
     """
 
     def __init__(
         self, target: LoadedPair, tokens: list[int], held_out: Any, fit: Callable[..., Training], folder: Path,
-        seconds: float,
+        seconds: float, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        self.target, self.tokens, self.fit = target, tokens, fit
+        self.target, self.tokens, self.fit, self.dtype = target, tokens, fit, dtype
         self.held_out = held_out.select(range(min(_SAMPLE, len(held_out))))
         self.folder, self.seconds = folder, seconds
         self.notes: list[str] = []
@@ -83,7 +86,7 @@ class Trials:
     def _passes(self, pair: LoadedPair) -> tuple[float, dict[int, float]]:
         """c, and v by number of drafted tokens."""
         assert pair.draft is not None
-        hf_specdec.trim_draft_head(pair.draft)
+        hf_specdec.trim_draft_head(pair.draft.to(self.dtype))
         first = self.held_out[0]
         prompt = Prompt(0, OWN, tuple(first["prompt"]), recording=first.get("recording"))
         passes = BarePasses(pair, 64, [1, *(n + 1 for n in _LOOKAHEADS)])

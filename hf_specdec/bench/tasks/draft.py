@@ -18,6 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import hf_specdec
 from hf_specdec.bench import results
 from hf_specdec.bench.aligning.batches import shared_vocabulary
@@ -87,6 +89,10 @@ def run(settings: Settings, shared: Processes) -> None:
         notes = [f"The target answered for {minutes:.0f} minutes, all starts together.", *notes]
     result.notes += notes
     if keep:
+        if settings.task == "draft" and settings.draft_dtype != "auto":
+            judged_draft = with_draft(pair, str(place / "draft"), settings, pair.target.device, trim=False).draft
+            assert judged_draft is not None
+            judged_draft.save_pretrained(place / "draft")
         os.replace(place / "draft", saved)
         save_as_gguf(pair, settings, saved)
     results.finish(result, render)
@@ -116,7 +122,8 @@ def _made_draft(
     learned, held_out = answers.learned, answers.held_out
     tokens = proposed_tokens(settings, target, learned)
     fit = partial(train, replace(settings, batch_sizes=(_ROWS,)), learned=learned, held_out=held_out, shared=shared)
-    trials = Trials(target, tokens, held_out, fit, place / "trials", 60 * settings.minutes * _TRYING)
+    dtype, seconds = draft_dtype(settings, target), 60 * settings.minutes * _TRYING
+    trials = Trials(target, tokens, held_out, fit, place / "trials", seconds, dtype)
     layers = settings.layers or trials.best()
     pair = cut(target, layers, tokens)
     notes = [
@@ -130,14 +137,16 @@ def _made_draft(
         seconds, folder = seconds / 2, place / "general"
         clock = Clock(folder / "seconds", seconds)
         facts = fit(pair=pair, draft=pair.draft, learned=answers.general, folder=folder, clock=clock)
-        pair = with_draft(pair, str(folder / "draft"), settings, pair.draft.device, trim=False)
+        unrounded = replace(settings, draft_dtype="auto")
+        pair = with_draft(pair, str(folder / "draft"), unrounded, pair.draft.device, trim=False)
         notes.append(
             f"Before, it was trained for {facts.seconds:.0f} s on {facts.prompts:,} answers to prompts of the target "
             f"({facts.tokens:,} tokens): {facts.agreement[-1][1]:.1%} agreement on held-out answers."
         )
     facts = fit(pair=pair, draft=pair.draft, folder=place, clock=Clock(place / "seconds", seconds))
     before = cut(target, layers, tokens)
-    hf_specdec.trim_draft_head(before.draft)
+    assert before.draft is not None
+    hf_specdec.trim_draft_head(before.draft.to(draft_dtype(settings, target)))
     return before, replace(facts, layers=tuple(layers), vocabulary=len(tokens)), notes
 
 
@@ -295,6 +304,11 @@ def covered(tokens: list[int], answers: Any) -> float:
     """The share of the answers' tokens that are in a list."""
     known, written = set(tokens), list(chain.from_iterable(answers["answer"]))
     return sum(token in known for token in written) / len(written)
+
+
+def draft_dtype(settings: Settings, target: LoadedPair) -> torch.dtype:
+    """The dtype in which a draft is judged and saved; it is trained in the target's."""
+    return target.target.dtype if settings.draft_dtype == "auto" else getattr(torch, settings.draft_dtype)
 
 
 def cut(pair: LoadedPair, layers: tuple[int, ...], tokens: list[int]) -> LoadedPair:
