@@ -159,3 +159,8 @@ def compiled_on_any_device() -> CompileConfig:
     config = CompileConfig(mode="default")
     config._compile_all_devices = True
     return config
+
+
+def makes_own_processors(model: Any) -> bool:
+    """Whether a model's `generate` makes processors of suppressed tokens itself, as Whisper's does."""
+    return hasattr(model, "_retrieve_logit_processors")

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as host
 
+from hf_specdec.compat.transformers_private import makes_own_processors
+
 # By processor, the attribute that holds its list.
 LISTS = {
     host.SuppressTokensLogitsProcessor: "suppress_tokens",
@@ -81,9 +83,8 @@ def add_dropped(model: PreTrainedModel, call: dict[str, Any]) -> None:
     """
     tokens = getattr(model.generation_config, "begin_suppress_tokens", None)
     given = list(call.get("logits_processor") or ())
-    is_whisper = hasattr(model, "_retrieve_logit_processors")
     begins = any(isinstance(one, host.SuppressTokensAtBeginLogitsProcessor) for one in given)
-    if not is_whisper or not tokens or begins or call.get("decoder_input_ids") is None:
+    if not makes_own_processors(model) or not tokens or begins or call.get("decoder_input_ids") is None:
         return
     ids = call["decoder_input_ids"]
     added = host.SuppressTokensAtBeginLogitsProcessor(tokens, ids.shape[-1], device=str(ids.device))
