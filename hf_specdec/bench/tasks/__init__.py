@@ -67,7 +67,7 @@ _DATASET = (
     "corpus, other models passages of a story)"
 )
 _DRAFTING = ("assisted_generation",)
-_OF_DRAFTS = ("assistant_model", "draft_gguf_file", "draft_device", "draft_dtype", "draft_precision")
+_OF_DRAFTS = ("assistant_model", "draft_gguf_file", "draft_device", "draft_precision")
 TASKS: Mapping[str, Task] = {
     "benchmark": Task(
         "Compares plain and speculative decoding and transformers' assisted generation, at fixed prompt lengths.",
@@ -165,6 +165,7 @@ TASKS: Mapping[str, Task] = {
             "batch_sizes": "texts answered at once",
             "dataset": "prompts like those that you will decode, of which some are held out to judge the draft; own: "
             "the target writes some itself",
+            "draft_dtype": "dtype in which the draft is judged and saved; auto: the target's",
             "draft_vocabulary": "tokens that the draft proposes",
             "minutes": "how long answering and training may take together",
         },
