@@ -31,12 +31,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "scores": {"output_scores": True, "return_dict_in_generate": True},
     "static cache": {"cache_implementation": "static"},
 }
-OWN = (
-    "return_timestamps",
-    "output_scores",
-    "return_dict_in_generate",
-    "prompt_ids",
-)  # those that plain `generate` takes
+# Those that plain `generate` takes.
+OWN = ("return_timestamps", "output_scores", "return_dict_in_generate", "prompt_ids")
 
 
 @pytest.fixture
@@ -126,7 +122,7 @@ def test_a_call_does_not_see_the_recording_of_an_earlier_one(kind: str, compiled
 def test_rounds_are_compiled_as_a_whole_where_tokens_are_suppressed(
     make, settings: dict[str, Any], compiled: list[int], monkeypatch
 ) -> None:
-    """Also where they are at the begin of a text only; a call with a longer prompt compiles nothing."""
+    """Also where that is at the beginning of a text only; a call with a longer prompt compiles nothing."""
     rounds = noted(monkeypatch, Engine, "load", lambda *_: 1)
     target = whisper()
     draft = make(target)

@@ -146,7 +146,7 @@ def _made_draft(
     facts = fit(pair=pair, draft=pair.draft, folder=place, clock=Clock(place / "seconds", seconds))
     before = cut(target, layers, tokens)
     assert before.draft is not None
-    hf_specdec.trim_draft_head(before.draft.to(draft_dtype(settings, target)))
+    hf_specdec.trim_draft_head(before.draft.to(dtype))
     return before, replace(facts, layers=tuple(layers), vocabulary=len(tokens)), notes
 
 
